@@ -257,8 +257,8 @@ class Packed:
         # bin. A beginning that several units share saves positions only in the same bin: `bins` counts it.
         computed = [n - sum(saved(alike(x, y)) for x, y in pairwise(u)) for n, u in zip(total, within, strict=True)]
         # Units are compared by their first segments.
-        found = bins([unit[0] for unit in within], total, Room(max_tokens, once), computed if once else total)
-        return [np.concatenate([members[u] for u in units]) for units in found]
+        bins_of_units = bins([unit[0] for unit in within], total, Room(max_tokens, once), computed if once else total)
+        return [np.concatenate([members[u] for u in units]) for units in bins_of_units]
 
     def shares(self, world: int) -> list[np.ndarray]:
         """Episodes of each of `world` ranks, ascending: whole units, balanced by packed tokens

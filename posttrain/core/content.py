@@ -68,6 +68,7 @@ def content_of(value: Any) -> Content:
 
 
 def _part(number: int, value: Any) -> ContentPart:
+    """One checked part. `number` is its place, counted from 1, for messages."""
     if isinstance(value, ContentPart):
         return value
     if not isinstance(value, Mapping):

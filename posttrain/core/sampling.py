@@ -129,6 +129,7 @@ class Sampling:
         }
 
     def _check_ids(self) -> None:
+        """ConfigError where a token id, a bad sequence or a bias cannot be used."""
         biased = [i for i, _ in self.logit_bias]
         for name, ids in self._named_ids().items():
             if wrong := [i for i in ids if not 0 <= i <= LARGEST]:
@@ -170,8 +171,8 @@ class Sampling:
 
     def __str__(self) -> str:
         """The fields that differ from the defaults, for messages; long lists are cut."""
-        told = [(f.name, repr(getattr(self, f.name))) for f in fields(self) if getattr(self, f.name) != f.default]
-        short = [f"{name}={text if len(text) < 60 else text[:57] + '...'}" for name, text in told]
+        texts = [(f.name, repr(getattr(self, f.name))) for f in fields(self) if getattr(self, f.name) != f.default]
+        short = [f"{name}={text if len(text) < 60 else text[:57] + '...'}" for name, text in texts]
         return f"Sampling({', '.join(short)})"
 
     @property
@@ -226,8 +227,8 @@ class Sampling:
         allowed = self.allowed_ids
         if self.allowed_words:
             # Stop ids are allowed too: else a turn could end only by its length.
-            told = {i for word in self.allowed_words for ids in spell(word) for i in ids}
-            allowed = tuple(sorted(told | set(allowed or ()) | set(stops)))
+            word_ids = {i for word in self.allowed_words for ids in spell(word) for i in ids}
+            allowed = tuple(sorted(word_ids | set(allowed or ()) | set(stops)))
         return replace(self, stop_ids=stops, bad_ids=bad, bad_words=(), allowed_ids=allowed, allowed_words=())
 
     def check_vocabulary(self, size: int) -> None:

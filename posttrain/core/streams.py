@@ -291,6 +291,7 @@ def _start_is_scored(s: Scoring) -> bool:
 
 
 def _implicit(s: Scoring) -> tuple[np.ndarray]:
+    """The implicit process reward model's log-probs; InvariantError where the stage has no such model."""
     if s.implicit is None:
         raise InvariantError(
             f"algorithm {s.algorithm.name!r} reads an implicit process reward model, and the stage has none: build its"
@@ -300,6 +301,7 @@ def _implicit(s: Scoring) -> tuple[np.ndarray]:
 
 
 def _teacher(s: Scoring) -> tuple[np.ndarray, np.ndarray]:
+    """The teacher's most probable tokens at each spoken position, and their log-probs."""
     assert s.algorithm.distill is not None
     top = s.reference.top(s.read, s.algorithm.distill.top)
     return top.ids, top.logp

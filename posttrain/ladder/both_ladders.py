@@ -45,8 +45,8 @@ def stage_choices(kind: type[Any]) -> tuple[str, ...]:
 
 def algorithms_of(stages: Sequence[NamedStage]) -> dict[str, AnyAlgorithm]:
     """The algorithms of these stages, by the stage's name, without stages that have none."""
-    found = {s.name: getattr(s, "algorithm", None) for s in stages}
-    return {name: a for name, a in found.items() if isinstance(a, Algorithm | PreferenceAlgorithm)}
+    by_stage = {s.name: getattr(s, "algorithm", None) for s in stages}
+    return {name: a for name, a in by_stage.items() if isinstance(a, Algorithm | PreferenceAlgorithm)}
 
 
 def learns_from(kind: type[Any]) -> str:

@@ -259,8 +259,8 @@ class Observers:
     def take(self) -> ObserverReport:
         """The reports gathered since the last call, as one."""
         # Reports are gathered, because the phases come before the step's line exists.
-        seen, self._gauges, self._notes = ObserverReport(self._gauges, self._notes), {}, ()
-        return seen
+        report, self._gauges, self._notes = ObserverReport(self._gauges, self._notes), {}, ()
+        return report
 
     def state(self) -> dict[str, Any]:
         """Returns the state of all observers that a checkpoint must store."""
@@ -272,7 +272,8 @@ class Observers:
 
 
 def _with(step: Step, report: ObserverReport) -> Step:
-    # A report wins over the step's own gauge of the same name; notes are added.
+    """The step's line with a report in it. A gauge of the report replaces the step's gauge of that name; notes are
+    added."""
     return replace(step, gauges={**step.gauges, **report.gauges}, notes=(*step.notes, *report.notes))
 
 

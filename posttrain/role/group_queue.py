@@ -133,9 +133,9 @@ class MeteredSampler:
         return getattr(self.inner, name)
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
-        said = await self.inner.generate(ids, sampling, place)
-        self.tokens, self.turns = self.tokens + len(said.ids), self.turns + 1
-        return said
+        turn = await self.inner.generate(ids, sampling, place)
+        self.tokens, self.turns = self.tokens + len(turn.ids), self.turns + 1
+        return turn
 
 
 @dataclass(eq=False)
@@ -209,7 +209,7 @@ class GroupQueue:
         self._ask_given_up()
         self._admit()
         self._full = {"queue/groups": float(len(self._waiting)), "queue/ended": float(self._ended)}
-        played, passed, begun, said = list[Group](), list[bool](), list[int](), Gauge(0, 0)
+        played, passed, begun, tokens_said = list[Group](), list[bool](), list[int](), Gauge(0, 0)
         while self._taken < request.groups and len(played) < request.most * request.groups:
             if self._error is not None:
                 raise self._error
@@ -221,13 +221,13 @@ class GroupQueue:
             played.append(group)
             passed.append(not self._refuses(group))
             begun.append(asked.begun)
-            said, self.cursor = said + asked.said, asked.cursor
+            tokens_said, self.cursor = tokens_said + asked.said, asked.cursor
             self._taken, self._played = self._taken + passed[-1], len(played)
             self._admit()
         # An engine in this process gets no time while the learner computes. So turns that were begun end first.
         await self.idle()
         self._last = tuple(played)
-        engine = {"engine/tokens": said}
+        engine = {"engine/tokens": tokens_said}
         if self.asks_again:
             engine, self._lost = engine | {"rollout/asked_again": Gauge(self._lost, 1)}, 0
         # `min(begun)`: no token of the step is older than the oldest group.
@@ -281,6 +281,7 @@ class GroupQueue:
 
     @property
     def _ended(self) -> int:
+        """Number of groups in the queue that have ended."""
         return sum(a.group.done() for a in list(self._waiting))
 
     def row(self) -> RoleRow:
@@ -328,6 +329,7 @@ class GroupQueue:
             self._waiting.append(AskedGroup(task, q.visit, q.index, q.cursor, q.begun, sampler, known))
 
     def _refuses(self, group: Group | None) -> bool:
+        """Whether the filter refuses this group; False where it has not ended."""
         return self.request.mixed and group is not None and not group.mixed
 
     def _room(self) -> int:
@@ -346,15 +348,18 @@ class GroupQueue:
         return min(bound, (most + self.staleness) * wanted - self._played - len(self._waiting))
 
     def _admit(self) -> None:
+        """Ask further groups as long as there is room."""
         while self._room() > 0:
             task, visit = next(self.prompts)
             self._ask(task, visit, self.prompts.index, self.prompts.cursor)
 
     def _ask(self, task: Task, visit: int, index: int, cursor: int) -> None:
+        """Start a group, and put it at the end of the queue."""
         sampler, playing = self._play(task, visit)
         self._waiting.append(AskedGroup(task, visit, index, cursor, sampler.version, sampler, playing))
 
     def _play(self, task: Task, visit: int) -> tuple[MeteredSampler, asyncio.Future[Group]]:
+        """Start to play a group: (the sampler that counts its tokens, the group when it has ended)."""
         sampler = MeteredSampler(self.rollout.sampler)
         at = StepNumber(self.index, self.steps)
         rollout, request = replace(self.rollout, sampler=sampler), replace(self.request, at=at)

@@ -69,15 +69,15 @@ class EvaluationReport:
 
     def __repr__(self) -> str:
         """The scores in one line. The episodes themselves are in `groups`."""
-        told = [f"{n} {g.mean:.4g}" for n, g in self.measures.items()]
+        scores = [f"{n} {g.mean:.4g}" for n, g in self.measures.items()]
         for name, score in (
             ("greedy reward", self.greedy_reward),
             ("mean reward", self.reward),
             ("accuracy", self.accuracy),
         ):
-            told[:0] = [f"{name} {score}"] if score is not None and score.prompts else []
-        of = f", {self.reward.prompts} prompts" if self.reward.prompts else ""
-        return f"EvaluationReport({'; '.join(told) or 'nothing judged'}{of}, {self.unjudged} unjudged)"
+            scores[:0] = [f"{name} {score}"] if score is not None and score.prompts else []
+        prompts = f", {self.reward.prompts} prompts" if self.reward.prompts else ""
+        return f"EvaluationReport({'; '.join(scores) or 'nothing judged'}{prompts}, {self.unjudged} unjudged)"
 
     @property
     def unjudged(self) -> int:
@@ -191,6 +191,7 @@ def figures(group: Group) -> np.ndarray:
 
 
 def grades_of(groups: Sequence[Group]) -> Grades:
+    """The grades of the groups' outcomes, with the rule of each episode for right answers."""
     return Grades.each((e.figure, e.right) for g in groups for e in g.episodes)
 
 

@@ -70,10 +70,10 @@ def attempt_of(
     mask, ids = (segments[-1].mask, segments[-1].ids) if segments else (np.zeros(0, bool), np.zeros(0, np.int32))
     begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)
     opened = opening(text(ids[max(0, begin - TAIL) : begin])) if begin else ""
-    said = tuple(i for s in segments for i in s.ids[s.mask].tolist())
+    spoken_ids = tuple(i for s in segments for i in s.ids[s.mask].tolist())
     # The opening tag is put in front of each turn. So character n of a turn as the
     # verifier sees it is character n - len(opened) of the turn as it was said.
-    return Attempt(task, tuple(opened + t for t in turns), stop, lambda n: upto(n - len(opened)), state, said)
+    return Attempt(task, tuple(opened + t for t in turns), stop, lambda n: upto(n - len(opened)), state, spoken_ids)
 
 
 async def judged(environment: Environment, attempt: Attempt, alone: bool = True) -> tuple[Judged, ...]:
@@ -142,14 +142,14 @@ class SiblingVerdicts:
 
     async def together(self, episodes: Sequence[Episode], at: StepNumber) -> tuple[list[Episode], Gauges]:
         """The ended episodes with the verdicts of sources that judge the whole group, and what these logged."""
-        together, out = self.environment.abilities.together, list(episodes)
+        judge_together, out = self.environment.abilities.together, list(episodes)
         ended = [i for i, e in enumerate(episodes) if e.sibling in self._attempts and e.stop is not Stop.ERROR]
-        if together is None or not ended:
+        if judge_together is None or not ended:
             return out, {}
         attempts = [self._attempts[episodes[i].sibling] for i in ended]
-        found, logged = await judged_together(together, attempts, at)
+        verdicts_by_attempt, logged = await judged_together(judge_together, attempts, at)
         first: dict[tuple[Any, ...], tuple[Judged, ...]] = {}
-        for i, verdicts in zip(ended, found, strict=True):
+        for i, verdicts in zip(ended, verdicts_by_attempt, strict=True):
             e = out[i]
             # The key `(i,)` is unique: an episode with a state shares its verdicts with no other.
             same = (i,) if e.state is not None else (e.stop, e.text, *_tokens(e.segments))
@@ -168,12 +168,14 @@ async def judged_together(
 ) -> tuple[list[tuple[Judged, ...]], Gauges]:
     """The verdicts of sources that judge a whole group. They are asked again up to `JUDGE_RETRIES` times while one
     fails."""
-    found, logged = await together(attempts, at)
+    verdicts_by_attempt, logged = await together(attempts, at)
     for _ in range(JUDGE_RETRIES):
-        if not any(_broken(verdicts) for verdicts in found):
+        if not any(_broken(verdicts) for verdicts in verdicts_by_attempt):
             break
-        found, logged = await together(attempts, at)
-    return [tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts) for verdicts in found], logged
+        verdicts_by_attempt, logged = await together(attempts, at)
+    return [
+        tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts) for verdicts in verdicts_by_attempt
+    ], logged
 
 
 async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode]) -> list[Episode]:
@@ -189,11 +191,11 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
             alike.setdefault((i,) if e.state is not None else _as_judged(e), []).append(i)
     if not judges or not alike:
         return out
-    asked = [episodes[same[0]] for same in alike.values()]
-    given = await together([_verdicts(judge, asked) for judge in judges])
-    for judge, found in zip(judges, given, strict=True):
-        for same, verdicts in zip(alike.values(), found, strict=True):
-            for i in same:
+    asked = [episodes[members[0]] for members in alike.values()]
+    verdicts_by_judge = await together([_verdicts(judge, asked) for judge in judges])
+    for judge, verdicts_by_episode in zip(judges, verdicts_by_judge, strict=True):
+        for members, verdicts in zip(alike.values(), verdicts_by_episode, strict=True):
+            for i in members:
                 out[i] = _with(out[i], judge, verdicts)
     return out
 
@@ -222,16 +224,16 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
 async def _asked(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
     """The verdicts of one call. If it raises, or returns another number of them, it failed on all of its episodes."""
     try:
-        found = [tuple(verdicts) for verdicts in await judge.judge(episodes)]
+        results = [tuple(verdicts) for verdicts in await judge.judge(episodes)]
     # A wrong setting or a broken invariant is not temporary: asking again would not help, and the run must stop.
     except (ConfigError, InvariantError):
         raise
     except Exception as error:
         return _all_failed(judge, Verdict.failed("raised", f"{type(error).__name__}: {error}"), len(episodes))
-    if len(found) != len(episodes):
-        why = f"returned verdicts about {len(found)} episodes of {len(episodes)}: return one tuple for each, in order"
+    if len(results) != len(episodes):
+        why = f"returned verdicts about {len(results)} episodes of {len(episodes)}: return one tuple for each, in order"
         return _all_failed(judge, Verdict.failed("count", why), len(episodes))
-    return found
+    return results
 
 
 def _all_failed(judge: EpisodeJudge, verdict: Verdict, count: int) -> list[tuple[Judged, ...]]:
@@ -261,6 +263,7 @@ def _with(episode: Episode, judge: EpisodeJudge, verdicts: tuple[Judged, ...]) -
 
 
 def _broken(verdicts: Sequence[Judged]) -> bool:
+    """Whether a source failed, so that it is worth to ask again."""
     return any(j.verdict.state is State.FAILED for j in verdicts)
 
 

@@ -109,6 +109,7 @@ class Passes:
             scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad) / self.scale))
 
     def _balance(self, balance: Tensor) -> None:
+        """Keep a load-balance loss, and its gradient once backward has computed it."""
         # A list that the hook fills in: the value is known now, its gradient only after backward.
         part = [float(balance.detach()), 0.0]
         self.balance.append(part)
@@ -117,4 +118,5 @@ class Passes:
 
 
 def _numbers(x: Tensor) -> np.ndarray:
+    """A copy of the tensor in float64, on the CPU."""
     return x.detach().double().cpu().numpy()

@@ -46,12 +46,14 @@ class PeakMemory:
         return "resident" if self._resets else "resident, since the process began"
 
     def reset(self) -> None:
+        """Begin a new measurement: the peak becomes the memory in use now, where the system can do that."""
         if self._torch is not None:
             self._torch.reset_peak_memory_stats(self._device)
         elif self._resets:
             _reset_resident()
 
     def read(self) -> int:
+        """Peak bytes since the last `reset`."""
         if self._torch is not None:
             return int(self._torch.max_memory_allocated(self._device))
         if self._resets:

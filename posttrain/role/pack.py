@@ -96,6 +96,7 @@ def _minibatch(
     rng: np.random.Generator,
     now: Callable[[Packed], np.ndarray] | None,
 ) -> Minibatch:
+    """One minibatch of these groups: its weights, its batch, and the streams made over the whole of it."""
     # First weights are normalised over all episodes that count. Only then are silent episodes left out: the
     # denominator must not depend on which answers have credit.
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
@@ -117,6 +118,7 @@ def _minibatch(
 
 
 def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
+    """The episodes packed, with their streams. `weights` [E]: the weight of each token of an episode."""
     segments = [s for e in credits for s in e.episode.segments]
     sequence = [i for i, e in enumerate(credits) for _ in e.episode.segments]
     if any(np.any(s.version == OUTSIDE) for s in segments):

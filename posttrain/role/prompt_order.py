@@ -85,6 +85,7 @@ class Prompts:
         )
 
     def _walk(self) -> tuple[Task, int]:
+        """The next task in the order of the epoch, and how often it came before."""
         count = self.source.count
         if count is None:
             index = self.cursor

@@ -179,15 +179,21 @@ class Rollout:
         prompt, completion = texts.write(task, style or texts.styles[-1], rng, 0.0)
         dialogue = self.dialogue(task.id)
         if isinstance(completion, str):
-            seen, ids = self.renderer.pair(prompt, completion, task.id, task.tools)
+            prompt_ids, ids = self.renderer.pair(prompt, completion, task.id, task.tools)
             transcript = Transcript(sampling)
-            transcript.see(seen)
+            transcript.see(prompt_ids)
             transcript.show(ids)
             turns, upto, state, paid = [dialogue.text(ids)], partial(tokens_upto, dialogue, ids), None, list[Judged]()
         else:
             played = self.dialogue(task.id), task, prompt, completion, sampling
-            said = await recited(self.environment, self.renderer, *played)
-            transcript, turns, upto, state, paid = said.transcript, said.turns, said.spoken_upto, said.state, said.paid
+            recital = await recited(self.environment, self.renderer, *played)
+            transcript, turns, upto, state, paid = (
+                recital.transcript,
+                recital.turns,
+                recital.spoken_upto,
+                recital.state,
+                recital.paid,
+            )
         segments, text = (transcript.segment(),), "\n".join(turns)
         attempt = attempt_of(task, turns, Stop.SAID, segments, dialogue.text, upto, state)
         verdicts = (*await judging.judge(attempt, segments, sibling), *paid)
@@ -214,13 +220,13 @@ class Rollout:
             [self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], wanted
         )
         places = range(started, started + shown.siblings) if shown else ()
-        more = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in places]
+        others_playing = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in places]
         if greedy:
             # In a random stream of its own, and without `talks`: it is no sibling, and is never aborted.
             argmax = replace(sampling, greedy=True, top=0)
-            more.append(self.episode(task, visit, 0, argmax, f"{stream}/greedy", None, judging))
+            others_playing.append(self.episode(task, visit, 0, argmax, f"{stream}/greedy", None, judging))
         try:
-            ended, others = await together([sampled, together(more)])
+            ended, others = await together([sampled, together(others_playing)])
         finally:
             await judging.close()
         # An aborted sibling has no episode, but the engine spent time on its

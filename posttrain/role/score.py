@@ -59,8 +59,8 @@ def score(
     # All episodes of the step are packed into one sequence. Each model then scores it in passes of a size that fits,
     # and streams that need the same numbers of the policy share one pass.
     segments = [s for e in episodes for s in e.segments]
-    told = _told(groups, a, hints)
-    hinted = None if told is None else [s for t in told for s in t.segments]
+    hinted_episodes = _told(groups, a, hints)
+    hinted = None if hinted_episodes is None else [s for t in hinted_episodes for s in t.segments]
     if hinted is not None:
         same_words(segments, hinted)
     scoring = Scoring(
@@ -76,7 +76,11 @@ def score(
     # episodes, because credit works by episode and `pack` may leave some out.
     made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(scoring).items()}
     scored = iter(
-        Scored(e, "" if told is None else told[i].missing, streams={s: parts[i] for s, parts in made.items()})
+        Scored(
+            e,
+            "" if hinted_episodes is None else hinted_episodes[i].missing,
+            streams={s: parts[i] for s, parts in made.items()},
+        )
         for i, e in enumerate(episodes)
     )
     return tuple(ScoredGroup(g, tuple(next(scored) for _ in g.judged)) for g in groups if g.judged)

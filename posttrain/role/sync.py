@@ -171,8 +171,8 @@ class Sync:
             ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
             base = trial.without(packed)
             changed, apart = Gap.of(ours, base), Gap.of(theirs, base)
-            # Both are compared with the model without the adapter. A sampler that ignores
-            # the adapter has a distance near 0; half of the learner's leaves room for rounding.
+            # Both sides are compared with the model without the adapter: `changed` is the learner's change, `apart`
+            # the sampler's. A sampler that ignores the adapter is near 0; half of the change leaves room for rounding.
             if not apart.mean > changed.mean / 2:
                 raise InvariantError(
                     f"the sampler does not compute with the adapter: a loud one changes the learner's log-probs by"

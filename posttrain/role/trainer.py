@@ -42,10 +42,12 @@ class NonFiniteGradient(InvariantError):
     def told(self, names: Sequence[str], where: str = "") -> str:
         """The error message, with these names for the culprits."""
         if not self.culprits:
-            who = f"The loss and gradient of each of its {self.episodes} episodes alone are finite: their sum overflows"
+            cause = (
+                f"The loss and gradient of each of its {self.episodes} episodes alone are finite: their sum overflows"
+            )
             advice = "Lower the learning rate, the weights of the loss's terms, or the size of the rewards"
         elif len(self.culprits) == self.episodes:
-            who = (
+            cause = (
                 f"Every one of the batch's {self.episodes} episodes makes it, such as {'; '.join(names[:2])}, so it"
                 " lies in the weights or the loss"
             )
@@ -54,13 +56,13 @@ class NonFiniteGradient(InvariantError):
                 " are too large"
             )
         else:
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             some = "; ".join(names[:NAMED])
-            who = f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it: {some}{more}"
+            cause = f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it: {some}{rest}"
             advice = "Look at their rewards, and for log-probs that are infinite"
         return (
             f"the gradient norm is {self.norm} at optimizer step {self.step}{where}: the weights were left as they"
-            f" were. {who}. {advice}"
+            f" were. {cause}. {advice}"
         )
 
 
@@ -224,8 +226,8 @@ class Trainer:
             self.optimizer.agree()
         # From here on every rank has the terms of the whole minibatch, and so the same gauges and the same share.
         parts = of_all_ranks(self.ranks, parts, passes, packing)
-        seen = loss.gauges(batch, parts)
-        share = seen[STEP_SHARE].mean if STEP_SHARE in seen else 1.0
+        loss_gauges = loss.gauges(batch, parts)
+        share = loss_gauges[STEP_SHARE].mean if STEP_SHARE in loss_gauges else 1.0
         watch.emit(DifferentiatedEvent(packed, passes, share))
         # With a loss scale (float16) the gradient can overflow though every loss is finite. Then the step is left out,
         # and the next scale is smaller. Without a scale such a gradient is a fault of the run.
@@ -234,7 +236,7 @@ class Trainer:
         # A step that was left out changed no weight: nothing was learned.
         if "optim/overflowed" not in updated:
             watch.emit(LearnedEvent(packed, passes, lr * share))
-        return merge(seen, updated, packing.gauges())
+        return merge(loss_gauges, updated, packing.gauges())
 
     def _micros(self, batch: Batch) -> list[tuple[np.ndarray, Batch]]:
         """The micro-batches of this rank, each with its episodes in the minibatch.
@@ -248,7 +250,7 @@ class Trainer:
         whole = np.arange(batch.episodes)
         # Micro-batches number the episodes of this rank's share from
         # 0; `mine` leads from there to the minibatch's own numbers.
-        mine = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
+        numbers_E = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
         bins = share.bins(self.micro_tokens, self.learner.computes_once) if share.episodes else []
         micros = share.cut(bins)
         packed = np.sort(np.concatenate([whole[:0], *bins]))
@@ -259,8 +261,8 @@ class Trainer:
                 f" {share.spoken}; {int((count == 0).sum())} of its {share.episodes} episodes are in none of them and"
                 f" {int((count > 1).sum())} in several: packing dropped or doubled a trajectory"
             )
-        check_shares(self.ranks, batch, mine, micros)
-        return [(mine[chosen], micro) for chosen, micro in zip(bins, micros, strict=True)]
+        check_shares(self.ranks, batch, numbers_E, micros)
+        return [(numbers_E[chosen], micro) for chosen, micro in zip(bins, micros, strict=True)]
 
     def _keep_step(self, batch: Batch, loss: Loss, passes: int) -> None:
         """Take part in `passes` more passes, because other ranks have more micro-batches and exchange weights and
@@ -347,14 +349,14 @@ def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
     try:
         yield
     except NonFiniteGradient as error:
-        episodes = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
+        by_key = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
         tokens_of_culprits = [batch.sequence_M == e for e in error.culprits]
-        found = [
-            episodes.get(batch.target_M[at_M].tobytes() + batch[MU][at_M].tobytes()) for at_M in tokens_of_culprits
+        culprits = [
+            by_key.get(batch.target_M[at_M].tobytes() + batch[MU][at_M].tobytes()) for at_M in tokens_of_culprits
         ]
         names = [
             f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})"
-            for e in found
+            for e in culprits
             if e is not None
         ]
         raise InvariantError(error.told(names, f" ({where})")) from error

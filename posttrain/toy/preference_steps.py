@@ -41,11 +41,11 @@ def descend(
     """Train on all pairs at once; returns the gap of the first pair before each step and at the end."""
     # Prepared once, because all pairs are in every step and the reference does not change.
     batch, _ = prepared(a, batch_of_pairs(reference, pairs))
-    seen = [gap(policy, reference, pairs[0])]
+    gaps = [gap(policy, reference, pairs[0])]
     for _ in range(steps):
         logp_M = pair_logp(policy, pairs)
         loss = PreferenceLoss(a).terms(batch, TokenScores(logp=logp_M, entropy=None, value=None)).loss
         with torch.no_grad():
             policy.logits -= lr * torch.autograd.grad(loss, policy.logits)[0]
-        seen.append(gap(policy, reference, pairs[0]))
-    return seen
+        gaps.append(gap(policy, reference, pairs[0]))
+    return gaps

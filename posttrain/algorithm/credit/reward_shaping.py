@@ -43,7 +43,7 @@ def shaped(
     # it is still one of those that siblings are compared with.
     why = ["said nothing" if e.spoken == 0 else "" for e in episodes]
     for piece in pieces:
-        why = [w or dropped(piece, e) for w, e in zip(why, episodes, strict=True)]
+        why = [reason or dropped(piece, e) for reason, e in zip(why, episodes, strict=True)]
         rewards = shape(piece, rewards, episodes, max_tokens)
     return rewards, why
 
@@ -202,10 +202,12 @@ def _(piece: RelativeLength, terms: Array, rewards: Array, after: Array, episode
 
 
 def cut_off(episode: Episode) -> bool:
+    """Whether a limit on tokens or time ended the episode."""
     return episode.stop.cut
 
 
 def _length(episodes: Sequence[Episode]) -> Array:
+    """Spoken tokens of each episode [G]."""
     return np.array([e.spoken for e in episodes], np.float64)
 
 
@@ -280,6 +282,7 @@ def repeated(ids: Sequence[int] | NDArray[np.int32], n: int) -> float:
 
 
 def _spoken_ids(episode: Episode) -> list[int]:
+    """The spoken token ids of all segments."""
     return [int(i) for s in episode.segments for i in s.ids[s.mask]]
 
 
@@ -303,6 +306,7 @@ def _references(episodes: Sequence[Episode]) -> Array:
 
 
 def _reference(episode: Episode, name: str) -> float:
+    """A number of the reference policy from a column of the task; DataError where the task has none."""
     value = episode.task.info.get(name)
     if value is None:
         raise DataError(

@@ -64,8 +64,11 @@ def credit_step(
     returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
     if a.baseline.per_token:
         credits_P = [by_token(a.baseline, a, samples) for samples in samples_P]
-        raw, silent_P = [x for found in credits_P for x in found.credit], [found.silent for found in credits_P]
-        returns = [x for found in credits_P for x in found.returns or [None] * len(found.credit)]
+        raw, silent_P = (
+            [x for token_credit in credits_P for x in token_credit.credit],
+            [token_credit.silent for token_credit in credits_P],
+        )
+        returns = [x for token_credit in credits_P for x in token_credit.returns or [None] * len(token_credit.credit)]
     else:
         raw, silent_P, moving = _by_samples(a, samples_P, groups, {**emas, ALL: ema})
         ema, emas = moving.pop(ALL), moving

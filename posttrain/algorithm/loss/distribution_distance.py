@@ -40,10 +40,10 @@ def distance(
             )
         inside = ids_MK == batch.target_M[:, None]
         # The sampled token gets a column of its own, unless it is among the candidates: it would count twice.
-        apart = ~inside.any(1, keepdim=True)
+        own_column = ~inside.any(1, keepdim=True)
         # Log-prob -inf is probability 0: the extra column then adds nothing, and the rest is not made smaller by it.
-        p = torch.cat([batch[TOP_LOGP], p.masked_fill(~apart, -torch.inf)], 1)
-        q = torch.cat([candidates_MK, q.masked_fill(~apart, -torch.inf)], 1)
+        p = torch.cat([batch[TOP_LOGP], p.masked_fill(~own_column, -torch.inf)], 1)
+        q = torch.cat([candidates_MK, q.masked_fill(~own_column, -torch.inf)], 1)
     return total_variation(p, q) if region.measure == "tv" else forward_kl(p, q)
 
 

@@ -68,6 +68,7 @@ class MinibatchContext:
 
 
 def _chosen(w: MinibatchContext) -> np.ndarray:
+    """The tokens that `Algorithm.tokens` chooses, by the weights before this optimizer step."""
     tokens, batch = w.algorithm.tokens, w.batch
     assert tokens is not None
     # One more forward pass, under the weights that earlier minibatches of this
@@ -89,6 +90,7 @@ def _imitated(w: MinibatchContext) -> np.ndarray:
 
 
 def _heard(w: MinibatchContext) -> np.ndarray:
+    """One over the number of heard tokens in the minibatch, at every spoken token."""
     # A stream has one entry per spoken token, so heard tokens have none. All heard tokens have the same
     # weight. It is written at every spoken token, and a micro-batch reads it at its first one.
     return np.full(w.batch.spoken, 1 / max(1, w.batch.heard().spoken))

@@ -152,12 +152,12 @@ def imitation(a: Algorithm, logp_M: Tensor, batch: Streams, scores: TokenScores)
     assert a.imitate is not None
     # [H] log-probs of told tokens, or [M] of spoken ones. HEARD holds the
     # same weight everywhere, so its first entry is that of each told token.
-    told: Tensor = _present(scores.heard, "heard", a) if a.hears else logp_M
+    logp_of_imitated: Tensor = _present(scores.heard, "heard", a) if a.hears else logp_M
     weight = batch[HEARD][0] if a.hears else batch[IMITATE]
     if a.imitate.unsure:
         # A weight, not a term: p (1 - p) is not differentiated.
-        weight = weight * unsure(told.detach())
-    return -a.imitate.coef * (weight * told).sum()
+        weight = weight * unsure(logp_of_imitated.detach())
+    return -a.imitate.coef * (weight * logp_of_imitated).sum()
 
 
 def unsure(logp_M: Tensor) -> Tensor:
@@ -166,6 +166,7 @@ def unsure(logp_M: Tensor) -> Tensor:
 
 
 def _present(score: Tensor | None, name: str, a: Algorithm) -> Tensor:
+    """The score; InvariantError where the forward pass did not give it."""
     if score is None:
         raise InvariantError(
             f"the objective of {a.name!r} reads {name!r}, which the forward pass was not asked for: pass it to"

@@ -228,6 +228,7 @@ def _(kind: SidedLink, of: Margins) -> Tensor:
 
 
 def _signed(u_E: Tensor, good: Tensor) -> Tensor:
+    """u of a good completion, -u of a bad one."""
     return torch.where(good, u_E, -u_E)
 
 

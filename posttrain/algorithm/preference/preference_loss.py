@@ -81,17 +81,18 @@ class _Judged:
 
     @staticmethod
     def of(a: PreferenceAlgorithm, micro: Batch, logp_M: Tensor) -> _Judged:
+        """The micro-batch with the scores of its completions under these log-probs of the policy."""
         # Axes: M tokens, E completions, U pairs. A micro-batch holds whole units, with completions in the
         # order that the sides say, so chosen and rejected ones of a pair stand at equal places of their lists.
         side_E = sides_of(a, micro)
-        held = streams(micro, logp_M.device, logp_M.dtype)
+        batch_streams = streams(micro, logp_M.device, logp_M.dtype)
         # The same completions twice: with log pi (`plain`), and with log pi - log ref where there is
         # a reference. Gauges, Nash-MD and matched margins read `plain`.
         plain = completions(micro, logp_M)
-        ratio_M = logp_M - held[REFERENCE] if a.against == "reference" else logp_M
+        ratio_M = logp_M - batch_streams[REFERENCE] if a.against == "reference" else logp_M
         h_E = score(a, _with(plain, ratio_M))
         first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
-        return _Judged(a, logp_M, held, side_E, first_E, plain, h_E)
+        return _Judged(a, logp_M, batch_streams, side_E, first_E, plain, h_E)
 
     def at(self, sided: int) -> Tensor:
         """int64: the completions of one side, in order."""
@@ -156,15 +157,15 @@ class _Judged:
 
     def _nash(self) -> Tensor:
         """[E]: the Nash-MD term of each completion that the policy wrote; 0 where its opponent wrote it."""
-        held = self.held
-        own_E = (~self.each(held[OPPONENT])).to(self.logp_M.dtype)
+        batch_streams = self.held
+        own_E = (~self.each(batch_streams[OPPONENT])).to(self.logp_M.dtype)
         chosen_E = torch.as_tensor(self.side_E == 1, device=self.h_E.device)
-        p_E = self.each(held[MARGIN])
+        p_E = self.each(batch_streams[MARGIN])
         # MARGIN is the probability that the chosen one is preferred, on both completions of a pair.
         preferred_E = torch.where(chosen_E, p_E, 1 - p_E)
         # sg[log pi_t - log ref_t] * log pi_t: a score function whose mean
         # is the gradient of the KL at each token. 1/2 is the baseline of P.
-        charged_M = (self.logp_M - held[REFERENCE]).detach() * self.logp_M
+        charged_M = (self.logp_M - batch_streams[REFERENCE]).detach() * self.logp_M
         plain = self.plain
         return own_E * (self.a.beta * plain.sum(charged_M) - (preferred_E - 0.5) * plain.sum(self.logp_M))
 
@@ -180,6 +181,7 @@ class _Judged:
     # --- gauges -------------------------------------------------------------------------------------------------------
 
     def gauges(self) -> Gauges:
+        """Rewards and log-probs of both sides, their margins, and the share of them that agrees with the judgement."""
         with torch.no_grad():
             # Both rows in one transfer from the device.
             table = torch.stack([self._reward(), self.plain.sum(self.logp_M)]).double().cpu()
@@ -233,6 +235,7 @@ def completions(micro: Batch, l_M: Tensor) -> Completions:
 
 
 def _with(of: Completions, l_M: Tensor) -> Completions:
+    """The same completions with other numbers of their tokens."""
     return Completions(l_M, of.sequence_M, of.length_E, of.shared_E, of.position_M)
 
 

@@ -65,25 +65,25 @@ class RankingLoss:
         return Reads(rewards=True, logp=self.regularise != "none")
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
-        given = scores.rewards
-        if given is None:
+        rewards = scores.rewards
+        if rewards is None:
             raise InvariantError("a reward model's loss needs the reward head's scores: call forward with rewards=True")
         if len(micro.lengths_S) != micro.episodes:
             raise InvariantError(
                 f"{micro.episodes} judged completions are in {len(micro.lengths_S)} segments: a reward model scores"
                 " each in one"
             )
-        read = _Read(micro, given)
+        read = _Read(micro, rewards)
         match self.judged:
             case "pair" | "ranking":
                 terms = self._ordered(read)
                 return terms if self.regularise == "none" else self._regularised(read, terms, scores.logp)
             case "label":
-                return self._labelled(read, given)
+                return self._labelled(read, rewards)
             case "steps":
-                return self._stepwise(read, given)
+                return self._stepwise(read, rewards)
             case "rating":
-                return self._rated(read, given)
+                return self._rated(read, rewards)
             case _:
                 raise InvariantError(f"no loss of a reward model reads judgements of kind {self.judged!r}")
 
@@ -93,7 +93,7 @@ class RankingLoss:
 
     def _ordered(self, read: _Read) -> Terms:
         """Returns the terms of pairs or rankings: the members of a unit, best first."""
-        loss, right, apart = read.score_S.new_zeros(()), 0.0, list[Tensor]()
+        loss, right, gaps_by_size = read.score_S.new_zeros(()), 0.0, list[Tensor]()
         margin_S = read.first(MARGIN) if self.margin and MARGIN in read.batch else None
         # Units of one size at a time, so that each is a plain [U, K] table. Their losses add up.
         for members_UK in read.units():
@@ -104,8 +104,8 @@ class RankingLoss:
                 raise InvariantError(f"a pair has {count} completions in its unit")
             # [U, P] gaps of all P = K (K - 1) / 2 pairs with the better
             # one first. They are also what accuracy is counted of.
-            first, second = torch.triu_indices(count, count, 1, device=score_UK.device)
-            gap_UP = score_UK[:, first] - score_UK[:, second]
+            better, worse = torch.triu_indices(count, count, 1, device=score_UK.device)
+            gap_UP = score_UK[:, better] - score_UK[:, worse]
             if self.judged == "pair":
                 each_U = -logsigmoid(gap_UP[:, 0] - margin_U)
             elif self.pairs:
@@ -122,8 +122,8 @@ class RankingLoss:
             detached_UP = gap_UP.detach()
             # A tie is half right: else a head that gives every answer the same score would be all wrong, or all right.
             right += float((detached_UP > 0).sum() + (detached_UP == 0).sum() / 2)
-            apart.append(detached_UP.flatten())
-        gaps = torch.cat(apart)
+            gaps_by_size.append(detached_UP.flatten())
+        gaps = torch.cat(gaps_by_size)
         return Terms(
             loss,
             {

@@ -72,4 +72,5 @@ class Experience:
         return self._that(False)
 
     def _that(self, passed: bool) -> tuple[Group, ...]:
+        """The played groups that passed the filter, or those that did not."""
         return tuple(g for g, p in zip(self.played, self.passed, strict=True) if p == passed)

@@ -62,11 +62,11 @@ def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequ
         sizes: tokens of each item.
         own: positions of each item that are computed: equal to `sizes` where no beginning inside an item is shared.
     """
-    found, packed_F, own_F = families(keys, sizes, room, own)
+    members_F, packed_F, own_F = families(keys, sizes, room, own)
     # First-fit decreasing: large families first, each into the first bin with room, so small ones
     # fill the gaps. The last sort key, the first index, makes the order a function of the batch alone.
-    order = sorted(range(len(found)), key=lambda f: (-own_F[f], -packed_F[f], found[f][0]))
-    out, filled = list[list[int]](), np.zeros((2, len(found)), np.int64)
+    order = sorted(range(len(members_F)), key=lambda f: (-own_F[f], -packed_F[f], members_F[f][0]))
+    out, filled = list[list[int]](), np.zeros((2, len(members_F)), np.int64)
     for f in order:
         # filled[0]: packed tokens of each bin; filled[1]: its computed positions. All bins are compared at once.
         fits = np.flatnonzero(room.holds(filled[0, : len(out)] + packed_F[f], filled[1, : len(out)] + own_F[f]))
@@ -74,7 +74,7 @@ def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequ
         at = int(fits[0]) if len(fits) else len(out)
         if at == len(out):
             out.append([])
-        out[at] += found[f]
+        out[at] += members_F[f]
         filled[:, at] += packed_F[f], own_F[f]
     return [sorted(b) for b in out]
 

@@ -50,10 +50,10 @@ ALONE = OneRank()
 
 def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
     """InvariantError on every rank unless all ranks have the same value. `what` and `advice` are words of the error."""
-    found = ranks.every(value)
-    if others := [r for r, x in enumerate(found) if x != found[0]]:
+    values = ranks.every(value)
+    if others := [r for r, x in enumerate(values) if x != values[0]]:
         raise InvariantError(
-            f"ranks do not have the same {what}: rank 0 has {found[0]!r}, rank {others[0]} has {found[others[0]]!r}."
+            f"ranks do not have the same {what}: rank 0 has {values[0]!r}, rank {others[0]} has {values[others[0]]!r}."
             f" {advice}"
         )
 
@@ -78,11 +78,11 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     # Other exceptions are not exchanged: they are faults of the program, and end the process.
     except SHARED as error:
         kind, wrong = next(i for i, c in enumerate(SHARED) if isinstance(error, c)), str(error)
-    found: list[tuple[T, int, str]] = ranks.every((value, kind, wrong))
-    for rank, (_, which, text) in enumerate(found):
+    results: list[tuple[T, int, str]] = ranks.every((value, kind, wrong))
+    for rank, (_, which, text) in enumerate(results):
         if text:
             raise SHARED[which](f"rank {rank}: {text}")
-    return [x for x, _, _ in found]
+    return [x for x, _, _ in results]
 
 
 def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:

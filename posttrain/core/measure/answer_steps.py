@@ -26,8 +26,8 @@ def step_ends(text: str, separator: str) -> tuple[int, ...]:
     """
     ends, at = list[int](), 0
     while at < len(text):
-        found = text.find(separator, at)
-        end = len(text) if found < 0 else found + len(separator)
+        place = text.find(separator, at)
+        end = len(text) if place < 0 else place + len(separator)
         # `elif ends`: a blank piece behind a step. The last case: a text that is blank as a whole has
         # no step. A blank piece before the first step ends nothing, so the first step begins at 0.
         if text[at:end].replace(separator, "").strip():

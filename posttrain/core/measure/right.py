@@ -92,9 +92,11 @@ class Grades:
     @staticmethod
     def each(judged: Iterable[tuple[float | None, Right]]) -> Grades:
         """The grades of outcomes that come with a rule each. Where one of them is a model's score, none is right."""
-        told = [(x, rule) for x, rule in judged if x is not None]
-        rules = {rule for _, rule in told}
-        return Grades.of([x for x, _ in told], next((r for r in rules if r.at is None), next(iter(rules), None)))
+        judged_pairs = [(x, rule) for x, rule in judged if x is not None]
+        rules = {rule for _, rule in judged_pairs}
+        return Grades.of(
+            [x for x, _ in judged_pairs], next((r for r in rules if r.at is None), next(iter(rules), None))
+        )
 
     @property
     def graded(self) -> bool:

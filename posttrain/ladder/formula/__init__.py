@@ -112,4 +112,8 @@ def formulas(a: Algorithm) -> list[tuple[str, str]]:
         ("filter", a.filter and formula("filter", a.filter)),
         ("tasks", a.curriculum),
     )
-    return rows + [(name, said.words() if isinstance(said, Piece) else said) for name, said in further if said]
+    return rows + [
+        (name, piece_or_line.words() if isinstance(piece_or_line, Piece) else piece_or_line)
+        for name, piece_or_line in further
+        if piece_or_line
+    ]

@@ -41,11 +41,11 @@ def picture(width: int = WIDTH, ladder: Mapping[str, Any] = LADDER) -> list[str]
     wide = max(4 * len(a.lineage()) - 4 + len(a.name) for a in ladder.values())
 
     def draw(a: AnyAlgorithm, lead: str, below: str) -> Iterator[str]:
-        mine = children.get(a.name, [])
+        children_of_a = children.get(a.name, [])
         start = f"{lead + a.name:<{wide}}  " + (f"{a.paper:<13}  " if source else "")
-        yield from wrapped(start, patches(a), f"{below + ('│' if mine else ''):<{wide + 2 + source}}", width)
-        for i, child in enumerate(mine):
-            last = i == len(mine) - 1
+        yield from wrapped(start, patches(a), f"{below + ('│' if children_of_a else ''):<{wide + 2 + source}}", width)
+        for i, child in enumerate(children_of_a):
+            last = i == len(children_of_a) - 1
             yield from draw(child, below + ("└── " if last else "├── "), below + ("    " if last else "│   "))
 
     return [line for root in children[""] for line in draw(root, "", "")]

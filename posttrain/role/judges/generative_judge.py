@@ -91,10 +91,10 @@ class GenerativeJudge:
         return self.judging.sides == 2
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
-        found: list[Verdict] = await self.run(self.verdicts(episodes))
+        verdicts: list[Verdict] = await self.run(self.verdicts(episodes))
         return [
             (Judged(self.name, self.weight, v, None, False, self.resolution, self.measured, by_model=True),)
-            for v in found
+            for v in verdicts
         ]
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -157,9 +157,9 @@ class GenerativeJudge:
         drawn: Vote | None = None
         # Each draw has a random place of its own: with the same place the judge would write the same text again.
         for draw in range(DRAWS):
-            said = await self.sampler.generate(ids, self.sampling, seeds.key(self.seed, "judge", *place, draw))
-            text = self.renderer.text(said.ids)
-            drawn = Vote(sides, np.concatenate([ids, said.ids]), len(ids), self.judging.read(text), text)
+            turn = await self.sampler.generate(ids, self.sampling, seeds.key(self.seed, "judge", *place, draw))
+            text = self.renderer.text(turn.ids)
+            drawn = Vote(sides, np.concatenate([ids, turn.ids]), len(ids), self.judging.read(text), text)
             if drawn.scores is not None:
                 break
         assert drawn is not None
@@ -211,6 +211,7 @@ class GenerativeJudge:
 
     @staticmethod
     def _values(i: int, votes: Sequence[Vote], kept: Sequence[int]) -> list[float]:
+        """The scores that the votes which count give answer i."""
         # Compared with itself an answer has both sides, and so both scores.
         return [s for k in kept for side, s in zip(votes[k].sides, votes[k].scores or (), strict=True) if side == i]
 
@@ -226,6 +227,7 @@ class GenerativeJudge:
         return (f"vs {episodes[other].sibling}:" if len(sides) == 2 else "") + ",".join(marks)
 
     def _verdict(self, episode: Episode, values: Sequence[float], said: str, votes: Sequence[Vote]) -> Verdict:
+        """The mean of the scores; `failed` where no vote has a verdict."""
         if values:
             return Verdict.value(float(np.mean(values)), why=said)
         sample = next((v.why or f"such as {v.text[-60:]!r}" for v in votes), "")
@@ -269,9 +271,9 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
 
 def says_yes(renderer: Renderer, ids: np.ndarray, text: str) -> None:
     """InvariantError where these ids are not the text of a verdict in the judge's own tokenizer."""
-    if (said := renderer.decode(ids)) != text:
+    if (decoded := renderer.decode(ids)) != text:
         raise InvariantError(
-            f"the tokens whose probability counts as the verdict read {said[-20:]!r} in the judge's tokenizer, not"
+            f"the tokens whose probability counts as the verdict read {decoded[-20:]!r} in the judge's tokenizer, not"
             f" {text[-20:]!r}: they are another tokenizer's. Encode the verdict with the tokenizer of the judge"
         )
 
@@ -289,8 +291,8 @@ async def asked(judge: GenerativeJudge, tasks: Sequence[Task], votes: int) -> li
     sides = tuple(range(judge.judging.sides))
 
     async def one(task: Task) -> JudgedTask:
-        said = await together([judge.vote(str(task.prompt), sides, task.id, k) for k in range(votes)])
-        return JudgedTask(task, tuple(said))
+        votes_of_task = await together([judge.vote(str(task.prompt), sides, task.id, k) for k in range(votes)])
+        return JudgedTask(task, tuple(votes_of_task))
 
     return await together([one(task) for task in tasks])
 

@@ -72,8 +72,8 @@ class GenerativeStepJudge:
         self.verifier.close()
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
-        found: list[tuple[Judged, ...]] = await self.verifier.run(self.verdicts(episodes))
-        return found
+        verdicts: list[tuple[Judged, ...]] = await self.verifier.run(self.verdicts(episodes))
+        return verdicts
 
     async def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         """The verdicts about each episode of a group. An answer of which a step has no readable vote is `failed`."""

@@ -115,14 +115,14 @@ class Regenerator:
         Raises:
             ConfigError: an answer has several turns, or no step of any wrong answer has the scores that are to be read.
         """
-        found = [x for one in await together([self._group(g) for g in groups]) for x in one]
+        regenerated = [x for one in await together([self._group(g) for g in groups]) for x in one]
         wrong = [e for g in groups for e in wrong_ones(g)]
         if self.how.by == "scores" and wrong and not any(scored_steps(e)[0] for e in wrong):
             raise ConfigError(
                 "method.regenerate.by=scores: no step of any wrong answer has a score. Give a process reward model"
                 " (env.rewards=model:RUN, with steps=score), an environment that judges steps, or by=completions"
             )
-        return tuple(found)
+        return tuple(regenerated)
 
     async def _group(self, group: Group) -> list[RegeneratedAnswer]:
         """Equal beginnings of siblings are completed once, as those of the first sibling that has them: which sibling
@@ -137,15 +137,16 @@ class Regenerator:
             for upto in ends:
                 first.setdefault(self.labeler.said(e)[:upto].tobytes(), e)
         try:
-            found = await together([self._answer(e, ends, first, known, judging) for e, ends in wrong])
+            regenerated = await together([self._answer(e, ends, first, known, judging) for e, ends in wrong])
         finally:
             # Several answers may wait for one task of completions. After an error nobody waits for it.
             for task in known.values():
                 task.cancel()
             await judging.close()
-        return [x for x in found if x is not None]
+        return [x for x in regenerated if x is not None]
 
     def _ends(self, e: Episode) -> tuple[int, ...]:
+        """Spoken tokens up to the end of each step of an answer; empty where it has no usable steps."""
         return self.labeler.cut(e) if self.how.by == "completions" else scored_steps(e)[0]
 
     async def _answer(
@@ -156,17 +157,18 @@ class Regenerator:
         known: dict[bytes, asyncio.Task[tuple[Episode, ...]]],
         judging: SiblingVerdicts,
     ) -> RegeneratedAnswer | None:
-        said = self.labeler.said(e)
+        """The wrong answer with its first wrong step; None where that is not known."""
+        spoken_ids = self.labeler.said(e)
 
         async def from_step(number: int) -> tuple[Episode, ...]:
             upto = ends[number - 1]
-            return await self.labeler.from_step(first[said[:upto].tobytes()], number, upto, known, judging)
+            return await self.labeler.from_step(first[spoken_ids[:upto].tobytes()], number, upto, known, judging)
 
         if not ends:
             return None
         if self.how.by == "completions":
-            found = await halved(len(ends), from_step)
-            return None if found is None else RegeneratedAnswer(e, ends, *found)
+            steps_and_completions = await halved(len(ends), from_step)
+            return None if steps_and_completions is None else RegeneratedAnswer(e, ends, *steps_and_completions)
         # `kept == len(ends)`: all steps have good scores though the answer is wrong, so nothing is known.
         kept = right_steps(scored_steps(e)[1], self.how.at)
         if kept == len(ends):
@@ -180,8 +182,9 @@ def wrong_ones(group: Group) -> list[Episode]:
 
 
 def regenerated_gauges(answers: Sequence[RegeneratedAnswer]) -> Gauges:
+    """Gauges of a step: the share of right steps, completions per answer, and answers with a right completion."""
     # A set, because siblings with the same beginning share its completions.
-    completions = {c for a in answers for own in a.asked.values() for c in own}
+    completions = {c for a in answers for from_one_step in a.asked.values() for c in from_one_step}
     return {
         "reject/right_steps": Gauge(sum(a.kept for a in answers), sum(len(a.ends) for a in answers)),
         "reject/completions": Gauge(len(completions), len(answers)),

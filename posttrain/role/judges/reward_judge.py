@@ -69,8 +69,11 @@ class JudgeMember:
                     " known as tokens alone. Use a reward model with the policy's tokenizer and template"
                 )
             task = episode.task
-            seen, spoken = self.renderer.pair(task.prompt, whole(episode.text), task.id, task.tools)
-            ids, mask = np.concatenate([seen, spoken]), np.arange(len(seen) + len(spoken)) >= len(seen)
+            prompt_ids, spoken = self.renderer.pair(task.prompt, whole(episode.text), task.id, task.tools)
+            ids, mask = (
+                np.concatenate([prompt_ids, spoken]),
+                np.arange(len(prompt_ids) + len(spoken)) >= len(prompt_ids),
+            )
         if len(ids) > self.context:
             raise DataError(f"the episode has {len(ids)} tokens, and the reward model's context is {self.context}")
         transcript = Transcript(READ)
@@ -133,6 +136,7 @@ class RewardModelJudge:
         return [x if isinstance(x, str) else next(scores) for x in out]
 
     def _verdict(self, given: Sequence[float | str]) -> Verdict:
+        """One verdict from the score of each model, or from the reason why it has none."""
         if unread := [x for x in given if isinstance(x, str)]:
             return Verdict.failed("unreadable", unread[0])
         scores = np.array(given, np.float64)

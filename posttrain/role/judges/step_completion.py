@@ -179,8 +179,8 @@ class StepLabeler:
         Raises:
             ConfigError: an answer has several turns.
         """
-        found = await together([self._group(g) for g in groups])
-        return tuple(x for one in found for x in one)
+        answers = await together([self._group(g) for g in groups])
+        return tuple(x for one in answers for x in one)
 
     async def _group(self, group: Group) -> list[LabelledAnswer]:
         """Equal beginnings of siblings are completed once, by the first sibling that has it."""
@@ -188,8 +188,8 @@ class StepLabeler:
         judging = SiblingVerdicts(self.rollout.environment)
         answers = [e for e in group.episodes if e.figure is not None]
         try:
-            found = await together([self._answer(e, known, judging) for e in answers])
-            whole = [x for x in found if x is not None]
+            labelled_or_none = await together([self._answer(e, known, judging) for e in answers])
+            whole = [x for x in labelled_or_none if x is not None]
             early = await together([self._early(x, judging) for x in whole]) if self.stage.early_ends else []
         finally:
             for task in known.values():
@@ -238,6 +238,8 @@ class StepLabeler:
     async def _answer(
         self, e: Episode, known: dict[bytes, asyncio.Task[tuple[Episode, ...]]], judging: SiblingVerdicts
     ) -> LabelledAnswer | None:
+        """The answer with its labels. None where it has no step, or where the completions of a step could not be
+        judged."""
         spoken, tokens = self.said(e), self.cut(e)
         if not tokens:
             return None
@@ -250,10 +252,13 @@ class StepLabeler:
             asked.append(self.from_step(e, number, upto, known, judging))
         # All were started above and run side by side; here they are only collected, in the order of the steps.
         completions = tuple([x if isinstance(x, tuple) else await x for x in asked])
-        judged = [[c.right.of(c.figure) for c in own if c.figure is not None] for own in completions]
+        # For each step a list with True for every right completion and False for every wrong one.
+        judged = [[c.right.of(c.figure) for c in of_step if c.figure is not None] for of_step in completions]
         if not all(judged):
             return None
-        values = StepValues(right=tuple(sum(own) for own in judged), asked=tuple(len(own) for own in judged))
+        values = StepValues(
+            right=tuple(sum(of_step) for of_step in judged), asked=tuple(len(of_step) for of_step in judged)
+        )
         steps, soft = steps_of_text(e.text, self.stage.separator), self.soft(values)
         return LabelledAnswer(e, steps, tokens, values, soft, completions)
 

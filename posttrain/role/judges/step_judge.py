@@ -147,8 +147,8 @@ class StepJudge:
             ConfigError: the episode has several turns.
         """
         one_turn(self.name, e)
-        said = e.segments[-1].ids[e.segments[-1].mask]
-        return self.ends.upto(said, step_ends(self.ends.text(said), self.separator)) if len(said) else ()
+        spoken = e.segments[-1].ids[e.segments[-1].mask]
+        return self.ends.upto(spoken, step_ends(self.ends.text(spoken), self.separator)) if len(spoken) else ()
 
     def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
         return step_verdicts(self.name, self.reward, ends, scores, self.resolution)
@@ -185,8 +185,8 @@ def step_verdicts(
         )
     if r.steps == "outcome":
         said = " ".join(why) or ", ".join(f"{x:.3f}" for x in scores)
-        one = Verdict.value(aggregated(scores, r.aggregate), why=said)
-        return (Judged(name, r.weight, one, resolution=resolution, measured=r.measured, by_model=True),)
+        verdict = Verdict.value(aggregated(scores, r.aggregate), why=said)
+        return (Judged(name, r.weight, verdict, resolution=resolution, measured=r.measured, by_model=True),)
     each = progress(scores) if r.progress else scores
     return tuple(
         Judged(name, r.weight, Verdict.value(x, why=said), end, r.steps == "pay", resolution, by_model=True)

@@ -117,8 +117,8 @@ async def shown(
     if isinstance(completion, str):
         return Demonstrated.of(demonstration(renderer, task, prompt, completion, context))
     # Several turns: the environment's answers between them are known only by playing the episode.
-    said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
-    return Demonstrated.of(_fits(said.transcript.segment(), task, context))
+    talk_played = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
+    return Demonstrated.of(_fits(talk_played.transcript.segment(), task, context))
 
 
 def imitating(stage: Stage) -> Supervised | None:
@@ -155,12 +155,12 @@ def demonstration(
     Raises:
         DataError: the completion has no token, or the text is longer than the model's context.
     """
-    seen, said = renderer.pair(prompt, completion, task.id, task.tools)
-    if not len(said):
+    prompt_ids, completion_ids = renderer.pair(prompt, completion, task.id, task.tools)
+    if not len(completion_ids):
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
     transcript = Transcript(LIKELIHOOD)
-    transcript.see(seen)
-    transcript.show(said)
+    transcript.see(prompt_ids)
+    transcript.show(completion_ids)
     return _fits(transcript.segment(), task, context)
 
 

@@ -52,17 +52,18 @@ class Hints:
         return tuple(self._hinted(group, e) for e in group.judged)
 
     def _hinted(self, group: Group, e: Episode) -> HintedEpisode:
+        """One episode with the hint in its prompt, or unchanged with the reason why there is no hint."""
         # An episode without a hint has no gradient. The reason stays with
         # the episode, and its credit shows it (`EpisodeCredit.dropped`).
-        given = self.given(group, e)
-        if not isinstance(given, Task):
-            return HintedEpisode(e.segments, given)
-        prompt = abilities.hints(self.rollout.environment)(given)
+        task_with_hint = self.given(group, e)
+        if not isinstance(task_with_hint, Task):
+            return HintedEpisode(e.segments, task_with_hint)
+        prompt = abilities.hints(self.rollout.environment)(task_with_hint)
         if prompt is None:
             return HintedEpisode(e.segments, "the environment has no hint for this task")
         # hint.of=sibling asks for a teacher that saw a sibling's answer. An environment that
         # always writes the task's own answer would make a teacher that knows the solution.
-        if self.how.of == "sibling" and not holds(prompt, str(given.answer)):
+        if self.how.of == "sibling" and not holds(prompt, str(task_with_hint.answer)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r}: the hint of task {e.task.id!r} does not hold the"
                 " answer that it was given, so the teacher cannot be shown a sibling's. Write `Task.answer` into the"

@@ -48,13 +48,13 @@ class ImplicitModel:
             return {}
         batch = outcome_batch(answers, outcomes(answers))
         watch.emit(OutcomesEvent(index, batch))
-        seen = self.trainer.step(batch, OutcomeLoss(self.beta))
+        trainer_gauges = self.trainer.step(batch, OutcomeLoss(self.beta))
         # Other gauges of this trainer are left out: they have the names of the policy's gauges, and would be added to
         # them.
-        kept = {n: g for n, g in seen.items() if n.startswith("implicit/")}
+        kept = {n: g for n, g in trainer_gauges.items() if n.startswith("implicit/")}
         # Without this gauge the scale of the loss was too large, and the step was left out.
-        if "optim/grad_norm" in seen:
-            kept["implicit/grad_norm"] = seen["optim/grad_norm"]
+        if "optim/grad_norm" in trainer_gauges:
+            kept["implicit/grad_norm"] = trainer_gauges["optim/grad_norm"]
         return kept | {"implicit/answers": Gauge(len(answers), 1)}
 
 

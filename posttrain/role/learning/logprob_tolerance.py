@@ -39,10 +39,10 @@ class Gap:
     @staticmethod
     def of(one_M: np.ndarray, two_M: np.ndarray) -> Gap:
         """The gap of two computations of the same log-probs. A difference that is not finite counts as infinite."""
-        apart = np.abs(one_M.astype(np.float64) - two_M)
+        difference_M = np.abs(one_M.astype(np.float64) - two_M)
         # Every comparison with NaN is False, so NaN could pass a test by accident. Infinity fails every bound.
-        apart = np.where(np.isfinite(apart), apart, np.inf)
-        return Gap(float(apart.max(initial=0.0)), float(apart.sum() / max(1, apart.size)))
+        difference_M = np.where(np.isfinite(difference_M), difference_M, np.inf)
+        return Gap(float(difference_M.max(initial=0.0)), float(difference_M.sum() / max(1, difference_M.size)))
 
     def within(self, bound: Gap) -> bool:
         """Whether both numbers are at most those of the bound."""

@@ -82,13 +82,13 @@ class ReferenceScores:
         Raises:
             InvariantError: a segment was not computed.
         """
-        found = [self._by_digest.get(digest_of_segment(s)) for s in segments]
-        if missing := sum(x is None for x in found):
+        scores = [self._by_digest.get(digest_of_segment(s)) for s in segments]
+        if missing := sum(x is None for x in scores):
             raise InvariantError(
-                f"{missing} of {len(found)} completions have no reference log-probs: the data, the tokenizer or the"
+                f"{missing} of {len(scores)} completions have no reference log-probs: the data, the tokenizer or the"
                 " chat template is not what it was when they were computed. Begin a new run"
             )
-        return np.concatenate([np.zeros(0, np.float32), *(x for x in found if x is not None)])
+        return np.concatenate([np.zeros(0, np.float32), *(x for x in scores if x is not None)])
 
     def save(self, folder: Path) -> None:
         keys = list(self._by_digest)
@@ -154,10 +154,10 @@ class OpponentSampler:
         return getattr(self.engine, name)
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
-        said = await self.engine.generate(ids, sampling, place)
+        turn = await self.engine.generate(ids, sampling, place)
         # The version OPPOSED marks the tokens: without it checks and credit
         # would take the opponent's tokens for the policy's.
-        return replace(said, version=np.full_like(said.version, OPPOSED))
+        return replace(turn, version=np.full_like(turn.version, OPPOSED))
 
 
 @dataclass(frozen=True)

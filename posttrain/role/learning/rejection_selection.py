@@ -116,20 +116,21 @@ def candidates_of(
     """The candidates of a round: of its rollouts, of wrong answers that were regenerated, and of rollouts with hints,
     each in prompt order."""
     prompts = {g.task.id: prompt_ids(g) for g in plain}
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     cut = 0
     for e in (e for g in plain for e in g.judged):
         cut += not whole(e)
-        found += [_candidate(e, e.task.id)] if whole(e) else []
-    found += regenerated_candidates(regenerated)
+        candidates += [_candidate(e, e.task.id)] if whole(e) else []
+    candidates += regenerated_candidates(regenerated)
     for e in (e for g in hinted for e in g.judged if whole(e)):
         name = e.task.id.removesuffix(HINTED)
-        found.append(replace(_candidate(e, name, without_hint(prompts, name)), hinted=True))
+        candidates.append(replace(_candidate(e, name, without_hint(prompts, name)), hinted=True))
     unjudged = sum(len(g.episodes) - len(g.judged) for g in plain)
-    return RoundSamples(tuple(found), len(plain), sum(len(g.judged) for g in plain), unjudged, cut, len(hinted))
+    return RoundSamples(tuple(candidates), len(plain), sum(len(g.judged) for g in plain), unjudged, cut, len(hinted))
 
 
 def _candidate(e: Episode, name: str, prompt: np.ndarray | None = None) -> Candidate:
+    """A judged episode as a candidate of the task `name`, under another prompt where one is given."""
     assert e.reward is not None  # judged
     return Candidate(name, e.visit, e.sibling, e.reward, tuple(imitation(s, prompt) for s in e.segments))
 
@@ -137,13 +138,13 @@ def _candidate(e: Episode, name: str, prompt: np.ndarray | None = None) -> Candi
 def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Candidate]:
     """Candidates among the completions that replace a first wrong step. Siblings with the same beginning share
     completions; each completion is a candidate once."""
-    found: dict[Episode, Candidate] = {}
+    by_completion: dict[Episode, Candidate] = {}
     for a in regenerated:
         for c in a.completions:
             # `begun` names the first answer in order; later answers with the same completions add nothing.
-            if c.reward is not None and whole(c) and c not in found:
-                found[c] = replace(_candidate(c, c.task.id), begun=(a.episode.sibling, a.kept))
-    return list(found.values())
+            if c.reward is not None and whole(c) and c not in by_completion:
+                by_completion[c] = replace(_candidate(c, c.task.id), begun=(a.episode.sibling, a.kept))
+    return list(by_completion.values())
 
 
 def without_hint(prompts: Mapping[str, np.ndarray | None], name: str) -> np.ndarray | None:
@@ -214,8 +215,8 @@ def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement
     distinct: dict[str, int] = {}
     # By prompt: the rule, then equal ones once, then the limit. The
     # limit comes last, so that it counts different completions.
-    for name, ones in prompts.items():
-        chosen = [ones[i] for i in method.keep.chosen([c.reward for c in ones], improvement)]
+    for name, of_prompt in prompts.items():
+        chosen = [of_prompt[i] for i in method.keep.chosen([c.reward for c in of_prompt], improvement)]
         different = once(chosen) if method.distinct else chosen
         # The number of different answers that plain sampling found. With hinted and regenerated
         # ones it would stay high although sampling itself finds fewer.
@@ -263,16 +264,16 @@ def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, st
 
 def write(folder: Path, asked: RoundSamples) -> None:
     """Writes the candidates of a round, for a stage that is resumed inside it."""
-    ones = asked.candidates
-    segments = [s for c in ones for s in c.segments]
+    candidates = asked.candidates
+    segments = [s for c in candidates for s in c.segments]
     # A safetensors file holds numbers only, so texts are stored as bytes of JSON.
-    names = json.dumps([c.prompt for c in ones]).encode()
+    names = json.dumps([c.prompt for c in candidates]).encode()
     save_file(
         {
             "counts": np.array([asked.prompts, asked.judged, asked.unjudged, asked.cut, asked.hints], np.int64),
             "prompts": np.frombuffer(names, np.uint8).copy(),
-            "places": np.array([_place(c) for c in ones], np.int64).reshape(-1, 6),
-            "rewards": np.array([c.reward for c in ones], np.float64),
+            "places": np.array([_place(c) for c in candidates], np.int64).reshape(-1, 6),
+            "rewards": np.array([c.reward for c in candidates], np.float64),
             "lengths": np.array([len(s.ids) for s in segments], np.int64),
             "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids for s in segments)]),
             "mask": np.concatenate([np.zeros(0, bool), *(s.mask for s in segments)]),
@@ -302,20 +303,21 @@ def read(folder: Path) -> RoundSamples:
         parts = [slice(b - n, b) for b, n in zip(ends.tolist(), arrays["lengths"].tolist(), strict=True)]
         segments = [_segment(arrays["ids"][part], arrays["mask"][part]) for part in parts]
         names = json.loads(arrays["prompts"].tobytes())
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         at = 0
         for name, place, reward in zip(names, arrays["places"].tolist(), arrays["rewards"].tolist(), strict=True):
             visit, sibling, hinted, wrong_sibling, kept, count = place
             # A regenerated completion keeps at least one step, so 0 steps mean `begun=None` (`_place`).
             begun = (wrong_sibling, kept) if kept else None
             its_segments = tuple(segments[at : at + count])
-            found.append(Candidate(name, visit, sibling, reward, its_segments, bool(hinted), begun))
+            candidates.append(Candidate(name, visit, sibling, reward, its_segments, bool(hinted), begun))
             at += count
-        return RoundSamples(tuple(found), *(int(x) for x in arrays["counts"]))
+        return RoundSamples(tuple(candidates), *(int(x) for x in arrays["counts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path} is damaged ({error}). Go on from a checkpoint of another round") from error
 
 
 def _segment(ids: np.ndarray, mask: np.ndarray) -> Segment:
+    """A segment to imitate, as `imitation` makes it."""
     logp = np.where(mask, 0.0, np.nan).astype(np.float32)
     return Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), LIKELIHOOD)

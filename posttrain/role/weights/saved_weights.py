@@ -44,16 +44,16 @@ def part_files(path: Path) -> list[Path]:
         RunFolderError: some parts are missing, or parts of two writers lie beside each other.
     """
     # Five digits with leading zeros: sorted names are in the order of ranks.
-    found = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
-    if path.exists() or not found:
+    parts = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
+    if path.exists() or not parts:
         return [path] if path.exists() else []
-    world = int(PART.search(found[0].stem)[2])  # type: ignore[index]
-    if found != [part_name(path, rank, world) for rank in range(world)]:
+    world = int(PART.search(parts[0].stem)[2])  # type: ignore[index]
+    if parts != [part_name(path, rank, world) for rank in range(world)]:
         raise RunFolderError(
-            f"{path.parent} holds {len(found)} of the {world} parts of {path.name}: {found[0].name}, ... Copy the whole"
+            f"{path.parent} holds {len(parts)} of the {world} parts of {path.name}: {parts[0].name}, ... Copy the whole"
             " folder, or go on from another checkpoint"
         )
-    return found
+    return parts
 
 
 def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> None:
@@ -112,15 +112,15 @@ class SavedTensors:
             inside_part = tuple(slice(a - x, b - x) for a, b, x in zip(low, high, at, strict=True))
             try:
                 with safe_open(file, "pt") as opened:
-                    found: Tensor = opened.get_slice(name)[inside_part] if inside_part else opened.get_tensor(name)
+                    numbers: Tensor = opened.get_slice(name)[inside_part] if inside_part else opened.get_tensor(name)
             except BROKEN as error:
                 raise self.damaged(error) from error
             # Where one part holds the whole box it is returned as it is: no second tensor is filled.
-            if tuple(found.shape) == size:
-                return found
-            out = torch.empty(size, dtype=found.dtype) if out is None else out
-            out[tuple(slice(a - x, b - x) for a, b, x in zip(low, high, begin, strict=True))] = found
-            filled += found.numel()
+            if tuple(numbers.shape) == size:
+                return numbers
+            out = torch.empty(size, dtype=numbers.dtype) if out is None else out
+            out[tuple(slice(a - x, b - x) for a, b, x in zip(low, high, begin, strict=True))] = numbers
+            filled += numbers.numel()
         wanted = int(torch.Size(size).numel())
         # Parts of one save do not overlap, so a count tells whether any is missing.
         if filled != wanted:
@@ -211,6 +211,7 @@ def snapshot(learner: Learner) -> Any:
 
 
 def restore(learner: Learner, weights: Any) -> None:
+    """Put the weights of a `snapshot` back into the learner."""
     if isinstance(learner, DividedWeights):
         learner.put_weights(weights)
         return
@@ -218,6 +219,7 @@ def restore(learner: Learner, weights: Any) -> None:
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], path: Path | None) -> None:
+    """Copy tensors into those of the same names; RunFolderError where names or shapes differ."""
     # A policy that goes on from a reward model's checkpoint takes its layers and leaves its head.
     if not any(n.startswith(REWARD_HEAD) for n in target):
         source = {n: t for n, t in source.items() if not n.startswith(REWARD_HEAD)}
