@@ -1,4 +1,4 @@
-"""An algorithm of the user's own: an object, or `algorithm=path.py:NAME`, which may have pieces of its own."""
+"""Algorithms that a user names or hands over: a name of a ladder, an object, or `algorithm=path.py:NAME`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
 
 
 def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
-    """`algorithm_of`, where only one that learns from reward has a meaning."""
+    """Like `algorithm_of`, but ConfigError for an algorithm that does not learn from reward."""
     found = algorithm_of(given)
     if not isinstance(found, Algorithm):
         raise ConfigError(
@@ -42,10 +42,13 @@ def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
 
 
 def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
-    """The overrides without `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME`, which are handed to the run as
-    objects."""
-    # A word with a colon names a file: such an algorithm is an object, and an override can only hold names. All other
-    # words stay overrides.
+    """Takes `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME` out of the overrides.
+
+    Returns:
+        (the other overrides, `handed` with these algorithms as objects in `files`).
+    """
+    # An override can only have names, so an algorithm of a file (a word with a colon) is handed over as an object.
+    # `files`: by the stage, or '' where no stage is named, (the word, the algorithm).
     files, rest = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
     for text in overrides:
         name, _, word = (part.strip() for part in text.partition("="))
@@ -60,10 +63,10 @@ def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[li
 
 
 def check_same(folder: Path, stored: Run, handed: UserObjects) -> None:
-    """ConfigError where a run goes on with another algorithm than it was begun with."""
+    """Raises ConfigError if a resumed run is handed another algorithm than the one with which it was begun."""
     used = list(algorithms_of(stored.stages).values())
     for given in (handed.algorithm, *(a for _, a in handed.files.values())):
-        # By equality, not by name: the steps so far were taken by these numbers.
+        # Compared whole, and not only by name: the steps so far were taken with all its numbers.
         if given is not None and given not in used:
             raise ConfigError(
                 f"{folder}: the algorithm {given.name!r} that was given is not the one that the run was begun"

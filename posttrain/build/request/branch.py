@@ -1,8 +1,9 @@
 """A run that begins with the weights of another one: `model=runs/X`, or of one checkpoint,
 `model=runs/X/checkpoints/NAME`.
 
-Model configuration, tokenizer and weights come from that folder alone. The checkpoint's name is put into the new run's
-settings, and the new folder keeps a copy of what it began with, so that it goes on also where the other run is gone.
+Model configuration, tokenizer and weights come from that folder alone. The checkpoint's name is written into the new
+run's settings. The new folder has a copy of the model with which it began, so it can go on even if the other run is
+gone.
 """
 
 from __future__ import annotations
@@ -23,18 +24,25 @@ from posttrain.system.errors import ConfigError, DataError, RunFolderError
 MODEL, TOKENIZER = "model", "tokenizer"
 """Folders inside a run folder, with the policy's model configuration and tokenizer at the start of the run."""
 MOST = 32
-"""Most runs of one line of branches that are looked at."""
+"""How far a line of branches (a run that began with a run that began with ...) is followed at most."""
 
 
 def refuse_reward_model(folder: Path, state: Mapping[str, Any], what: str, otherwise: str) -> None:
-    """RunFolderError where the weights of a checkpoint of this run are a reward model's."""
+    """Raises RunFolderError if a checkpoint of this run has the weights of a reward model.
+
+    Args:
+        state: the checkpoint's state.
+        what: what is not possible with a reward model, for the message.
+        otherwise: a sentence about what to do instead.
+    """
     stage = trained_at(run_file(folder).run.stages, state)
     if stage is not None:
         raise RunFolderError(f"{folder} holds the reward model that {stage.name} trained, and {what}. {otherwise}")
 
 
 def run_source(path: str | Path | None) -> tuple[Path, str] | None:
-    """(run folder, name of the checkpoint: `last` where none is named) of a path; None where it is no run."""
+    """(run folder, name of the checkpoint) of a path; None where it is no run. Without a named checkpoint it is
+    `last`."""
     if path is None:
         return None
     folder, inside = folder_of(Path(path).expanduser())
@@ -42,7 +50,7 @@ def run_source(path: str | Path | None) -> tuple[Path, str] | None:
 
 
 def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
-    """The run with the checkpoint named that it begins with, and what run.json records about it.
+    """(the run, whose settings name the checkpoint with which it begins; what run.json records about that checkpoint).
 
     Raises:
         RunFolderError: there is no checkpoint yet, or it is damaged.
@@ -54,8 +62,8 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
             return run, {}
         lora = goes_on(run.model.lora, saved.lora, f"model={run.model.path}")
         return replace(run, model=replace(run.model, lora=lora)), {}
-    # From here the run begins with another run. `last` becomes the checkpoint's own name, since that run may go on and
-    # then has another last one.
+    # From here on: the run begins with another run. `last` is replaced by the checkpoint's own name, since the other
+    # run may go on and then has another last checkpoint.
     folder, which = source
     checkpoint, found = find(folder, which), run_file(folder)
     refuse_reward_model(
@@ -89,7 +97,7 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
 
 def was_built(path: str | Path | None) -> bool:
     """True where the weights at a path go back to a model that a run built, over any number of branches."""
-    # A folder may be written to name itself, so the line is followed for so many runs at most.
+    # A damaged folder may name itself, so the line is followed for `MOST` runs at most.
     for _ in range(MOST):
         source = run_source(path)
         if source is None:
@@ -101,8 +109,10 @@ def was_built(path: str | Path | None) -> bool:
 
 
 def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
-    """The policy at `model.path`, a run or one of its checkpoints: an `engine.model.policy_model.Policy` with those
-    weights. The weights beneath an adapter are the run's own copy, or else the model that it was given.
+    """The policy (`engine.model.policy_model.Policy`) at `model.path`, which is a run or one of its checkpoints.
+
+    The weights beneath an adapter are the run's own copy, where it has one, or else those of the model that it was
+    given.
 
     Raises:
         DataError: the model needs code of its own, so its folder is not enough.
@@ -118,14 +128,14 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     assert source is not None
     checkpoint = find(*source)
     before = run_file(source[0]).run.model
-    # The source is rebuilt as it was, with its own adapter and its own rounding, and its weights are read into that.
-    # Only then may a new adapter come over it.
-    then = before.lora
-    asked = replace(model, lora=then, quantize=before.quantize)
+    # The other run's policy is rebuilt as it was, with its own adapter and its own quantization, and its weights are
+    # loaded into it. After that a new adapter may be added.
+    own_adapter = before.lora
+    asked = replace(model, lora=own_adapter, quantize=before.quantize)
     try:
-        # All weights that trained are in the checkpoint. The frozen ones beneath an adapter are in the folder where it
+        # The checkpoint has all weights that trained. The frozen ones beneath an adapter are in the run folder, if it
         # keeps them, or in the model that the run was given.
-        if then is None or before.path is None or (source[0] / MODEL / BASE).exists():
+        if own_adapter is None or before.path is None or (source[0] / MODEL / BASE).exists():
             policy = kept_in(source[0], asked, most)
         else:
             check_source(f"{source[0]}: model.path", before.path)
@@ -137,7 +147,7 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
         ) from error
     load_weights(checkpoint.folder, HFLearner(policy))
     policy = replace(policy, source=f"from {model.path}")
-    return policy if then is not None else with_adapter(policy, model, seed)
+    return policy if own_adapter is not None else with_adapter(policy, model, seed)
 
 
 def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
@@ -149,10 +159,10 @@ def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
 
 
 def same_base(folder: Path, policy: Any) -> Any:
-    """The policy, whose frozen weights are those that the run of the folder began with.
+    """Returns the policy, after checking that its frozen weights are those with which the folder's run began.
 
     Raises:
-        RunFolderError: they are others, so the run's adapter does not belong to them.
+        RunFolderError: they are others, so the run's adapter does not fit them.
     """
     from posttrain.engine.model.policy_model import base_digest
 
@@ -171,6 +181,6 @@ def is_branch(folder: Path) -> bool:
 
 
 def begun_with(folder: Path, run: Run) -> Any:
-    """The policy of a branched run from its own folder, without its weights; None for another run, or where the folder
-    does not keep it."""
+    """The policy of a branched run from its own folder, with weights not loaded yet; None for a run that is no branch,
+    or where the folder does not have the model."""
     return kept_in(folder, run.model) if is_branch(folder) and (folder / MODEL).is_dir() else None

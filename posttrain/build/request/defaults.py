@@ -1,12 +1,14 @@
-"""Settings for a real model. A recipe holds values for the tiny model that it builds; where the user gives a model,
-every setting that the user leaves open is chosen for that one, and each choice is printed with its reason.
+"""Settings for a real model, where the user leaves them open.
+
+A recipe has values for the tiny model that it builds. Where the user gives a model, each setting that the user did not
+give is chosen for that model, and printed with the reason.
 
     Choices(run, given).made()     path -> (value, reason)
     for_model(run, given)          the run with them, and the lines to print
 
-The model is known by config.json and the sizes of its files, the data by the lengths of its texts
-(`build.request.input_measures`). What is chosen is part of the run tree, so run.json holds what ran. A run that was
-written down is never changed by it.
+Of the model only config.json and the sizes of its files are read, of the data only the lengths of its texts
+(`build.request.input_measures`). The choices become part of the run tree, so run.json has them. A run that goes on is
+never changed by them.
 """
 
 from __future__ import annotations
@@ -31,41 +33,43 @@ from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.record.runtime_objects import RuntimeObjects
 
 TRAINED = 1_000_000
-"""A model with fewer parameters is as small as those that recipes build, and the recipe's settings are for it."""
+"""A model with fewer parameters is as small as those that recipes build: it gets the settings of the recipe."""
 LARGE = 400_000_000
-"""Parameters from which on the published learning rates are used: they are for half a billion and more."""
+"""A model with at least so many parameters gets the published learning rates, which are for half a billion and more."""
 LR = {Reinforce: 1e-6, Supervised: 1e-5, Preference: 1e-6, RewardModel: 1e-5, Rejection: 1e-5}
 """Learning rates of full weights of a large model: GRPO, DAPO and Dr. GRPO use 1e-6 for RL; 1e-5 is usual for SFT, and
 5e-7 to 1e-6 for DPO (2305.18290 and its followers), and 9e-6 for a reward model (2203.02155). Rejection sampling is SFT
 on samples."""
 SMALL_LR = {Reinforce: 5e-4, Supervised: 2e-3, Preference: 3e-4, RewardModel: 1e-3, Rejection: 1e-3}
-"""Learning rates with which the recipes' models of .1 million parameters learn (docs/start/recipes.md). Between
-`TRAINED` and `LARGE` nothing was measured: there the rate lies on the line between the two, both axes logarithmic."""
+"""Learning rates with which the recipes' models of 0.1 million parameters learn (docs/start/recipes.md). Between
+`TRAINED` and `LARGE` parameters nothing was measured: there log(rate) is linear in log(parameters)."""
 LORA = 10
-"""Learning rate of an adapter, in those of full weights: 10 was best over models and tasks in a study of both
-(Schulman et al., LoRA without regret, 2025), and 1e-5 is usual for RL with adapters."""
+"""The learning rate of an adapter is that of full weights times this factor. 10 was best over models and tasks in a
+study of both (Schulman et al., LoRA without regret, 2025), and 1e-5 is usual for RL with adapters."""
 PROMPTS = {True: 128, False: 16}
-"""Prompts of a step, by whether there is an accelerator. With 8 siblings 128 are the 1,024 samples a step of GRPO
-(2402.03300) and Dr. GRPO (2503.20783), for which their learning rate was chosen."""
+"""Prompts of a step, with (True) and without an accelerator. 128 prompts with 8 siblings are the 1,024 samples of a
+step of GRPO (2402.03300) and Dr. GRPO (2503.20783), for which their learning rate was chosen."""
 SIBLINGS = 8
+"""Answers to each prompt in a step of reinforcement."""
 STEPS = 100
+"""Steps of a reinforcement stage."""
 PASSES = 2
 """Passes of SFT over its completions."""
 ANSWER = 1024
 """Most tokens of an answer where the data does not show how long answers are."""
 USUAL = 4096
-"""Tokens of a sequence where neither the data nor the user bounds it; only memory is planned by it."""
+"""Tokens of a sequence where neither the data nor the user bounds it. Only memory is planned with this number."""
 TEMPLATE = 256
 """Room for what a chat template adds to a prompt, in tokens."""
 ACTIVATIONS = 0.25
 """Share of the free memory that one forward and backward pass may take."""
 SMALLEST_PASS, PASS = 2048, 0.25
-"""Tokens of a pass on a processor, at least; more while it takes at most so many GiB, since a small model is slow in
-small pieces: 4,096 tokens are 6 % faster than 2,048 at 1 M parameters, and 1 to 2 % at 26 M
+"""For a CPU: a pass has at least `SMALLEST_PASS` tokens, and more as long as it takes at most `PASS` GiB. A small model
+is slow in small pieces: 4,096 tokens are 6 % faster than 2,048 at 1 M parameters, and 1 to 2 % at 26 M
 (docs/guides/planning.md)."""
 SLEEPS = 10**7
-"""Parameters from which on an engine in the learner's process frees its cache while the learner works. To make it anew
-takes 1 % of a step at 26 M parameters, and 4 % at 1 M."""
+"""With at least so many parameters, an engine in the learner's process frees its cache while the learner works. Making
+the cache anew takes 1 % of a step at 26 M parameters, and 4 % at 1 M."""
 CACHE = 0.3
 """Share of the free memory that the key-value cache may take."""
 
@@ -92,11 +96,12 @@ class Choices:
         return {path: choice for path, choice in out.items() if not self._is_given(path)}
 
     def _is_given(self, path: str) -> bool:
-        # A given group, such as an optimizer, gives all settings below it. `model` and `env` are names of what is
-        # loaded, and leave their further settings open.
+        # A given group, such as an optimizer, gives all settings below it. But `model=PATH` and `env=NAME` only say
+        # what is loaded, and leave the other settings of these groups open.
         return any(path == g or path.startswith(f"{g}.") for g in self.given if g not in ("model", "env"))
 
     def _lr(self, kind: type[Stage]) -> Choice:
+        """The learning rate of a stage of this kind, of full weights or of an adapter."""
         rate, why = learning_rate(kind, None if self.size is None else self.size.parameters)
         return (
             (rate, why)
@@ -136,17 +141,17 @@ class Choices:
     def _reinforce(self, stage: Reinforce) -> Iterator[tuple[str, Choice]]:
         yield "optimizer.lr", self._lr(Reinforce)
         yield "sampling.max_tokens", self._answer()
-        rows, cut = self.data.rows if self.data is not None else None, stage.minibatches
-        wanted = PROMPTS[self.where.accelerated]
+        rows, minibatches = self.data.rows if self.data is not None else None, stage.minibatches
+        prompts = PROMPTS[self.where.accelerated]
         why = (
             f"{PROMPTS[True] * SIBLINGS:,} samples a step, as GRPO and Dr. GRPO"
             if self.where.accelerated
             else f"this is a CPU; published runs take {PROMPTS[True]} and more, on GPUs"
         )
-        if rows is not None and rows < wanted:
-            wanted, why = rows, f"the data has {rows:,} rows"
-        # A multiple of `minibatches`, into which the groups of a step are cut.
-        yield "prompts", (max(cut, wanted // cut * cut), why)
+        if rows is not None and rows < prompts:
+            prompts, why = rows, f"the data has {rows:,} rows"
+        # Rounded down to a multiple of `minibatches`, since the groups of a step are cut into that many parts.
+        yield "prompts", (max(minibatches, prompts // minibatches * minibatches), why)
         yield "siblings", (SIBLINGS, "usual for a prompt; more where few answers are right")
         yield "steps", (STEPS, f"shows whether it learns; --resume RUN {stage.name}.steps=N goes on")
         if stage.eval_every:
@@ -154,21 +159,22 @@ class Choices:
 
     def _answer(self) -> Choice:
         """Most tokens of an answer."""
-        room = self._positions
+        context = self._positions
         imitated = any(isinstance(s, Supervised) and s.style == "completion" for s in self.run.stages)
         longest = self.data.longest_completion if self.data is not None and imitated else 0
         most, why = ANSWER, "room to reason; most answers end earlier"
-        # A token has about four characters in English: half of the characters leaves room for twice the longest
-        # completion.
+        # An English token has about four characters. So half as many tokens as the longest completion has characters
+        # leave room for an answer of twice its length.
         if longest:
             most = max(128, _power(longest // 2))
             why = f"the longest completion has {longest:,} characters"
-        if room is not None and most > room // 2:
-            most, why = room // 2, f"half of the model's context of {room:,} tokens"
+        if context is not None and most > context // 2:
+            most, why = context // 2, f"half of the model's context of {context:,} tokens"
         return most, why
 
     @property
     def _positions(self) -> int | None:
+        """Most tokens of a sequence, from the settings or else from config.json; None: not known."""
         return self.run.model.context or (self.size.positions if self.size is not None else None)
 
     def _supervised(self, stage: Supervised) -> Iterator[tuple[str, Choice]]:
@@ -191,53 +197,60 @@ class Choices:
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _memory(self) -> dict[str, Choice]:
-        """Returns the settings that depend on the sizes: the context, the tokens of a pass, the cache and its slots."""
-        out: dict[str, Choice] = {}
+        """The settings that depend on sizes: context, tokens of a pass, gradient checkpointing, the cache and its
+        slots."""
+        choices_made: dict[str, Choice] = {}
         longest = self._longest()
         if longest is not None and self.run.model.context is None:
-            out["model.context"] = (longest, "the longest prompt of the data with its answer")
+            choices_made["model.context"] = (longest, "the longest prompt of the data with its answer")
         if self.size is None:
-            return out
+            return choices_made
         context = self.run.model.context or longest or min(self.size.positions or USUAL, USUAL)
         free = self.free
-        # Powers of two, so that small changes of the estimate choose the same number.
+        # Rounded down to a power of two, so that a slightly different estimate gives the same number.
         micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(False))
         # Not even one of the longest sequences fits into a pass.
         if micro < context and self.where.accelerated:
-            out["model.gradient_checkpointing"] = ("full", "saves memory: a pass is computed twice")
+            choices_made["model.gradient_checkpointing"] = ("full", "saves memory: a pass is computed twice")
             micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(True))
         most = min(16_384, max(SMALLEST_PASS, _floor_power(PASS * GIB / self._pass_bytes(False))))
         micro = min(max(micro, 512), 32_768 if self.where.accelerated else most)
         for stage in self.run.stages:
-            out[f"{stage.name}.micro_tokens"] = (micro, "what fits in memory at once; it changes no result")
+            choices_made[f"{stage.name}.micro_tokens"] = (micro, "what fits in memory at once; it changes no result")
         if not isinstance(self.run.engine, Embedded) or not any(s.contract is not None for s in self.run.stages):
-            return out
-        # Bytes of a token in the cache, 4 for each number. Slots are counted for sequences of half the context, hence
-        # the 2 below.
-        row = 4 * self.size.layers * self.size.cache_width
+            return choices_made
+        # Each number of the cache has 4 bytes. Slots are counted for sequences of half the context, hence the factor 2
+        # in `slots`.
+        bytes_per_token = 4 * self.size.layers * self.size.cache_width
         cache = round(max(0.5, min(free * CACHE, 64.0 if self.where.accelerated else 4.0)), 1)
-        out["engine.cache_gib"] = (cache, f"{CACHE:.0%} of the {free:.0f} GiB that the weights leave")
-        slots = max(8, min(_floor_power(2 * cache * GIB / (row * context)), 512 if self.where.accelerated else 256))
-        out["slots"] = (slots, f"sequences of {context // 2:,} tokens that fit in the cache")
-        # A cache that is freed in between must hold nothing that goes on: no groups asked ahead, no paused turns.
-        waits = not any(isinstance(s, Reinforce) and (s.staleness or s.unfinished != "go_on") for s in self.run.stages)
-        large = self.size.parameters >= SLEEPS and not self.where.accelerated
-        if waits and large and isinstance(self.run.placement, Local):
-            out["engine.sleep"] = (True, "the cache is freed while the learner works")
-        return out
+        choices_made["engine.cache_gib"] = (cache, f"{CACHE:.0%} of the {free:.0f} GiB that the weights leave")
+        slots = max(
+            8, min(_floor_power(2 * cache * GIB / (bytes_per_token * context)), 512 if self.where.accelerated else 256)
+        )
+        choices_made["slots"] = (slots, f"sequences of {context // 2:,} tokens that fit in the cache")
+        # The cache may only be freed if no turn is unfinished meanwhile: no groups asked ahead, and no paused turns.
+        nothing_pending = not any(
+            isinstance(s, Reinforce) and (s.staleness or s.unfinished != "go_on") for s in self.run.stages
+        )
+        worth_it = self.size.parameters >= SLEEPS and not self.where.accelerated
+        if nothing_pending and worth_it and isinstance(self.run.placement, Local):
+            choices_made["engine.sleep"] = (True, "the cache is freed while the learner works")
+        return choices_made
 
     def _longest(self) -> int | None:
-        """Most tokens of a sequence: a token has at least one byte. None: not known, so all positions are used."""
+        """A bound for the tokens of a sequence, since a token has at least one byte. None: not known, or not below the
+        model's positions."""
         if self.data is None or self.run.env.args.get("tools"):
             return None
-        made = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection | StepLabeling)]
-        need = max([self.data.longest_prompt + max(made, default=0), self.data.longest])
+        answers = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection | StepLabeling)]
+        need = max([self.data.longest_prompt + max(answers, default=0), self.data.longest])
         # Rounded up to 256, with room for the template.
         need = -(-(need + TEMPLATE) // 256) * 256
         bound = self.size.positions if self.size is not None else None
         return need if bound is not None and need < bound else None
 
     def _tokens_of(self, stage: Reinforce | Rejection | StepLabeling) -> int:
+        """Most tokens of an answer of a stage, given or chosen."""
         given = self._is_given(f"{stage.name}.sampling.max_tokens")
         return stage.sampling.max_tokens if given else int(self._answer()[0])
 
@@ -245,23 +258,30 @@ class Choices:
     def needed(self) -> float:
         """GiB of the weights, of their copies, and of the optimizer's moments."""
         assert self.size is not None
-        each = 4 if self.dtype == "float32" else 2
-        reads = any(isinstance(s, Reinforce) and s.algorithm.reads & {"reference"} for s in self.run.stages)
+        bytes_each = 4 if self.dtype == "float32" else 2
+        reference = any(isinstance(s, Reinforce) and s.algorithm.reads & {"reference"} for s in self.run.stages)
         sampler = any(s.contract is not None for s in self.run.stages)
-        # weights, gradients, two moments; a float32 master with its gradient below float32; sampler; reference
-        per = each * (2 + sampler + reads) + 8 + (8 if each < 4 else 0)
-        if self.run.model.lora is not None:  # one copy for all three; an adapter's own numbers are few
-            held = {"int8": 1.2, "nf4": 0.7}.get(self.run.model.quantize or "")  # learner and sampler share them
-            per = held or each * (1 + (sampler and each == 4))
-        return per * self.size.parameters / GIB
+        # `bytes_each` for the weight, its gradient, the sampler's copy and the reference's copy. 8: the two moments in
+        # float32. 8 more below float32: a float32 master copy with its gradient.
+        bytes_per_parameter = bytes_each * (2 + sampler + reference) + 8 + (8 if bytes_each < 4 else 0)
+        # The weights beneath an adapter do not train: learner and reference share one copy. The sampler shares it too,
+        # except in float32 without quantization. The adapter's own numbers are few and not counted.
+        if self.run.model.lora is not None:
+            quantized_bytes = {"int8": 1.2, "nf4": 0.7}.get(self.run.model.quantize or "")
+            bytes_per_parameter = quantized_bytes or bytes_each * (1 + (sampler and bytes_each == 4))
+        return bytes_per_parameter * self.size.parameters / GIB
 
     @property
     def free(self) -> float:
+        """GiB that the weights and the optimizer leave, of 90 % of the memory; at least 1."""
         return max(1.0, 0.9 * self.where.memory - self.needed)
 
     def _pass_bytes(self, again: bool) -> float:
-        """Bytes that a token takes in a forward and backward pass: about 16 hidden states and 4 inner ones a layer, or
-        with gradient checkpointing one hidden state a layer beside one whole layer."""
+        """Bytes that a token takes in a forward and backward pass, about.
+
+        A layer keeps about 16 hidden states and 4 inner ones of the feed-forward part. With gradient checkpointing
+        (`again`) only one layer keeps them at a time, and each layer keeps one hidden state.
+        """
         assert self.size is not None
         layer = 16 * self.size.hidden + 4 * self.size.ffn
         kept = layer * self.size.layers if not again else layer + self.size.hidden * self.size.layers
@@ -289,7 +309,7 @@ def learning_rate(kind: type[Stage], parameters: int | None) -> Choice:
         return large, "full weights, as published for half a billion parameters and more"
     if parameters <= TRAINED:
         return small, "as the recipes' own models, which are as small"
-    # log lr is linear in log parameters between the two sizes; one digit of it is all that is known.
+    # Between the two sizes log(rate) is linear in log(parameters). It is rounded to one digit: more is not known.
     share = math.log(parameters / TRAINED) / math.log(LARGE / TRAINED)
     between = float(f"{small ** (1 - share) * large**share:.0e}")
     return between, f"by size, between {small:g} at 1 million parameters and {large:g} at half a billion"
@@ -336,13 +356,16 @@ def for_model(
     only: Collection[str] = (),
     objects: RuntimeObjects = RuntimeObjects(),
 ) -> ModelDefaults:
-    """The run with everything chosen that was not given. Without `model.path`, and for a model as small as a recipe's
-    own (`trained`), only the stages are looked at.
+    """The run with a choice for every setting that was not given, and the lines to print.
+
+    Without `model.path` only stages for which the data has nothing are left out. A model as small as a recipe's own, or
+    one that a run built, keeps the settings of the recipe.
 
     Args:
         given: full paths of the user's settings (`given_paths`).
-        trained: False where the weights are of a run that built its model.
-        only: first words of the paths to choose (of a stage's, the word after its name); empty: all.
+        trained: False where the weights are of a model that a run built.
+        only: words of the paths to choose, such as `threads` or `sampling`: the first word, or the second, as in
+            `rl.sampling.max_tokens`. Empty: all.
         objects: what a Python program handed to the run.
     """
     # Rows are read only where the user gave data or a model: for a recipe as it is shipped nothing depends on them.
@@ -371,8 +394,7 @@ def for_model(
 def _as_the_recipe(
     run: Run, given: frozenset[str], size: ModelSize | None, trained: bool, lines: list[str], chosen: dict[str, str]
 ) -> ModelDefaults:
-    """The run with the settings of the recipe, which are for a model as small as its own. One that a run built larger
-    gets the learning rates of its size."""
+    """The run with the settings of the recipe. A larger model that a run built gets the learning rates of its size."""
     about = "" if size is None else f"about {float(f'{size.parameters:.2g}'):,.0f} parameters"
     if size is not None and size.parameters >= TRAINED:
         asked = [s for s in run.stages if type(s) in LR]
@@ -388,8 +410,11 @@ def _as_the_recipe(
 
 
 def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:
-    """Overrides that raise `prompts` of the recipe to a multiple of the `minibatches` that the user gives with a model,
-    where `prompts` is left open: it is chosen for the model, and the recipe's own number must not refuse them."""
+    """Overrides that raise the recipe's `prompts` to a multiple of the `minibatches` that the user gives.
+
+    Only where the user also gives a model, and leaves `prompts` open. `prompts` is chosen for the model later. Until
+    then the recipe's own number must be valid together with the user's `minibatches`.
+    """
     words = [text.partition("=") for text in overrides if "=" in text]
     if not {"model", "model.path"} & {key.strip() for key, _, _ in words}:
         return []
@@ -404,4 +429,5 @@ def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:
 
 
 def word(value: Value) -> str:
+    """A value as people write it in an override: true, 1e-06, bfloat16."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
-"""Measures of a model, of the data and of the machine that are known before anything is loaded:
-`build.request.defaults` chooses by them.
+"""Sizes of a model, of the data and of the machine, measured before anything is loaded.
 
-Of a model only config.json and the sizes of its files are read, of the data only the lengths of its texts.
+`build.request.defaults` chooses settings by them. Of a model only config.json and the sizes of its files are read, of
+the data only the lengths of its texts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from posttrain.system.machine import cores
 
 GIB = 1 << 30
 LARGEST_CONFIG = 16 * read_untrusted.MiB
+"""Most bytes of a config.json that is read."""
 WEIGHTS = (".safetensors", ".bin")
+"""Ends of the names of weight files; the first kind that a folder has is counted."""
 STORED_BYTES = {"float32": 4, "float64": 8}
 """Bytes of a stored weight by the dtype that config.json names; any other dtype has 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Sizes of a model, as config.json and its files have them. None: it does not say."""
+    """Sizes of a model, from its config.json and its files. None: config.json does not say."""
 
     parameters: int
     positions: int | None
@@ -64,8 +66,8 @@ def model_size(path: str) -> ModelSize | None:
     tables = 1 if config.get("tie_word_embeddings") else 2
     block = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim + 3 * hidden * ffn
     return ModelSize(
-        # The sizes of the files, else a count: tables of the vocabulary, attention (query and output, key and value),
-        # and the three matrices of a gated feed-forward layer.
+        # From the sizes of the files, or else counted: the tables of the vocabulary and, in each layer (`block`), the
+        # matrices of attention (query and output, key and value) and the three of a gated feed-forward part.
         parameters=_weight_bytes(Path(path).expanduser()) // stored or tables * vocabulary * hidden + layers * block,
         positions=_whole(config, "max_position_embeddings", "n_positions"),
         hidden=hidden,
@@ -76,7 +78,7 @@ def model_size(path: str) -> ModelSize | None:
 
 
 def _config(folder: Path, path: str) -> dict[str, Any] | None:
-    """config.json as an object. Of a hub id it is fetched alone, and nothing else is."""
+    """config.json as an object; None where it cannot be read. For a hub id only this one file is fetched."""
     file = folder / "config.json"
     if not folder.is_dir():
         if folder.exists() or (found := _fetched(path)) is None:
@@ -102,20 +104,25 @@ def _fetched(path: str) -> Path | None:
 
 
 def _whole(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these entries that is a whole number, if it is above 0; else None."""
     found = next((config[n] for n in names if isinstance(config.get(n), int)), None)
     return found if found is not None and found > 0 else None
 
 
 def _weight_bytes(folder: Path) -> int:
+    """Bytes of all weight files in a folder; 0 where it has none or is no folder."""
     files = [f for f in folder.iterdir() if f.suffix in WEIGHTS] if folder.is_dir() else []
-    # Of one kind only: many folders hold the same weights in both.
+    # Only files of one kind are counted: many folders have the same weights in both.
     kind = next((k for k in WEIGHTS if any(f.suffix == k for f in files)), "")
     return sum(f.stat().st_size for f in files if f.suffix == kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """Lengths in the user's prompts, in characters. A token has at least one, and about four in English."""
+    """How many rows the user's data has, and the lengths of its longest texts in bytes (UTF-8).
+
+    A token has at least one byte, and about four in English.
+    """
 
     rows: int
     completions: int
@@ -129,7 +136,7 @@ class DataSize:
 
 
 def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize | None:
-    """The size of the user's data; None where the environment makes its tasks itself. `objects`: what a program handed.
+    """The size of the user's data; None where the environment makes its tasks itself. `objects`: those of the program.
 
     Raises:
         DataError, ConfigError: the data cannot be read; the message names the row.
@@ -142,27 +149,31 @@ def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize 
     from posttrain.environment.rows.row_reader import PromptRow, texts_of
 
     columns = PromptsEnv(**checked(env.name, PromptsEnv, env.args))
-    rows = completions = judged = prompt = completion = both = 0
-    every = (pair for path, _ in env.data for pair in checked_rows(path, columns, objects))
-    for _, row in every:
+    rows = completions = judged = prompt = completion = together = 0
+    rows_with_place = (pair for path, _ in env.data for pair in checked_rows(path, columns, objects))
+    for _, row in rows_with_place:
         if not isinstance(row, PromptRow):  # it is left out
             continue
-        # Bytes, since a token may be a single byte: the bound holds for every tokenizer.
-        asked = sum(len(t.encode()) for t in texts_of(row.task.prompt))
+        # Counted in bytes: a token may be a single byte, so a length in bytes bounds the tokens for every tokenizer.
+        prompt_bytes = sum(len(t.encode()) for t in texts_of(row.task.prompt))
         texts = [row.completion or "", *(row.judged.completions if row.judged is not None else ())]
-        said, talk = max(len(t.encode()) for t in texts), row.conversation
+        answer_bytes, talk = max(len(t.encode()) for t in texts), row.conversation
         if talk is not None:
-            said = max(said, sum(len(t.encode()) for t in texts_of(talk.messages)) - asked)
+            answer_bytes = max(answer_bytes, sum(len(t.encode()) for t in texts_of(talk.messages)) - prompt_bytes)
         rows, completions = rows + 1, completions + (row.completion is not None or talk is not None)
         judged += row.judged is not None
-        prompt, completion, both = max(prompt, asked), max(completion, said), max(both, asked + said)
+        prompt, completion, together = (
+            max(prompt, prompt_bytes),
+            max(completion, answer_bytes),
+            max(together, prompt_bytes + answer_bytes),
+        )
     return DataSize(
         rows=rows,
         completions=completions,
         judged=judged,
         longest_prompt=prompt,
         longest_completion=completion,
-        longest=both,
+        longest=together,
     )
 
 

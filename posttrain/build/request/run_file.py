@@ -1,8 +1,11 @@
 """A run as a YAML file that people edit: `posttrain run RECIPE --dry-run` writes it, `posttrain run my.yaml` reads it.
 
-Numbers are read as people write them (`1e-6` is a number, `no` is a text), and strictly: an unknown key, a key given
+Values are read as people write them: `1e-6` is a number, `no` is a text. Reading is strict: an unknown key, a key given
 twice or a value of a wrong type is an error with file and line. Aliases, tags and large files are refused.
-An algorithm is its name or `path.py:NAME`, or `base:` one of these with the choices that differ, or all of it.
+
+An algorithm is written as a name, as `path.py:NAME`, as `base:` one of these with the choices that differ, or with all
+its choices. The last part of this file, `run_of`, finds the run of whatever a command names: a recipe, a YAML file or
+`path.py:NAME`.
 """
 
 from __future__ import annotations
@@ -47,8 +50,10 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: Any = {}  # noqa: RUF012 (PyYAML's own form)
 
 
-# PyYAML looks at a scalar's first letter to find the forms that it may have; "" stands for an empty scalar. Both
-# classes get the same forms, so that what is written is read as it was.
+# The forms of scalars that are no text. PyYAML looks at a scalar's first letter to find the forms that it may have. In
+# the third column these letters are listed, and \0 stands for the empty scalar, which PyYAML lists under "". Both
+# classes get the same forms, so that a written value is read back as the same value.   bool: true, False   int: 42, -7
+# float: 1e-6, .5, 3., -.inf, .nan   null: ~, null, and an empty scalar
 for _tag, _form, _first in (
     ("bool", r"true|false|True|False", "tfTF"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
@@ -59,6 +64,7 @@ for _tag, _form, _first in (
         _letters: Any = [*_first.replace("\0", ""), *([""] if "\0" in _first else [])]
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_form})$"), _letters)
 
+# The tags that a run may have: those that PyYAML itself gives to plain values.
 _PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("bool", "int", "float", "null", "str", "seq", "map")}
 
 
@@ -74,8 +80,8 @@ def to_yaml(
     """The run as YAML.
 
     Args:
-        recipe: values that differ from this run's have a comment with its value.
-        reasons: by the path of an override: why a value was chosen; a comment too.
+        recipe: where a value differs from this run's, a comment gives the value of the recipe.
+        reasons: why a value was chosen, by the path of its override. They become comments.
         own: algorithms of the user's files, by their words `path.py:NAME`.
     """
     shipped = {name: a for rows in LADDERS.values() for name, a in rows.items()}
@@ -96,10 +102,12 @@ def _document(run: Run, named: Mapping[str, AnyAlgorithm]) -> dict[str, Any]:
 
 
 def _short(a: Any, plain: Any, named: Mapping[str, AnyAlgorithm]) -> Any:
+    """An algorithm as its name, else as `base:` with the choices that differ, else whole (`plain`)."""
     if (name := _name(a, named)) is not None:
         return name
     parent = a.parent
-    # Only a change that overrides made can be written as one: reading gives it this name and these words again.
+    # The short form with `base:` is read as a change by overrides, which has this name and these words. So only such an
+    # algorithm may be written in this form.
     if parent is None or (a.name, a.paper, a.note) != (f"{parent.name}+user", USER_PATCH, ""):
         return plain
     base = _name(parent, named)
@@ -107,40 +115,45 @@ def _short(a: Any, plain: Any, named: Mapping[str, AnyAlgorithm]) -> Any:
 
 
 def _name(a: Any, named: Mapping[str, AnyAlgorithm]) -> str | None:
+    """The name of an algorithm among `named`; None where none is equal to it."""
     return next((name for name, known in named.items() if known.name == a.name and known == a), None)
 
 
 def _lines(
     data: dict[str, Any], base: Any, indent: str, reasons: Mapping[str, str], path: tuple[str, ...]
 ) -> list[str]:
-    out: list[str] = []
+    """The lines of a mapping. `base`: the same mapping of the recipe, or ... where it has none; `path`: keys above
+    it."""
+    lines: list[str] = []
     for key, value in data.items():
         before = cast("dict[str, Any]", base).get(key, ...) if isinstance(base, dict) else ...
         here = (*path, key)
         name = _scalar(key)
         if isinstance(value, dict) and value and value.keys() != {"float"}:
-            out.append(f"{indent}{name}:")
-            out += _lines(cast("dict[str, Any]", value), before, f"{indent}  ", reasons, here)
+            lines.append(f"{indent}{name}:")
+            lines += _lines(cast("dict[str, Any]", value), before, f"{indent}  ", reasons, here)
         elif isinstance(value, list) and any(isinstance(x, dict) for x in cast("list[Any]", value)):
-            out.append(f"{indent}{name}:")
+            lines.append(f"{indent}{name}:")
             for item in cast("list[Any]", value):
                 # The first line of an element stands behind the dash, the others below it.
                 inner = _lines(item, None, f"{indent}    ", reasons, here)
-                out += [f"{indent}  - {inner[0].strip()}", *inner[1:]]
+                lines += [f"{indent}  - {inner[0].strip()}", *inner[1:]]
         else:
             dotted = ".".join(here[1:] if here[0] == "stages" else here)
-            said = [f"was {_scalar(before)}"] if base is not None and before is not ... and before != value else []
-            said += [reasons[dotted]] if dotted in reasons else []
-            out.append(f"{indent}{name}: {_scalar(value)}" + (f"  # {'; '.join(said)}" if said else ""))
-    return out
+            comments = [f"was {_scalar(before)}"] if base is not None and before is not ... and before != value else []
+            comments += [reasons[dotted]] if dotted in reasons else []
+            lines.append(f"{indent}{name}: {_scalar(value)}" + (f"  # {'; '.join(comments)}" if comments else ""))
+    return lines
 
 
 def _scalar(value: Any) -> str:
+    """A value on one line of YAML."""
     text = yaml.dump(_finite(value), Dumper=_Dumper, default_flow_style=True, width=math.inf, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
 
 def _finite(value: Any) -> Any:
+    """A value with infinities and NaN as floats: the plain tree has them as `{"float": "inf"}`."""
     if isinstance(value, dict) and value.keys() == {"float"}:
         return float(cast("dict[str, str]", value)["float"])
     return [_finite(x) for x in cast("list[Any]", value)] if isinstance(value, list) else value
@@ -157,19 +170,21 @@ def from_yaml(text: bytes | str, place: str) -> Run:
         return _run(data)
     except ConfigError as error:
         stages = [*cast("dict[str, Any]", data).get("stages", ())] if isinstance(data, dict) else []
-        # Errors of the tree number the stages; the file names them, and has lines for these names.
-        said = re.sub(r"^run\.stages\.(\d+)", lambda m: f"stages.{stages[int(m.group(1))]}", str(error))
-        line = _line_of(said.removeprefix("run."), lines)
-        raise ConfigError(f"{place}{f':{line}' if line else ''}: {said.removeprefix('run.')}") from error
+        # An error names a stage by its number (`run.stages.0.steps`). The file has it by its name (`stages.rl.steps`).
+        message = re.sub(r"^run\.stages\.(\d+)", lambda m: f"stages.{stages[int(m.group(1))]}", str(error))
+        line = _line_of(message.removeprefix("run."), lines)
+        raise ConfigError(f"{place}{f':{line}' if line else ''}: {message.removeprefix('run.')}") from error
 
 
 def read_run(path: Path) -> Run:
+    """The run of a YAML file; ConfigError where there is no such file or it describes no run."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     return from_yaml(read_untrusted.read_bytes(path, LARGEST, ConfigError), str(path))
 
 
 def _run(data: Any) -> Run:
+    """The run from the plain data of a file: stages become a list, short algorithms become whole ones."""
     if not isinstance(data, dict):
         raise ConfigError("a run is an object of settings; posttrain run RECIPE --dry-run writes one")
     table = cast("dict[str, Any]", data)
@@ -194,7 +209,7 @@ def _run(data: Any) -> Run:
 
 
 def _algorithm(data: Any, path: str, declared: type) -> Any:
-    """An algorithm of the declared type by its name, as a change of one, or whole."""
+    """An algorithm of the declared type, from its name, from a base with changes, or from all its choices."""
     if isinstance(data, str):
         data = {"base": data}
     if not isinstance(data, dict):
@@ -207,7 +222,7 @@ def _algorithm(data: Any, path: str, declared: type) -> Any:
         if name != "base" and name not in named:
             raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, named)}")
     wanted = {n: dataclass_json.build(known[n], v, f"{path}.{n}") for n, v in table.items() if n != "base"}
-    # A choice that is written out and equal to the parent's is no change: the algorithm then keeps its name.
+    # A choice that equals the parent's is no change. Without a change the algorithm keeps the parent's name.
     changes = {n: v for n, v in wanted.items() if getattr(parent, n) != v}
     return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent
 
@@ -216,15 +231,15 @@ def _base(word: Any, path: str, declared: type) -> Any:
     """The algorithm that a name or `path.py:NAME` stands for."""
     if _is_file(word):
         try:
-            found = algorithm_of(word)
+            algorithm = algorithm_of(word)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        if not isinstance(found, declared):
+        if not isinstance(algorithm, declared):
             raise ConfigError(
-                f"{path}: {word} learns from {learns_from(type(found))}, and this stage learns from"
+                f"{path}: {word} learns from {learns_from(type(algorithm))}, and this stage learns from"
                 f" {learns_from(declared)}: name an algorithm of that ladder"
             )
-        return found
+        return algorithm
     rows = LADDERS[declared]
     if word not in rows:
         raise ConfigError(f"{path}.base={word}: no such algorithm; {nearest(str(word), rows)}")
@@ -246,10 +261,11 @@ def algorithm_files(path: Path) -> tuple[str, ...]:
 
 
 def _parse(text: bytes | str, place: str, lines: dict[str, int]) -> Any:
-    """Plain data, with the line of each path."""
+    """The plain data of a YAML text. `lines` is filled: the line of each path, such as `stages.rl.steps`."""
     loader: Any = None
     try:
-        loader = _Loader(text)  # reads the first characters already
+        # Inside `try`, since making the loader already reads the first characters.
+        loader = _Loader(text)
         node = loader.get_single_node()
         return _plain(loader, node, "", lines, 0, place) if node is not None else None
     except yaml.MarkedYAMLError as error:
@@ -265,32 +281,38 @@ def _parse(text: bytes | str, place: str, lines: dict[str, int]) -> Any:
 
 
 def _plain(loader: Any, node: Any, path: str, lines: dict[str, int], depth: int, place: str) -> Any:
-    at = node.start_mark.line + 1
-    # An alias gives the same node a second time. A few lines of aliases of aliases could stand for billions of values.
+    """The plain data of one node. `path`: its keys, joined by dots."""
+    line_of_node = node.start_mark.line + 1
+    # An alias (`*name`) gives the same node a second time. With a few lines of aliases of aliases, a small file could
+    # stand for billions of values.
     if depth > DEEPEST or id(node) in loader.__dict__.setdefault("_met", set()):
-        raise ConfigError(f"{place}:{at}: {'nested too deeply' if depth > DEEPEST else 'an alias; write it out'}")
+        raise ConfigError(
+            f"{place}:{line_of_node}: {'nested too deeply' if depth > DEEPEST else 'an alias; write it out'}"
+        )
     loader.__dict__["_met"].add(id(node))
-    # A tag could ask PyYAML for objects of Python.
+    # A tag such as !!python/object could ask PyYAML to make objects of Python.
     if node.tag not in _PLAIN:
-        raise ConfigError(f"{place}:{at}: {node.tag} is a tag of YAML, and a run has none")
-    lines.setdefault(path, at)
+        raise ConfigError(f"{place}:{line_of_node}: {node.tag} is a tag of YAML, and a run has none")
+    lines.setdefault(path, line_of_node)
     if isinstance(node, yaml.SequenceNode):
         return [_plain(loader, x, f"{path}.{i}", lines, depth + 1, place) for i, x in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
-        return _value(loader, node, f"{place}:{at}")
+        return _value(loader, node, f"{place}:{line_of_node}")
     out: dict[str, Any] = {}
     for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
+        name, line_of_key = str(key.value), key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode) or name in out:
-            raise ConfigError(f"{place}:{line}: {f'{name} is given twice' if name in out else 'a key must be a word'}")
+            raise ConfigError(
+                f"{place}:{line_of_key}: {f'{name} is given twice' if name in out else 'a key must be a word'}"
+            )
         here = f"{path}.{name}" if path else name
-        lines[here] = line
+        lines[here] = line_of_key
         out[name] = _plain(loader, value, here, lines, depth + 1, place)
     return out
 
 
 def _value(loader: Any, node: Any, place: str) -> Any:
-    """A scalar. A whole number is decimal, whatever it begins with: YAML's own reading takes 010 for 8."""
+    """The value of a scalar. Whole numbers are decimal: 010 is 10, where YAML's own rule gives 8."""
     try:
         if node.tag == "tag:yaml.org,2002:int":
             return int(node.value)
@@ -301,16 +323,16 @@ def _value(loader: Any, node: Any, place: str) -> Any:
 
 
 def _line_of(message: str, lines: Mapping[str, int]) -> int | None:
-    """The line of the setting that a message begins with."""
-    said = re.match(r"[\w.\-]+", message)
+    """The line of the setting with which a message begins, such as `rl.optimizer.lr: ...`; None where it names none."""
+    first_word = re.match(r"[\w.\-]+", message)
     stages = list(dict.fromkeys(p.split(".")[1] for p in lines if p.startswith("stages.")))
-    parts = said.group(0).rstrip(".").split(".") if said else []
+    parts = first_word.group(0).rstrip(".").split(".") if first_word else []
     if parts and parts[0] in stages:
         parts = ["stages", *parts]
     while parts:
         if (line := lines.get(".".join(parts))) is not None:
             return line
-        # A setting that the file does not write has the line of what it belongs to.
+        # The file may not have this setting. Then the line of the group to which it belongs is taken.
         parts = parts[:-1]
     return None
 
@@ -319,7 +341,7 @@ YAML = (".yaml", ".yml")
 
 
 def is_recipe(given: str | Run) -> bool:
-    """True where the argument is the name of a recipe, and not a run that the user wrote whole."""
+    """True where the argument is the name of a recipe: no `Run`, no YAML file and no `path.py:NAME`."""
     return not isinstance(given, Run) and Path(given).suffix not in YAML and ":" not in given
 
 
@@ -340,7 +362,7 @@ def is_yaml(given: str | Run) -> bool:
 
 
 def _of_yaml(given: str) -> Run:
-    """The run of a YAML file. The Python files of its algorithms are imported here, and listed before."""
+    """The run of a YAML file. The Python files of its algorithms are listed for the user first, then imported."""
 
     path = Path(given).expanduser()
     # The list comes first: reading the run imports these files, and imported code can do anything.

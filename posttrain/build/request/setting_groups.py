@@ -1,5 +1,7 @@
-"""The settings of a run in groups: each once, with its value and what it means, as `posttrain run RECIPE --help` lists
-them. Stages of one kind share their lines, with the value of each stage."""
+"""The settings of a run in groups, each with its value and its meaning, as `posttrain run RECIPE --help` prints them.
+
+Several stages of one kind share the lines of their settings. Such a line has the value of each stage.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ MAIN: dict[type, tuple[str, ...]] = {
 }
 """The settings that people change first, of a run and of each kind of stage."""
 PARTS = ("sampling", "optimizer", "algorithm", "env")
-"""Groups of their own inside a stage."""
+"""Settings of a stage that get a group of their own."""
 SAID_ABOVE = {Model: "path", Env: "name", Reward: "function"}
 """The field of a group that the line of the group itself shows: `model=PATH` is `model.path=PATH`."""
 LADDER = "an algorithm of `posttrain ladder`, or path.py:NAME of your own"
@@ -56,7 +58,7 @@ LADDER = "an algorithm of `posttrain ladder`, or path.py:NAME of your own"
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. `path` is what an override writes; with several stages of a kind it begins with STAGE."""
+    """One setting. `path` is its name in an override. With several stages of a kind it begins with the word STAGE."""
 
     path: str
     values: tuple[Any, ...]
@@ -69,14 +71,14 @@ class Setting:
 
     @property
     def now(self) -> str:
-        """Its value as an override writes it; of several stages those of each, where they differ."""
+        """Its value as an override writes it. Where stages have different values, all of them."""
         words = [plain_word(v) for v in self.values]
         return words[0] if len({*words}) == 1 else ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A piece that a choice could have and does not: its name, its formula in words, and its numbers."""
+    """A piece that could be chosen and is not in use: its name, what it means, and its settings (`numbers`)."""
 
     path: str
     name: str
@@ -86,7 +88,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class SettingGroup:
-    """Settings under one title. `names`: by which of them `--help=NAME` finds the group."""
+    """Settings under one title. `--help=NAME` shows the group for each NAME of `names`."""
 
     names: tuple[str, ...]
     title: str
@@ -95,7 +97,7 @@ class SettingGroup:
 
 
 def plain_word(value: Any) -> str:
-    """A value as an override writes it; of a piece its name alone, since its numbers have lines of their own."""
+    """A value as an override writes it. A piece is its name alone, since its settings have lines of their own."""
     if isinstance(value, tuple):
         return ",".join(plain_word(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if isinstance(value, Model):
@@ -116,7 +118,7 @@ def groups(run: Run) -> tuple[SettingGroup, ...]:
         SettingGroup((h,), h, tuple(s for s in top if s.path.partition(".")[0] == h), tuple(_alternatives(run, h)))
         for h in heads
     ]
-    # What is in no group of its own is the run's, which is shown first.
+    # All other settings of the tree form the group `run`, which is shown first.
     rest = tuple(s for s in top if s.path.partition(".")[0] not in heads)
     out.insert(0, SettingGroup(("run", "evaluation"), "run", rest))
     for kind in dict.fromkeys(type(s) for s in run.stages):
@@ -125,22 +127,23 @@ def groups(run: Run) -> tuple[SettingGroup, ...]:
 
 
 def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[SettingGroup]:
+    """The groups of all stages of one kind: the stage's own settings, then one group for each of `PARTS`."""
     kind = type(stages[0])
     names = tuple(s.name for s in stages)
     label = names[0] if len(names) == 1 else "STAGE"
-    found = [*_settings(stages, label, MAIN.get(kind, ()))]
+    settings_of_kind = [*_settings(stages, label, MAIN.get(kind, ()))]
     title = f"{'stage' if len(names) == 1 else 'stages'} {', '.join(names)}"
     parts: dict[str, list[Setting]] = {p: [] for p in ("", *PARTS)}
-    for s in found:
+    for s in settings_of_kind:
         head = s.path.split(".")[1]
         part = head if head in PARTS else "algorithm" if head in stage_choices(kind) else ""
         parts[part].append(s)
     for part, settings in parts.items():
         if settings:
             others = tuple(_other_pieces(stages, label)) if part == "algorithm" else ()
-            own = tuple(f"{n}.{part}" for n in names) if part else ()
+            full_names = tuple(f"{n}.{part}" for n in names) if part else ()
             yield SettingGroup(
-                ((part, *own) if part else names), f"{title}: {part}" if part else title, tuple(settings), others
+                ((part, *full_names) if part else names), f"{title}: {part}" if part else title, tuple(settings), others
             )
 
 
@@ -148,7 +151,13 @@ def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[SettingGroup]:
 
 
 def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: str = "") -> Iterator[Setting]:
-    """The settings below nodes of one class, which stand beside each other."""
+    """The settings below nodes of one class, such as all stages of a kind.
+
+    Args:
+        path: the name of the nodes in an override; '' for the run itself.
+        main: the settings that people change first.
+        inside: the path below the stage or the run, by which `main` names settings.
+    """
     cls = type(nodes[0])
     for name, declared in dataclass_json.hints(cls).items():
         if name in fixed(cls) or SAID_ABOVE.get(cls) == name:
@@ -160,7 +169,8 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
             yield from known
             continue
         group = dataclass_json.pieces(declared)
-        # A field that can only be one group of settings gets no line of its own: the lines of the group say all.
+        # A field that is always the same group of settings, such as `optimizer`, gets no line of its own: the lines of
+        # the group's settings are enough.
         only = (
             len(group) == 1
             and not dataclass_json.is_union(declared)
@@ -178,8 +188,11 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
 
 
 def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
-    """Yields the arguments that a shipped environment takes, by its fields. For another environment, only the arguments
-    that are set are known without running it."""
+    """Yields the arguments that a shipped environment takes, from its fields.
+
+    Yields nothing for another environment, whose fields are not known without running it. Then only the arguments that
+    are set get lines.
+    """
     own = shipped_class(nodes[0].name) if len({n.name for n in nodes}) == 1 else None
     if own is None:
         return
@@ -190,7 +203,7 @@ def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
 
 
 def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: str) -> Iterator[Setting]:
-    """The settings inside these values: of a group of settings, a piece in use, or the elements of a list."""
+    """The settings inside these values, which may be groups of settings, pieces in use, lists or mappings."""
     if isinstance(values[0], Mapping):
         for key in dict.fromkeys(k for v in values for k in cast("Mapping[str, Any]", v)):
             yield Setting(f"{path}.{key}", tuple(v[key] for v in values if key in v), "", "")
@@ -208,12 +221,13 @@ def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: st
                 yield from _settings((x,), f"{path}.{type(x).__name__.lower()}", main, within)
         return
     if len({type(v) for v in values}) == 1 and dataclasses.is_dataclass(values[0]):
-        # Choices of an algorithm are written without the word `algorithm`: `rl.clip.high`.
+        # The choices of an algorithm are named without the word `algorithm`, such as `rl.clip.high`.
         short = path.rpartition(".")[0] if isinstance(values[0], AnyAlgorithm) else path
         yield from _settings(values, short, main, within)
 
 
 def _text(cls: type, name: str, declared: Any) -> str:
+    """The meaning of a setting, in words."""
     if declared is PreferenceAlgorithm:
         return f"How judgements become a loss: {LADDER}."
     if declared in LADDERS:
@@ -226,7 +240,7 @@ def _text(cls: type, name: str, declared: Any) -> str:
 
 
 def _valid(declared: Any) -> str:
-    """Returns the valid values, where they are not plain from the value: the names of choices and pieces."""
+    """The valid values of a setting as text: the names of its choices and pieces; '' where it has none."""
     if declared in LADDERS or any(m in SHORT for m in dataclass_json.members(declared)):
         return ""
     item = dataclass_json.tuple_item(declared)
@@ -260,6 +274,7 @@ def _other_pieces(stages: tuple[Stage, ...], label: str) -> Iterator[Alternative
 
 
 def _unused(path: str, declared: Any, used: set[Any]) -> Iterator[Alternative]:
+    """The pieces of a declared type that are not in `used`."""
     for name, cls in dataclass_json.pieces(declared).items():
         if cls not in used:
             numbers = tuple(
@@ -270,6 +285,7 @@ def _unused(path: str, declared: Any, used: set[Any]) -> Iterator[Alternative]:
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:
+    """The default of a field; the text "(needed)" where it has none."""
     if f.default is not dataclasses.MISSING:
         return f.default
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else "(needed)"

@@ -20,8 +20,9 @@ from posttrain.system.errors import ConfigError
 
 
 def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -> tuple[Run, tuple[str, ...]]:
-    """The run without the rewards of its recipe where a row of the user's data has no answer that they could read, and
-    a line that says so.
+    """Takes the recipe's rewards away if a row of the user's data has no answer that they could read.
+
+    Returns (the run, a line that says so); the unchanged run and () where the rewards stay.
 
     Raises:
         ConfigError: a stage samples, and would have no reward left. The message has the line that is missing.
@@ -29,7 +30,7 @@ def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -
     env = run.env
     if env.mix and "env.prompts" not in given:
         raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
-    # The recipe's rewards are for its own rows. Rewards that the user gives are for the user's.
+    # Only if the user gave rows and no rewards: then the rewards are the recipe's, made for the recipe's own rows.
     theirs = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
     if env.name != "prompts" or env.prompts is None or not theirs:
         return run, ()
@@ -37,7 +38,7 @@ def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -
         return run, ()
     args = {k: v for k, v in env.args.items() if k in ("answer_column", "split")}
     columns = replace(Columns(), **args)
-    # The first row that lacks it decides; the others need not be read.
+    # The first row without an answer decides; rows after it need not be read.
     place = next((p for p, row in _rows(env, columns, objects) if row.get(columns.answer_column) is None), None)
     if place is None:
         return run, ()
@@ -49,7 +50,7 @@ def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -
 
 
 def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """The rows that are objects; what is wrong with others is said where they are read."""
+    """(place, row) of each row of the data that is a JSON object. Other rows raise later, where the data is read."""
     for path, _ in env.data:
         rows = objects.rows(path) if is_inline(path) else source_rows(path, columns.split)
         yield from ((place, row) for place, row in rows if isinstance(row, Mapping))
@@ -58,8 +59,9 @@ def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple
 def with_epochs(
     run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
 ) -> Run:
-    """Returns the run with `steps` set by `epochs`, where a stage has them. A learning rate that falls does so until
-    the last of them, where no horizon is given.
+    """Returns the run with `steps` computed from `epochs`, in each stage that has `epochs`.
+
+    There a falling learning rate without a given horizon falls until the last step.
 
     Args:
         given: full paths of the user's settings; None: the whole run was given.
@@ -75,7 +77,8 @@ def with_epochs(
             continue
         env = environment if stage.env is None else others[stage.name]
         source = env.train
-        # A mixture has no end, but each of its lists has one: a pass is as many draws as all lists have rows.
+        # A mixture of several data sets has no end. One pass over it has as many draws as all the sets have rows
+        # together.
         count = sum(n for _, n in source.passes(1)) if isinstance(source, RevisitingTasks) else source.count
         if not count:
             raise ConfigError(
@@ -96,21 +99,23 @@ def with_epochs(
 
 
 def without_completions(run: Run, given: frozenset[str], data: DataSize | None) -> tuple[Run, list[str]]:
-    """The run without stages that imitate completions, where the data has none and others are left."""
+    """Leaves out stages that imitate completions, if the data has none, the user gave no setting of these stages, and
+    other stages are left. Returns (the run, lines that say so)."""
     if data is None or data.completions:
         return run, []
-    out = [
+    stages_left_out = [
         s
         for s in run.stages
         if isinstance(s, Supervised) and s.env is None and s.style == "completion"
         if not any(g == s.name or g.startswith(f"{s.name}.") for g in given)
     ]
-    left = tuple(s for s in run.stages if s not in out)
-    if not out or not left:
+    stages_left = tuple(s for s in run.stages if s not in stages_left_out)
+    if not stages_left_out or not stages_left:
         return run, []
-    lines = [f"{s.name}: left out, because {data_name(run)} has no completions to imitate" for s in out]
-    return replace(run, stages=left), lines
+    lines = [f"{s.name}: left out, because {data_name(run)} has no completions to imitate" for s in stages_left_out]
+    return replace(run, stages=stages_left), lines
 
 
 def data_name(run: Run) -> str:
+    """The data of a run in messages: its path, or `the data` for rows in memory."""
     return "the data" if is_inline(run.env.prompts) else str(run.env.prompts)
