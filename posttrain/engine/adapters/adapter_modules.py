@@ -259,8 +259,8 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
     x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
     with torch.no_grad():
         apart = (adapted(x) - merged_layer(x)).abs()
-        # Where the adapter cancels most of a weight, the error is that of the product B A, which is as large as the
-        # weight beneath. So both sizes are in the bound.
+        # Where the adapter cancels most of a weight, the merged weight is small, and the rounding error is as large as
+        # for the weight beneath. So the sizes of both are in the bound.
         squares = merged_layer.weight**2 + adapted.get_base_layer().weight ** 2
         size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
         allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size

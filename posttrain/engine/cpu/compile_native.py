@@ -248,8 +248,8 @@ def _kept(library: Path) -> Kernels | None:
     """The kernels of a library in the cache; None where its digest differs, or where others could have written it."""
     digest, kernels = library.with_suffix(".sha256"), ""
     with suppress(OSError):
-        # Whoever can write the library can run code as this user. So
-        # owner and rights come before its digest is read at all.
+        # Who can write the library can run code as this user. So its owner and rights are checked before its digest is
+        # read.
         is_private = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))
         kernels = _loaded(library) if is_private and _digest(library.read_bytes()) == digest.read_bytes() else ""
     return None if isinstance(kernels, str) else kernels

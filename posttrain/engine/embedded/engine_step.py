@@ -121,8 +121,8 @@ class Stepper:
         """Compute a plan's positions, and record in the scheduler and the counters that it was done. Returns their
         hidden states [N, H]."""
         hidden, dense = self.served.run(plan)
-        # The draft model computes every position too. So its cache has all rows that a slot's table names, those of
-        # prompts and of tokens that it did not draft among them.
+        # The draft model computes every position too. So its cache has all rows that a slot's table names, also for
+        # prompts and for tokens that it did not draft.
         if isinstance(self.proposer, DraftModel):
             self.proposer.served.run(plan)
         self.counters.forward(plan, dense)

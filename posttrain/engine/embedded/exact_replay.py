@@ -4,8 +4,8 @@ Two forward passes of one model differ in their last bits, because matrix produc
 are computed in. A deterministic engine (`EmbeddedEngine`) computes every position in a pass of the same number of rows,
 and its attention over exactly the rows that the position sees. So the log-prob of a token is one function of weights
 and tokens, whatever else is in the pass. Here that function is computed again, with the weights of a learner, by the
-same code in the same shapes. The learner takes its values; its gradients stay those of the packed pass, which differ by
-rounding alone.
+same code in the same shapes. The learner takes these values. Its gradients still come from the packed pass, whose
+log-probs differ by rounding alone.
 
 Axis letters: N packed positions, M spoken tokens, R rows of a pass, V vocabulary.
 """

@@ -40,7 +40,7 @@ def checked_tensors(
 
 @torch.no_grad()
 def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
-    """Copy named tensors over the module's own. Names are those of `served_tensors`. Where one is wrong, nothing is
+    """Copy named tensors over the module's own, under the names of `served_tensors`. Where one is wrong, nothing is
     copied."""
     module_tensors: dict[str, Tensor] = dict(served_tensors(module))
     # The list is complete before the first copy: what is wrong may come last, and half of the weights must not be new.

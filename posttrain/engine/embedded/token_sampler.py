@@ -352,8 +352,9 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     top_k = _to(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
-    # The mass that top-k leaves. Without top-k, or with one beyond these n, it is that of the whole vocabulary; where
-    # that is not right (top-k cuts behind the n, and top-p needs its mass), `beyond` marks the row.
+    # `norm` is the log of the mass that top-k leaves. Without top-k, or where top_k > n, the mass of the whole
+    # vocabulary is taken. That is wrong where top-k cuts behind these n tokens and top-p needs the mass; `beyond` marks
+    # such rows.
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))

@@ -168,7 +168,7 @@ class EndpointSampler:
             raise self.broken(
                 f"{path} said {count} tokens where at most {most} were asked for: it does not obey max_tokens"
             )
-        # Counted after all checks, so that the mean length is that of answers which were used.
+        # Counted after all checks, so that the mean length covers only answers that were used.
         self._requests, self._tokens = self._requests + 1, self._tokens + count
         # Servers differ in where they put prompt_token_ids: in the choice, or beside the choices.
         return choices[0] | {k: v for k, v in answer.items() if k == "prompt_token_ids" and v is not None}, count

@@ -59,7 +59,7 @@ def read_tokenizer(
 ) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
     """(tokenizer, generation config) of a local directory or hub id. Reads no weights.
 
-    The generation config is that of its file, else the one that config.json implies, else None.
+    The generation config is read from its file, else derived from config.json, else it is None.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():

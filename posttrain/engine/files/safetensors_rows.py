@@ -32,7 +32,7 @@ def load_tensors(path: Path, advice: str = "Copy the whole folder again") -> dic
 
 
 class RowFiles:
-    """The safetensors files of a model, of which any rows can be read.
+    """The safetensors files of a model. Any rows of a weight can be read from them.
 
     `digest` covers the names, types and shapes of the tensors and the sizes of the files, and not their values.
     """
@@ -111,7 +111,7 @@ class RowFiles:
 
     @staticmethod
     def _names(module: PreTrainedModel, name: str) -> list[str]:
-        """Names that a weight may have in a file: its own, without the layers of an adapter, and those of its ties."""
+        """Names that a weight may have in a file: its own, without PEFT's `base_layer`, and those of tied weights."""
         plain = name.replace(".base_layer.", ".")
         tied: Any = getattr(module, "all_tied_weights_keys", None) or {}
         # save_pretrained writes a tied weight once, under any one of its names.

@@ -2,9 +2,9 @@
 forward and backward. So no matrix [tokens, vocabulary] exists at once, and beyond the weight and its gradient no memory
 grows with the vocabulary. Weights of less than float32 are converted block by block.
 
-Every loss differentiates the policy through this head. The log-prob is that of the distribution that was sampled from.
-It applies the architecture's scale and soft-cap first. Then it applies the contract (`core.sampling`): its rules, the
-temperature, and the kept token set, renormalised.
+Every loss differentiates the policy through this head. A log-prob here belongs to the distribution that was sampled
+from. To logits the head applies the architecture's scale and soft-cap first, and then the contract (`core.sampling`):
+its rules, the temperature, and the kept token set, renormalised.
 
 Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens and B ids of one tile, K named ids of a token.
 """
@@ -75,9 +75,10 @@ def logprobs(
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
         sampling: the contract the tokens were drawn under; greedy is refused.
         kept: one set per token, exactly where `sampling.truncated`. rules: exactly where `sampling.rules`.
-        chunk: tokens of one tile; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`; of a large
-            vocabulary those of `TILE`.
-        block: ids of one tile; None: all, or of a large vocabulary equal blocks as `TILE` has them.
+        chunk: tokens of one tile; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`. For a vocabulary
+            of more than `CHUNK_IDS` ids, None means as many as `TILE` says.
+        block: ids of one tile; None: all ids. For a vocabulary of more than `CHUNK_IDS` ids, None means equal blocks of
+            at most as many as `TILE` says.
 
     With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H). The
     chain rule then multiplies by the derivative of each step that made z: the temperature, a repetition penalty (its
@@ -171,8 +172,8 @@ def energies(
         energy = hidden.new_zeros(rows.stop - rows.start, dtype=logit_dtype(weight.dtype))
         for first, p in normalised(blocks, torch.softmax, single)():
             if targets is not None:
-                # |p - onehot(t)|^2, which is the same square. In every block
-                # but that of the target nothing is subtracted.
+                # |p - onehot(t)|^2, which is the same square. 1 is subtracted in the block that holds the target, and
+                # nothing in the other blocks.
                 place, inside = within(targets[rows, None].long() - first, p.shape[1])
                 p.scatter_add_(1, place, -inside.to(p.dtype))
             energy += torch.linalg.vecdot(p, p)

@@ -180,8 +180,7 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
         with using(layout):
             position_argument = takes_positions(out.decoder, at[None])
             theirs = module(input_ids=ids[None], use_cache=False, **position_argument).logits[0].to(ours.dtype)
-    # Code of an unknown architecture runs here, and what it raises
-    # where it is not made for packed segments can be any of these.
+    # Code of an unknown architecture runs here. Where it is not made for packed segments, it may raise any of these.
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). Use a"
@@ -192,6 +191,7 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
     _check_windows(module, context or positions(module), layout.seen)
     gap = float((ours - theirs).abs().max())
     bound = (1e-4 if out.weight.dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(theirs.abs().max()))
+    # Written as `not <=`, so that NaN is refused as well.
     if not gap <= bound:
         raise EngineError(
             f"{type(module).__name__}: its logits differ from head(decoder(ids)) by {gap:.3g} (bound {bound:.3g}), so"

@@ -192,8 +192,8 @@ def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bo
     Args:
         single: there is one block, whose result is computed once and kept.
     """
-    # One block: torch's own function sees the whole row, and its bits are those of the plain computation. More blocks:
-    # a first reading for the norm, and a second one at every use.
+    # With one block torch's own function sees the whole row, so the bits are equal to the plain computation's. With
+    # more blocks, a first reading computes the norm, and every use reads the blocks once more.
     if single:
         whole = [(first, soft(z, 1)) for first, z in blocks()]
         return lambda: whole
@@ -260,6 +260,7 @@ def native() -> TileForm:
         EngineError: it does not agree.
     """
     gap = largest_gap(NATIVE, torch.device("cpu"), torch.float32, NATIVE_WIDTH)
+    # Written as `not <=`, so that NaN is refused as well.
     if not gap <= NATIVE_BOUND:
         raise EngineError(
             f"the head's compiled code differs from torch's operations by {gap:.2g} of the largest number, and"

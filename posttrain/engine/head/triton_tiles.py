@@ -132,6 +132,7 @@ def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
             f"the head's Triton kernels do not run on {device} ({type(error).__name__}: {first_line}). Set"
             " model.kernels=torch to compute without them"
         ) from error
+    # Written as `not <=`, so that NaN is refused as well.
     if not gap <= BOUNDS[dtype]:
         raise EngineError(
             f"the head's Triton kernels differ from torch's operations on {device} by {gap:.2g} of the largest number,"

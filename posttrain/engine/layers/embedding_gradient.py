@@ -75,7 +75,7 @@ class LookedUp(torch.autograd.Function):
         ctx.shape, ctx.padding, ctx.by_rows = weight.shape, padding, by_rows
         ctx.set_materialize_grads(False)  # a pass whose head is not read has no gradient of it
         # The second output is the weight itself, as a view that belongs to this node. The head reads it, so the head's
-        # gradient arrives here together with that of the rows.
+        # gradient arrives here together with the gradient of the rows.
         return nn.functional.embedding(ids, weight), weight.view_as(weight)
 
     @staticmethod

@@ -60,7 +60,7 @@ class Routing:
     used: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """By router: int64 [N, K], the experts that computed each position."""
     own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """The same as the router chose itself."""
+    """By router: int64 [N, K], the experts that the router itself chose."""
     logits: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """By router: [N, E]."""
 
@@ -88,8 +88,8 @@ class Routing:
         return torch.stack([of[r] for r in sorted(of)], 1)
 
     def regret(self) -> tuple[Tensor, float]:
-        """([N, R]: how much higher the best expert that was not used scores than the worst used one; the largest
-        |score|). The pass must have kept the scores."""
+        """(regret [N, R], largest |score|). The regret is the score of the best expert that was not used minus the
+        score of the worst used one. The pass must have kept the scores."""
         used, logits = self.stacked(self.used), self.stacked(self.logits)
         # At most 0 where a router used its own best; above 0 the used experts are not the best ones.
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
@@ -232,7 +232,7 @@ class PassRouting:
 
 
 class PackedRouting(PassRouting):
-    """`PassRouting` for packed segments, of which a shared beginning may be computed once.
+    """`PassRouting` for packed segments. A pass may compute a beginning once that several of them share.
 
     Arrays by computed place have the letter C, arrays by packed position N.
 
@@ -292,8 +292,8 @@ class PackedRouting(PassRouting):
         """The load-balance loss of these positions: the routers' probabilities times `packed.balance_E`, over the
         tokens whose experts are known."""
         assert packed.balance_E is not None and packed.routed_N is not None
-        # A place that is computed once may stand for several positions.
-        # It counts as often as it stands for one whose experts are known.
+        # A place that is computed once may stand for several positions. It counts once for each of them whose experts
+        # are known.
         times_C = np.bincount(self._place_N, known_rows(packed.routed_N), int(self._place_N.max()) + 1)
         logits = self.routing.stacked(self.routing.logits)
         wide = logits if logits.dtype == torch.float64 else logits.float()

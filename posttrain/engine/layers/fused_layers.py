@@ -313,6 +313,7 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
     # and the fused ones may be off by a few times that.
     exact = _sample(read_out(copy.deepcopy(module).double()))
     error, rounding = _gap(ours, exact), _gap(theirs, exact)
+    # Written as `not <=`, so that NaN is refused as well.
     if not error <= ROUNDINGS * max(rounding, BOUND):
         raise EngineError(
             f"fused layers of {type(module).__name__} differ from its own by {gap:.3g} (bound {BOUND}), and from them"
@@ -322,7 +323,8 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
 
 
 def sample_states(read: ReadOut) -> Tensor:
-    """Hidden states of one sequence, of all its positions and of some."""
+    """Hidden states of one sequence: of all its positions, and once more of the positions `READ`."""
+    # Multiples of a prime as ids: tokens from all over the vocabulary, without a random generator.
     at = torch.arange(CANARY, device=read.weight.device)
     inputs = at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])
     return torch.cat([read.hidden(*inputs), read.hidden_at(*inputs, READ)])

@@ -46,8 +46,7 @@ def _takes_one_dnn(x: Tensor) -> bool:
 
 
 def fits(*given: Tensor | None) -> bool:
-    """Returns whether `linear` may multiply these: plain float32 tensors on the CPU, of which nobody asks a
-    gradient."""
+    """Returns whether `linear` may multiply these tensors: plain float32 tensors on the CPU that need no gradient."""
     tensors = [t for t in given if t is not None]
     # The type itself and no subclass: a distributed or quantised tensor multiplies in its own way.
     plain = all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu for t in tensors)
@@ -103,8 +102,8 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
-        # `needed` is x, then weight and bias of each product by turns. x is kept only for gradients of weights, and the
-        # weights only for that of x.
+        # `needed` says who needs a gradient: x, then weight and bias of each product by turns. x is kept only for
+        # gradients of weights, and the weights only for the gradient of x.
         needed, weights = ctx.needs_input_grad, parts[::2]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needed[1::2]) else None, *(weights if needed[0] else ()))
@@ -143,8 +142,8 @@ def products(x: Tensor, *modules: nn.Module) -> Sequence[Tensor]:
 
 def is_product(module: Any) -> bool:
     """Returns whether a module is `nn.Linear` itself, with whole float32 weights, and calling it does nothing else."""
-    # Whoever wraps, hooks or compiles a module wants its call to
-    # happen. Then it is called, and not only its weight read.
+    # A module that is wrapped, hooked or compiled does more in its call than multiply. So it is called, and not only
+    # its weight read.
     if type(module) is not nn.Linear or "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:

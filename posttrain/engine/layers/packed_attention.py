@@ -134,7 +134,7 @@ def _proved(*shape: Any) -> None:
 
 def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) -> None:
     """EngineError where outputs or gradients of a small tree differ from the plain definition by more than rounding."""
-    # Four runs: a root, two below it (of which one is longer than a block of 32 queries), and a segment alone. Scores
+    # Four runs: a root, two below it (the longer one is longer than a block of 32 queries), and a segment alone. Scores
     # of both kinds are met: within a run, and above it.
     length, window = np.array([5, 37, 18, 2]), 9 if windowed else None
     start = np.cumsum(length) - length
@@ -158,6 +158,7 @@ def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) 
     right_results = [wanted, *torch.autograd.grad(wanted, theirs, rows[3].double())]
     for name, a, b in zip(("outputs", "dq", "dk", "dv"), our_results, right_results, strict=True):
         gap = float((a.detach() - b.detach()).abs().max() / b.detach().abs().max())
+        # Written as `not <=`, so that NaN is refused as well.
         if not gap <= PROOF:
             raise EngineError(
                 f"compiled attention of {heads} heads of width {width} differs from its definition by {gap:.3g} of the"

@@ -32,7 +32,7 @@ from posttrain.engine.layers.packed_attention import Runs
 
 @dataclass(frozen=True, eq=False)
 class TreeRun:
-    """Positions that one segment adds: `length` unique positions from `start`, below those of `above` [A]."""
+    """Positions that one segment adds: `length` unique ones from `start`. They see the positions `above` [A], too."""
 
     start: int
     length: int
@@ -69,8 +69,8 @@ class SharedTree:
         place_N, first, runs = np.empty(len(ids_N), np.int64), list[np.ndarray](), list[TreeRun]()
         count, before = 0, -1
         for s, shared in zip(order, _rounded([parts[s] for s in order]), strict=True):
-            # What this segment shares has its places already, given by the one before it in this order. Some of these
-            # were in turn shared there, so `above` reaches up to the root.
+            # The shared tokens already have places: the segment before it in this order has them. That segment may have
+            # shared some of them in turn, so `above` reaches up to the root of the tree.
             above = place_N[starts[before] : starts[before] + shared] if shared else np.zeros(0, np.int64)
             added = int(lengths_S[s]) - shared
             place_N[starts[s] : starts[s] + shared] = above
@@ -95,8 +95,8 @@ def _numbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun])
 
 
 def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
-    """Returns the number of tokens that each of these sorted segments shares with the one before it; 0 where sharing is
-    not worth it."""
+    """Returns how many tokens each of these sorted segments shares with the one before it, rounded down (`_clustered`).
+    0 where it shares so few that sharing is not worth it."""
     shared_lengths = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
     # `tree` gathers what the segments of one tree share with the one before them. A segment that shares too little ends
@@ -163,7 +163,8 @@ class _Bucket:
         # Rows behind a run's end repeat its last position.
         read_BL = np.array([r.start for r in runs])[:, None] + np.minimum(np.arange(longest), length_B[:, None] - 1)
         row, column = np.nonzero(np.arange(longest) < length_B[:, None])
-        # Siblings lie below the same positions. P distinct lists, and a matrix [P, B] of which run lies below which.
+        # Siblings lie below the same positions. So there are P distinct lists of positions above, and a matrix [P, B]
+        # says which run lies below which list.
         places, list_of_run = np.unique(above_BA, axis=0, return_inverse=True)
         parents = (np.arange(len(places))[:, None] == list_of_run.reshape(1, -1)).astype(np.float32)
         return cls(
@@ -196,8 +197,8 @@ class _Bucket:
 
 
 class _Padded(torch.autograd.Function):
-    """Rows [U, ...] to those of every bucket, [B, L, ...] each; `above` puts the rows above each run before its own,
-    [B, A + L, ...].
+    """Rows [U, ...] to the padded rows of every bucket, [B, L, ...] each. With `above` the rows above each run come
+    before its own: [B, A + L, ...].
 
     All buckets write to one gradient, since one of its own for each would be mostly zeros. Runs below the same
     positions are summed by one product, since adding row by row is slow. No real position attends to padding, so the

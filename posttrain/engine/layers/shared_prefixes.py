@@ -131,7 +131,7 @@ class Sharing:
         return self._out.hidden(*inputs) if at_M is None else self._out.hidden_at(*inputs, at_M)
 
     def _prove(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> None:
-        """Compare hidden states and gradients with those of the segments one by one.
+        """Compare hidden states and gradients of a few segments, with sharing and without.
 
         Raises:
             InvariantError: they differ by more than rounding.

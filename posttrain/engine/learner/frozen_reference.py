@@ -81,7 +81,8 @@ class AdapterOff:
         return self._off(self._learner.top, packed, k)
 
     def _off(self, method: Callable[..., Any], packed: Packed, *given: Any) -> Any:
-        # the routers choose by themselves here: the choices of a batch are those of the policy's own sampler
+        # The routers choose for themselves here: the choices in a batch were made by the policy's sampler, with the
+        # adapter.
         unrouted = packed if packed.routed_N is None else replace(packed, routed_N=None)
         with switched_off(self.module):
             return method(unrouted, *given)

@@ -59,7 +59,7 @@ class HFLearner:
         offload_activations: keep activations in the memory of the CPU until the backward.
         sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
             (`embedded.exact_replay`). Log-probs get these values then, and keep their own gradients.
-        replays: the experts of a token are those that its sampler chose, where they are known
+        replays: compute a token by the experts that its sampler chose, where these are known
             (`core.exchange.expert_choices`).
 
     Raises:
@@ -237,15 +237,15 @@ class HFLearner:
         return PackedReader(copy, replays=self._reader.replays).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by name: the policy's in the module's order, each tied one once, then those of the value
-        head under `value_head.`, and of a reward head under `reward_head.`."""
+        """Trainable parameters by name. First come the policy's in the module's order, each tied one once; then the
+        value head's under `value_head.`, and a reward head's under `reward_head.`."""
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
         heads = {"value_head": self.value_head} | ({} if self.reward_head is None else {NAME: self.reward_head})
         return policy | {f"{name}.{n}": p for name, head in heads.items() for n, p in head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
-        """The policy's weights under their state-dict names, or those of its adapter alone where it has one. Each tied
-        tensor comes once, and each tensor is one whole shard."""
+        """The policy's weights under their state-dict names, or only its adapter's where it has one. Each tied tensor
+        comes once, and each tensor is one whole shard."""
         return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
@@ -283,7 +283,7 @@ class HFLearner:
         return None if modules is None else LearnerRouters.of(self._reader, modules, self._following)
 
     def _following(self) -> HFLearner:
-        """The same learner, whose passes follow the choices of a batch."""
+        """A learner over the same weights whose passes follow the choices of a batch."""
         if self._reader.replays:
             return self
         # Shallow copies: weights, heads and the record of sharing are the same objects, and one flag differs.

@@ -41,7 +41,7 @@ class PackedReader:
         """The routers of a mixture of experts; None where the model is none, or where its routers are not understood.
         """
         self.replays = replays
-        """Whether the experts of a token are those of its sampler, where they are known."""
+        """Whether a token is computed by the experts that its sampler chose, where these are known."""
         self.routing: PackedRouting | None = None
         """The record of what the routers did in the last pass that asked for it."""
         self.context = policy.context

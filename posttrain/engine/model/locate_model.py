@@ -41,8 +41,8 @@ def check_source(setting: str, path: str) -> None:
     described, where = _named(setting, path), Path(located)
     if saved_adapter(path) is not None:
         described += f" base_model_name_or_path={located}"
-    # An adapter's own folder and that of the model beneath it may each have a certificate. dict.fromkeys drops one of
-    # two equal folders.
+    # An adapter's own folder and the folder of its base model may each have a certificate. dict.fromkeys drops one of
+    # them where both are the same folder.
     for folder in dict.fromkeys((Path(path).expanduser().resolve(), where)):
         if folder.is_dir():
             verify_certificate(folder)

@@ -107,14 +107,15 @@ class Policy:
         return replace(self, module=copy.deepcopy(self.module))
 
     def twin(self) -> Policy:
-        """The same policy with its own copy of the weights that train. Frozen weights are shared, so nothing may change
-        them in either."""
+        """The same policy with its own copy of the weights that train. Both policies share the frozen weights, so
+        nothing may change these."""
         # The memo of deepcopy lists the frozen parameters as copied already, so both modules hold the same ones.
         frozen = {id(p): p for p in self.module.parameters() if not p.requires_grad}
         return replace(self, module=copy.deepcopy(self.module, {**frozen}))
 
     def beside(self, lora: Lora, seed: int) -> Policy:
-        """Another policy over the same frozen weights, which nothing may change in either, with a new adapter.
+        """Another policy with a new adapter over the same frozen weights. Both policies share these, so nothing may
+        change them.
 
         Raises:
             ConfigError: all weights of this policy train, so none can be shared; or the adapter fits no layer.
@@ -181,6 +182,7 @@ class Policy:
         # rounding.
         gap = logits.max(-1).values - logits.gather(-1, greedy_ids[len(start) :, None])[:, 0]
         bound = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(logits.abs().max()))
+        # Written as `not <=`, so that NaN is refused as well.
         if not float(gap.max()) <= bound:
             raise InvariantError(
                 f"{folder}: the model read back says other words than the one saved (logit gap {float(gap.max()):.3g},"

@@ -156,7 +156,7 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
 
 
 def _described_parts(out: ReadOut, layers: list[int]) -> str:
-    """` (their parts: ...)`: the classes of the parts of the first of these layers, which show its kind."""
+    """` (their parts: ...)` for a message: the classes of the parts of the first of these layers; '' without layers."""
     lists = [
         part for part in out.decoder.modules() if isinstance(part, nn.ModuleList) and layers and len(part) > layers[0]
     ]
@@ -229,8 +229,8 @@ def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Diffe
 
 
 def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
-    """Returns the difference that is found, as text; '' where nothing differs. The experts of a mixture are those of
-    the sequences alone, wherever rounding decides between them (`_otherwise`)."""
+    """Returns the difference that is found, as text; '' where nothing differs. In a mixture of experts the packed pass
+    follows the experts that each sequence chose alone. Its own choices may differ by rounding only (`_otherwise`)."""
     # The reference is computed first, each sequence alone by transformers' own attention. What its routers chose is
     # given to the packed pass, since rounding may flip a choice between two nearly equal experts, and the hidden states
     # would then differ without any fault. At the end it is tested whether the pass itself would have chosen alike.
@@ -258,8 +258,8 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
 
 
 def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
-    """Returns the difference, as text, where the last token of a sequence is computed over the cached keys and values
-    of those before."""
+    """`_difference` of a sequence that is computed in two calls: all tokens but the last, and then the last one over
+    the cached keys and values of the others."""
     # First all tokens but the last, then the last one over what the first call has cached, as the engine decodes.
     memory, followed = _GrowingCache(), following([chosen])
     for name, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
@@ -300,7 +300,8 @@ def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed
 
 
 def _canary(out: ReadOut, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(ids, positions) [length] spread over the vocabulary."""
+    """(ids, positions) [length] of a made-up sequence, another one for each seed."""
+    # Multiples of a prime spread the ids over the whole vocabulary, without a random generator.
     at = torch.arange(length, device=out.weight.device)
     return (at + seed * 131) * 7919 % out.weight.shape[0], at
 

@@ -148,8 +148,11 @@ class StageOptimizer:
         return "; ".join(out)
 
     def pending_bytes(self) -> int:
-        """Bytes of state that the next step will add on the device: all of it before the first step, then none. Of a
-        state that is elsewhere between steps: those of the largest group of parameters, in every step."""
+        """Bytes of state that the next step will add on the device.
+
+        Before the first step that is the whole state, and then nothing. Where the state is elsewhere between steps, it
+        is the state of the largest group of parameters, in every step.
+        """
         size: dict[UpdateRule, int] = {}
         for name, rule in self._rules.items():
             if self._home is not None or not rule.state(name):
@@ -231,7 +234,7 @@ class StageOptimizer:
         Raises:
             RunFolderError: the state belongs to other parameters, or to another kind of optimizer.
         """
-        # Every tensor is taken out of `left` by whoever wants it, so what remains is foreign. All is checked before
+        # Every tensor that has a place is taken out of `left`, so what remains is foreign. All is checked before
         # anything changes: a state that does not fit leaves the optimizer as it was.
         left = dict(tensors)
         steps = left.pop("steps", None)
@@ -268,15 +271,19 @@ class StageOptimizer:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Add the gradients of weights that have masters to those of their masters, without the scale of the loss, so
-        that micro-batches are summed in float32. Gradients of frozen parameters are dropped."""
+        """Move the gradients of weights to their masters, without the scale of the loss, and add them there.
+
+        So the gradients of micro-batches are summed in float32. Gradients of frozen parameters are dropped. A gradient
+        that holds some rows alone becomes a whole one where its rule cannot read rows, or its state is elsewhere
+        between steps.
+        """
         for p in self._frozen:
             p.grad = None
         for name, master in self._masters.items():
             p = self._parameters[name]
             if p.grad is not None:
                 gradient = p.grad.to(master.dtype)
-                # Converted first: in float16 the quotient would fall to 0 again, which the scale prevents.
+                # Converted before it is divided: in float16 small quotients would be 0, which the scale is to prevent.
                 gradient = gradient if self._scale is None else gradient.mul_(1 / self._scale.value)
                 if master.grad is None:
                     master.grad = gradient
@@ -317,7 +324,7 @@ class StageOptimizer:
         return own_norm.new_tensor(joint_norm(of_one_copy(self.ranks, float(own_norm), "gradient")))
 
     def _clip(self, tensors: list[Tensor], norm: Tensor) -> None:
-        """Multiply the gradients so that their norm, which is this, is the configured one."""
+        """Multiply the gradients, whose norm is `norm`, so that their norm becomes the configured one."""
         gradients = [t.grad for t in tensors if t.grad is not None]
         # Gradients of rows are multiplied below, by the formula of torch's function.
         dense = [t for t, g in zip(tensors, gradients, strict=True) if not g.is_sparse]
@@ -327,8 +334,8 @@ class StageOptimizer:
                 held(g).mul_(self.config.clip / (norm + CLIP_EPS))
 
     def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
-        """The rules with the names of their parameters, in the order of the parameters; several of a kind where their
-        state is elsewhere between steps."""
+        """Pairs of a kind of rule and the names of its parameters, in the order of the parameters. A kind comes once
+        for each group of parameters where their state is elsewhere between steps."""
         by_rule: dict[Rules, list[str]] = {}
         for name, tensor in self._moved.items():
             by_rule.setdefault(self.rule_of(name, tensor), []).append(name)

@@ -96,7 +96,7 @@ class UpdateRule(ABC):
         return {word: state_of_tensor[word] for word in self.words if word in state_of_tensor}
 
     def forms(self, name: str) -> Mapping[str, torch.Size | None]:
-        """Shape of each word of a tensor's stored state; None: that of a number."""
+        """The shape of each word of a tensor's stored state; None: it is a single number."""
         return {word: None if word == "step" else self.tensors[name].shape for word in self.words}
 
     def bytes(self, name: str) -> int:

@@ -26,7 +26,7 @@ from posttrain.system.errors import ConfigError
 PART = "transformers.distributed.expert_parallel"
 """The module of transformers that divides experts over ranks. Older versions do not have it."""
 STYLES = ("grouped_gemm", "ep_dispatch_experts")
-"""The styles that a plan may name: that of the experts' weights, and that of the module that holds them."""
+"""The styles that a plan may name: the first is for the experts' weights, the second for the module that holds them."""
 
 
 class ExpertLearner(TensorLearner):

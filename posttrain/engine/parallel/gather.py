@@ -70,11 +70,13 @@ def gathered(
     parts = ranks.world // ranks.replicas
     if to >= parts:
         raise ConfigError(f"to={to}: ranks 0 to {parts - 1} hold the first copy of the weights. Name one of them")
-    # Ranks of the other copies have taken part in the checks, and their parts are those of the first copy.
+    # Ranks of the other copies have taken part in the checks. They send nothing, because their parts equal those of the
+    # first copy.
     if ranks.rank >= parts:
         return
     table, group = table[:parts], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
-    # A gather needs pieces of the same size from all ranks: that of the rank with the most bytes in the bucket.
+    # A gather needs pieces of the same size from all ranks. So each bucket is as wide as the rank with the most bytes
+    # in it needs.
     runs = [(run, max(sum(labels[i].sent for i in run) for labels in table)) for run in _runs(table, bucket)]
     # The same memory serves all buckets, since what is freed for each one would stay with the C library.
     # Row 0 is what this rank sends. On the receiving rank a row for each rank follows.

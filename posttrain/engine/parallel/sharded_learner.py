@@ -1,9 +1,9 @@
 """A learner whose weights are cut over ranks (`torch.distributed.fsdp.fully_shard`). Each rank has one part of the
 rows of every weight, of its gradient and of the optimizer's state.
 
-Whole weights exist only while they are computed with: those of one layer at a time, and those of the embedding and the
-heads from the beginning of a pass to its end. Gradients of all ranks are summed, not averaged, because the weights of
-the loss are normalised over the whole minibatch.
+Whole weights exist only while they are computed with. A layer's weights are whole while that layer is computed; the
+embedding and the heads are whole from the beginning of a pass to its end. Gradients of all ranks are summed, not
+averaged, because the weights of the loss are normalised over the whole minibatch.
 
 Every rank calls the same methods in the same order. What reads no gradient (`score` and the like) is given the same
 tokens on every rank; each computes a share of them and is told the others' results.
@@ -181,8 +181,8 @@ class ShardedLearner(HFLearner):
     # --- the weights --------------------------------------------------------------------------------------------------
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's parts of what an engine is sent: the policy's weights, or those of its adapter alone where it has
-        one. `engine.parallel.gather` brings those of all ranks together."""
+        """This rank's parts of what an engine is sent: the policy's weights, or only its adapter where it has one.
+        `engine.parallel.gather` brings the parts of all ranks together."""
         for name, tensor in served_tensors(self.policy.module):
             cut_up = isinstance(tensor, DTensor)
             yield shard_of(name, self._rounded(tensor)) if cut_up else Shard.of(name, tensor.detach())

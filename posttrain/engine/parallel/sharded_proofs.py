@@ -36,8 +36,8 @@ def prove_layers(
     own: dict[str, nn.Parameter],
     ranks: Ranks,
 ) -> None:
-    """Compare hidden states, and gradients of the first layer, of fused layers with those of the model's own. Every
-    rank calls it. Leaves no gradient.
+    """Compare fused layers with the model's own: hidden states, and gradients of the first layer. Every rank calls it.
+    Leaves no gradient.
 
     Args:
         inside: runs a function where weights are whole.
@@ -128,7 +128,7 @@ def prove_sharing(
     vocabulary: int,
     context: int,
 ) -> None:
-    """Compare hidden states and gradients with those of the same segments without sharing. Leaves no gradient.
+    """Compare hidden states and gradients of two segments with sharing and without. Leaves no gradient.
 
     Args:
         rows: computes hidden states.

@@ -1,4 +1,4 @@
-"""Scores of one batch divided over ranks: each computes those of its share, and every rank is told all of them."""
+"""Scores of one batch divided over ranks: each rank scores its share of the batch, and gets the scores of all."""
 
 from __future__ import annotations
 

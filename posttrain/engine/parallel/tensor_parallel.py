@@ -2,7 +2,7 @@
 for the architecture (`base_model_tp_plan`) and PyTorch's `parallelize_module`.
 
 Every rank computes every token, with its heads and its part of the feed-forward layers; their results are summed over
-ranks twice in a layer. So all ranks are given the same micro-batches, the trainer of each is that of one process, and
+ranks twice in a layer. So all ranks are given the same micro-batches, each has the trainer of a single process, and
 only the optimizer's norm is exchanged (`StageOptimizer(parts=...)`). Embedding, norms and heads are whole on each rank.
 """
 
@@ -176,7 +176,7 @@ class TensorLearner(HFLearner):
         return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Cut)
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's parts of the policy's weights. `engine.parallel.gather` brings those of all ranks together."""
+        """This rank's parts of the policy's weights. `engine.parallel.gather` joins the parts of all ranks."""
         return (self._placed(n, _local(t), t) for n, t in named_tensors(self.policy.module))
 
     def _placed(self, name: str, own: Tensor, like: Any) -> Shard:

@@ -1,11 +1,11 @@
-"""`core.ports.Sampler` over several engines in processes of their own, of which any may die at any time.
+"""`core.ports.Sampler` over several engines in processes of their own. Any of them may die at any time.
 
 An answer is a function of its question, the weights and its place (law 8), so a turn whose engine died is asked again
 from another one, and a synchronous run ends as if nobody had died. All engines serve one version: while new weights
 come, no new turn is given away.
 
-A turn that has seen all but one of the engine deaths it may cause is asked alone. If that engine dies too, the turn is
-guilty: it raises `UnanswerableTurn`, which fails its episode only.
+A turn may cause a limited number of deaths. When only one is left, it is asked alone. If that engine dies too, the turn
+is guilty: it raises `UnanswerableTurn`, which fails its episode only.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class EnginePool:
         scores = [next(new_scores) if early is None else early for early in early_scores]
         gaps = [float(np.abs(x.astype(np.float64) - scores[0]).max(initial=0.0)) for x in scores]
         at = int(np.argmax(gaps))  # argmax finds a NaN where there is one, and `max` may pass over it
+        # Written as `not <=`, so that NaN is refused as well.
         if not gaps[at] <= self._tolerance:
             raise InvariantError(
                 f"{self._engines[at].name} gives other log-probs than {self._engines[0].name} for the same tokens (by"
@@ -170,7 +171,7 @@ class EnginePool:
             self._agree()
             # Last, when all engines have said that they serve the same.
             self._version = version
-            # No engine can want the parcel before any more: whoever starts anew takes the newest one.
+            # No engine can want the previous parcel any more: an engine that starts anew takes the newest one.
             if before is not None:
                 self._sender.retire(before.version)
         finally:
@@ -219,8 +220,7 @@ class EnginePool:
         while True:
             self._waits.check()
             self._revive()
-            # Asked in each round anew: whoever was woken finds an engine that has died, is reserved or came back
-            # meanwhile.
+            # Asked anew in each round: while this turn waited, an engine may have died, been reserved or come back.
             at = None if self._held() else choose(turn.tokens, [e.load(turn.ids) for e in self._engines])
             if at is None:
                 on = "new weights on every engine" if self._loads else "an engine that can be asked"

@@ -176,7 +176,7 @@ class ProcessHost(CallingHost):
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        # Before the connection ends, so that whoever still waits is told this cause and not the end of the stream.
+        # Before the connection ends, so that calls that still wait get this cause and not the end of the stream.
         self._calls.die("it was closed at the end of the run")
         self._out.put(None)
         self._shut()
@@ -193,7 +193,7 @@ class ProcessHost(CallingHost):
         self._folder.cleanup()
 
     def _shut(self) -> None:
-        """Close both directions, so that whoever reads or writes here or there stops."""
+        """Close both directions, so that reads and writes on both sides stop."""
         if self._connection.closed:
             return
         # close() does not wake a thread that reads or writes on the same descriptor; shutdown does. It is done on a

@@ -1,12 +1,12 @@
-"""Environments in processes of their own, of which any may die at any time.
+"""Environments in processes of their own. Any of the processes may die at any time.
 
 An episode whose process died is played again from its beginning in another one, against what it had been told before:
 turns that were said are not asked again, and what the environment writes must be what it wrote. So nothing is sampled
 twice, and an environment that is a function of its task and of what is said ends as if nobody had died. One that writes
 something else the second time fails its episode, by name.
 
-An episode that has seen all but one of the deaths that it may cause is played in a process that plays nothing else. If
-that dies too, the episode is guilty: it raises `UnanswerableTurn`.
+An episode may cause a limited number of deaths. When only one is left, it is played in a process that plays nothing
+else. If that process dies too, the episode is guilty: it raises `UnanswerableTurn`.
 """
 
 from __future__ import annotations

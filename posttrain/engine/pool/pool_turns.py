@@ -116,7 +116,7 @@ class PooledTurn:
     deaths: int = 0
     """Engines that have died with it."""
     alone: bool = False
-    """Whether the engine that has it says nothing else."""
+    """Whether its engine must have no other turn."""
     since: float = field(default_factory=time.monotonic)
     """When it was asked, or given to its present engine."""
 
@@ -265,7 +265,7 @@ def measured(engines: Sequence[PooledEngine], lost: EngineReport) -> dict[str, f
     report = lost
     for engine in engines:
         report = report + engine.host.take_report()
-    # The pool counts the tokens of delivered turns itself. Engines also count those of turns that were asked twice.
+    # The pool itself counts the tokens of delivered turns. The engines' count also has turns that were asked twice.
     counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
     if "engine/steps" in counted:  # each counts once, so their mean says nothing
         counted["engine/steps"] = report.gauges["engine/steps"].sum

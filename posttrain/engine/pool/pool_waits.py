@@ -73,8 +73,8 @@ class WaitList:
         Returns all waits as text where one takes longer than the time-out; '' where none does.
         """
         now = time.monotonic()
-        # The look came late, because the loop stood still. Nobody could be answered in that time, so every wait begins
-        # later by as much. Up to twice the interval is usual.
+        # The look came `late` seconds late, because the loop stood still. Nobody could be answered in that time, so
+        # every wait counts as begun that much later. Up to twice the interval is usual.
         late = max(0.0, now - self._seen - 2 * every) if self._seen else 0.0
         self._seen = now
         for wait in self._waits.values():
@@ -85,7 +85,8 @@ class WaitList:
         return "\n".join(w.line(now) for w in sorted(self._waits.values(), key=lambda w: w.since))
 
     def begin_anew(self, owners: Iterable[object]) -> None:
-        """Counts the time of these owners from now on: what they wait for does something else meanwhile."""
+        """Begin the time of these owners' waits anew. What they wait for has not been idle: it waits for something
+        else."""
         owner_ids, now = {id(o) for o in owners}, time.monotonic()
         for wait in self._waits.values():
             wait.since = now if id(wait.owner) in owner_ids else wait.since

@@ -68,7 +68,7 @@ class RayCluster:
         # A connection that the user's program has made is used and left open.
         self._own = not ray.is_initialized()
         self.cpus = cpus
-        # Actors must find the modules that this process finds, those of the user among them.
+        # Actors must find the modules that this process finds, the user's own ones too.
         path = os.pathsep.join(p for p in sys.path if p)
         if self._own and address is not None:
             must_answer(address, min(timeout, 5.0))

@@ -26,7 +26,7 @@ class EngineLoad:
     """The facts that are known of an engine when a turn is given to one."""
 
     busy: int
-    """Tokens that it was asked for and has not answered yet, those of prompts included."""
+    """Tokens that it was asked for and has not answered yet, with the tokens of the prompts."""
     cached: int
     """Tokens of this turn's beginning that it has computed before."""
     ready: bool = True

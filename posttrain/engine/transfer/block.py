@@ -29,9 +29,11 @@ from posttrain.system import read_untrusted
 HEAD = struct.Struct("<8sqQQ16s16x")
 """Magic, version, start of the table, its size, its blake2b."""
 MAGIC = b"ptparcl1"
+"""The first 8 bytes of a finished block."""
 ALIGN = 64
+"""A tensor begins at a multiple of this many bytes."""
 LARGEST_TABLE = 64 * read_untrusted.MiB
-"""About 300,000 tensors."""
+"""Most bytes of a table: room for about 300,000 tensors."""
 DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (

@@ -125,7 +125,7 @@ class CollectiveCarrier:
 
 
 class CollectiveSink:
-    """A `parcel.Sink`: memory of this process, which a thread sends to whoever comes, from `announce` to `end`."""
+    """A `parcel.Sink`: memory of this process. From `announce` to `end` a thread sends it to all that come."""
 
     def __init__(self, carrier: CollectiveCarrier, number: int) -> None:
         self._carrier, self._number = carrier, number
@@ -251,7 +251,7 @@ class CollectiveFetch:
                 _broadcast(group, part, place.seconds)
         except RuntimeError as broken:
             return done, str(broken)
-        with suppress(RuntimeError):  # the bytes are here, whoever else lacks them
+        with suppress(RuntimeError):  # the bytes are here, even if another member lacks them
             _meet(group, place.seconds)
         return place.size, ""
 

@@ -30,9 +30,9 @@ class ParcelEntry:
     """Byte of the block at which its bytes begin."""
     checksum: str
     """Digest of the tensor as it is served (`engine.files.fingerprint.fingerprints`), whatever the coding. Where the
-    parcel is not `audited`, that of some of its rows."""
+    parcel is not `audited`, the digest covers only some of its rows."""
     coding: str = "whole"
-    """How the bytes are to be read: `whole` are the tensor's own, others are those of `delta`."""
+    """How the bytes are to be read: `whole`: they are the tensor's own; else by a coding of `delta`."""
     size: int = 0
     """Bytes in the block."""
 
@@ -66,8 +66,8 @@ class Parcel:
 
     @property
     def digest(self) -> str:
-        """The fingerprint of these weights, for an audited parcel: that of `engine.files.fingerprint.fingerprint` of
-        the tensors as served."""
+        """The digest of all checksums. For an audited parcel it equals `engine.files.fingerprint.fingerprint` of the
+        tensors as served."""
         return digest_of({e.name: e.checksum for e in self.entries})
 
     @property
@@ -125,7 +125,8 @@ class WeightReceiver(Protocol):
     """An engine's side."""
 
     def read(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, when all of them were checked: no tensor is returned of a parcel of which one is wrong.
+        """The tensors. All of them are checked before the first is returned, so a parcel with one wrong tensor gives
+        none.
 
         They may lie in the block itself: copy them, and do not write into them.
 

@@ -117,7 +117,7 @@ def remove_orphans() -> int:
             continue
         try:
             if os.fstat(fd).st_uid == os.getuid():
-                # Whoever gets the lock has found a block without an owner. The kernel releases it with the owner's last
+                # The lock can be had only of a block without an owner. The kernel releases it with the owner's last
                 # descriptor.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shm_unlink(f"/{name}")

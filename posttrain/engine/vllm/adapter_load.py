@@ -126,8 +126,8 @@ class HotLoad:
                 f"it serves another {kind} than was sent: {len(wrong)} tensors differ, such as {wrong[0]!r}"
                 f"{f' ({workers})' if workers else ''}. Set engine=embedded for this model"
             )
-        # The fingerprint is that of the learner's own tensors, which the trainer compares with its own. That the engine
-        # serves what follows from them is shown above.
+        # The fingerprint covers the learner's own tensors, because the trainer compares it with its own fingerprint.
+        # The lines above have shown that the engine serves what follows from these tensors.
         return digest_of({**self.beneath, **fingerprints(given)})
 
 

@@ -215,7 +215,7 @@ class VLLMEngine(VLLMSampler):
         except BaseException as error:
             self._failure = error
         finally:
-            # Whoever still waits is told first: ending vLLM may take long.
+            # Calls that still wait get the error first: ending vLLM may take long.
             self._fail_waiting()
             self._engine.engine_core.shutdown()
             del self._engine

@@ -77,7 +77,7 @@ def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capab
 
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """The tensors that an engine accepts: those of the policy it was started with, or of its adapter."""
+    """The tensors that an engine accepts: the weights of the policy that it was started with, or its adapter's."""
 
     own: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Name -> (dtype, shape), in the learner's order."""
@@ -216,7 +216,7 @@ class ClientCounters:
         self.prompts += len(prompt)
 
     def pushed(self, size: int) -> None:
-        """Count an update of so many bytes."""
+        """Count an update of `size` bytes."""
         self.sent += size
         self.pushes += 1
 

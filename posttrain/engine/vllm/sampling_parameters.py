@@ -118,7 +118,7 @@ def _asked(s: Sampling, vocabulary: int) -> int:
 @dataclass(frozen=True, eq=False)
 class Answer:
     """One turn as vLLM returns it. `rows` holds, for each token, (ids, log-probs) of the said token and
-    the most probable ones."""
+    the most probable ones. `finish` and `why` are vLLM's finish_reason and stop_reason."""
 
     ids: Sequence[int]
     rows: Sequence[tuple[Sequence[int], Sequence[float]]]

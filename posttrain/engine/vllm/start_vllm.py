@@ -76,7 +76,7 @@ def arguments(
     """vLLM's engine arguments for one policy. Those of the log-prob contract are in `build` and `launch.NEEDED`.
 
     Args:
-        cache_bytes: of the key-value cache, of all workers together. vLLM asks for those of one.
+        cache_bytes: bytes of the key-value cache of all workers together. vLLM is told the bytes of one worker.
     """
     several = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"} if workers > 1 else {}
     return {
@@ -100,7 +100,7 @@ def arguments(
 
 
 def workers_environment(workers: int, eager: bool) -> dict[str, str]:
-    """Environment variables that vLLM's workers begin with, beside those of this process. They share its threads."""
+    """Environment variables that vLLM's workers get beside this process's own. The workers share its threads."""
     if workers == 1:
         return {}
     variables = {
@@ -141,7 +141,7 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: in
 
 
 def memory_folder(size: int = 0) -> Path:
-    """A folder in memory, or the temporary folder where there is none, or no room in it for twice so many bytes."""
+    """A folder in memory. The temporary folder where there is none, or where it has no room for twice `size` bytes."""
     shm = Path("/dev/shm")
     fits = shm.is_dir() and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free >= 2 * size
     return shm if fits else Path(tempfile.gettempdir())
@@ -213,7 +213,7 @@ def quiet_compiler(eager: bool) -> Iterator[None]:
 
 
 def refuse_split(workers: int, config: Any) -> None:
-    """ConfigError where the layers of a model with this configuration cannot be cut among so many workers."""
+    """ConfigError where the layers of a model with this configuration cannot be cut among this many workers."""
     if workers == 1:
         return
     heads = config.num_attention_heads

@@ -157,7 +157,7 @@ class _TensorReader:
         self._heads = [m for m in self._modules.values() if isinstance(m, ParallelLMHead)]
         self._adapted = any(ADAPTER.fullmatch(name) for name in self._wanted)
         self.parts: dict[str, WorkerPart] = {}
-        """Parts of the tensors of which this worker holds only a part, by name."""
+        """By name: the part that this worker holds of a tensor that is cut among workers."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """(name, values) of every wanted tensor, or of this worker's part of it (`parts`)."""

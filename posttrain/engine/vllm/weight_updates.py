@@ -57,8 +57,8 @@ class Updates:
             self._counters.pushed(sum(t.nbytes for _, t in given))
         else:
             self._load_adapter(version, hot, given)
-        # In this order: no key or value of the old weights is left when tokens are counted as those of the new version,
-        # and what is read back last is what the next step computes with.
+        # The cache is emptied first: no key or value of the old weights is left when tokens are counted as tokens of
+        # the new version. Weights are read back last, so they are what the next step computes with.
         if not engine.reset_prefix_cache(reset_running_requests=running):
             raise EngineError("its prefix cache could not be emptied")
         engine.set_weight_version(str(version))

@@ -47,7 +47,7 @@ class WorkerPart:
         return (*whole[: self.axis], self.size, *whole[self.axis + 1 :])
 
     def plain(self) -> list[Any]:
-        """The same as data that travels: [axis, [[begin, end], ...]]."""
+        """The part as plain data, for JSON: [axis, [[begin, end], ...]]."""
         return [self.axis, [list(r) for r in self.ranges]]
 
     @staticmethod
@@ -143,7 +143,8 @@ def _words(worker: int, count: int, names: Sequence[str]) -> str:
 
 
 def buckets(given: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[dict[str, Tensor]]:
-    """The tensors in their order, at most so many bytes at once (0: `BUCKET`), on the CPU."""
+    """The tensors in their order, on the CPU, in buckets of at most `most` bytes (0: `BUCKET`). A larger tensor is a
+    bucket of its own."""
     most, bucket, size = most or BUCKET, dict[str, Tensor](), 0
     for name, tensor in given:
         if bucket and size + tensor.nbytes > most:

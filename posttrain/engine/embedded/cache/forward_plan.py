@@ -95,8 +95,8 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
     ids = np.concatenate([tokens, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
     # A pass without any position is not computed, and not filled up either.
     idle = np.zeros(max(0, least - len(ids)) if len(ids) else 0, np.int64)
-    # Then one list is written out: the slots' own rows, and behind them those of each position of a short piece, which
-    # sees all rows of its prompt up to itself.
+    # With short pieces one list of visible rows is written out: first the slots' own rows, then for each position of a
+    # short piece all rows of its prompt up to itself.
     if pieces.ragged:  # their rows are in no table
         short = [(p, np.arange(a + 1, b + 1)) for p, a, b in spans[: len(pieces.ragged)]]
         slot_rows = visible[np.repeat(starts, lengths) + ragged_arange(lengths)]

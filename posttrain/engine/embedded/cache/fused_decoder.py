@@ -47,7 +47,8 @@ BOUND = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Weights of one decoder layer."""
+    """Weights of one decoder layer. `before` and `after` are the norms before its attention and before its feed-forward
+    part; `out` and `down` are the last products of these two."""
 
     attention: nn.Module
     index: int
@@ -253,9 +254,11 @@ class FusedDecoder:
     def _check(self, read_out: ReadOut, length: int) -> None:
         """EngineError where the hidden states of a sequence differ from the original decoder's by more than `BOUND`."""
         at = torch.arange(length, device=read_out.weight.device)
+        # Multiples of a prime: ids from all over the vocabulary, without a random generator.
         ids = at * 7919 % read_out.weight.shape[0]
         theirs = read_out.hidden(ids, at, PackedLayout([length]))
         gap = float((self.hidden(ids, at, PackedLayout([length])) - theirs).abs().max() / theirs.abs().max())
+        # Written as `not <=`, so that NaN is refused as well.
         if not gap <= BOUND:
             raise EngineError(
                 f"the fused {type(read_out.decoder).__name__} differs from the original by {gap:.3g} (bound {BOUND}):"

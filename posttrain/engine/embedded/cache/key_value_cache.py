@@ -162,7 +162,7 @@ class CachedLayout:
     Args:
         rows_N: pool row of every stored position: ragged, dense and chunk positions, without idle ones.
         visible_T: pool rows. Ragged query b sees `lengths_B[b]` of them (0: it is idle), from `starts_B[b]` on, or
-            after those of the query before it.
+            after the rows of the query before it.
         dense: layout of the starts of prompts; None where there are none.
         chunks: for each later chunk, the pool rows of its prompt so far, and how many at the end are queries.
     """

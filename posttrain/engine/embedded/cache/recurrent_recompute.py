@@ -65,8 +65,8 @@ class RecomputedModel(CachedModel):
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
         """(hidden states [N, H] of a plan's positions; None). The positions' ids are cached."""
         self._keep(plan.rows, plan.ids[: len(plan.rows)])
-        # Every position names the rows of its whole sequence. Consecutive positions of one piece see one row more each;
-        # they are one sequence, of which several last states are wanted.
+        # Every position names the rows of its whole sequence. Consecutive positions of one piece see one row more each.
+        # So they become one sequence, and as many of its last states are wanted as there are positions.
         rows_seen = [plan.visible[a : a + n] for a, n in zip(plan.starts, plan.lengths, strict=True)]
         seqs: list[tuple[np.ndarray, int]] = []
         for rows in rows_seen:
@@ -86,7 +86,7 @@ class RecomputedModel(CachedModel):
         return self._ends([(slots.table[i, : p + 1], 1) for i, p in zip(at.tolist(), position.tolist(), strict=True)])
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
-        """[N, H] of whole sequences back to back, each of which begins at position 0."""
+        """[N, H]: hidden states of whole sequences back to back. Each sequence begins at position 0."""
         starts = np.flatnonzero(positions.cpu().numpy() == 0)
         lengths = np.diff(np.append(starts, len(ids)))
         return rows_alone(self.read_out, ids.cpu().numpy(), lengths, np.arange(len(ids)), self._layout, BATCH)

@@ -95,8 +95,12 @@ class EngineCounters:
         self._prefilled += len(plan.rows) - plan.front
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
-        """Count a pass with drafts. `said` of them were said. `needed` are the indices of the generating slots'
-        positions that count as needed; those of rejected drafts do not."""
+        """Count a pass with drafts, of which `said` were accepted.
+
+        Args:
+            needed: indices of the positions of generating slots that count as needed. Positions of rejected drafts do
+                not.
+        """
         # `forward` has counted every position as needed. Here the rejected drafts are taken off again.
         computed = plan.front
         self._drafted += computed - len(plan.generating)

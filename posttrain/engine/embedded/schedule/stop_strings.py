@@ -66,7 +66,7 @@ def check_strings(sampling: Sampling, text: Text | None) -> None:
 
 
 def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) -> bool:
-    """Returns whether a turn of these tokens, which did not end earlier, ends with the last of them.
+    """Returns whether a turn ends with the last of these tokens. It must not have ended at an earlier one.
 
     Only the end of the turn is decoded: as much as the longest string needs, and until no character is cut. A string
     found there is confirmed in the whole text. Worked example: under stop=(";",) the turn "a" "b;" ends with its second

@@ -85,7 +85,7 @@ def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) ->
     # begins only when none is missing.
     store.set(HERE.format(rank), "1")
     store.wait([HERE.format(r) for r in range(world)], timedelta(seconds=max(seconds, MEET_SECONDS)))
-    # The keys of torch do not meet those of the orders in the same store.
+    # A prefix, so that torch's keys and the keys of the orders do not meet in the same store.
     within = PrefixStore("exchange", store)
     c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]  # it counts meetings that failed, and names groups
     dist.init_process_group("gloo", store=within, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
