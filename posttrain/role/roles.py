@@ -1,4 +1,7 @@
-"""The roles of a stage in one object: a step calls them in order, and observers read them."""
+"""The roles of a stage in one object: a step calls them in order, and observers read them.
+
+There is one class for each kind of stage. `RoleCosts` measures time and memory of each role.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adaptive coefficients of KL and entropy: they change after each step by what the step measured."""
+"""The state of an algorithm between steps: adaptive coefficients of KL and entropy, moving baselines, pass rates.
+
+The coefficients change after each step, by the KL and the entropy that the step measured.
+"""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def _by_samples(
             centred_P.append(centred_G)
         divisors = _scales(a, rewards_P, noise_P, samples_P)
     raw: list[Array] = []
-    for centred_G, d, samples in zip(centred_P, divisors, samples_P, strict=True):
+    for centred_G, divisor, samples in zip(centred_P, divisors, samples_P, strict=True):
         for x, s in zip(centred_G, samples, strict=True):
             # Reversed cumulative sum: token t pays sum_{k >= t} coef * KL_k.
             x_T = x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken))
@@ -210,7 +210,7 @@ def _by_samples(
                 # owed to it; its own turn's reward, at the end of the turn, stays.
                 x_T -= np.cumsum(s.paid_T) - s.paid_T
             # No epsilon: where there is no scale, there was no spread, and 0 is exact.
-            raw.append(x_T / d if d > 0 else np.zeros_like(x_T))
+            raw.append(x_T / divisor if divisor > 0 else np.zeros_like(x_T))
     return raw, silent_P, moving
 
 

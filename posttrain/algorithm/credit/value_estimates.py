@@ -1,4 +1,4 @@
-"""Learned values: generalised advantage estimation (1506.02438) over spoken tokens, and the value loss (A05)."""
+"""Learned values: GAE (1506.02438) or V-trace (1802.01561) over spoken tokens, and the value loss (A05)."""
 
 from __future__ import annotations
 

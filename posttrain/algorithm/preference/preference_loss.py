@@ -51,6 +51,7 @@ class PreferenceLoss:
     algorithm: PreferenceAlgorithm
 
     def reads(self, micro: Batch) -> Reads:
+        # The default: log-probs of the spoken tokens, and nothing else.
         return Reads()
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:

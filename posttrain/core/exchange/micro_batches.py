@@ -109,24 +109,24 @@ def families(
     parts = [[i] for i in order]
     # A family is a run of this order, so joining two of them removes the border between them. As
     # in Kruskal's algorithm, the border over which most tokens are shared is tried first.
-    where = list(range(len(order)))
+    family_at = list(range(len(order)))
     """The family of each place in the order: the place at which it begins."""
-    size = [int(sizes[i]) for i in order]
-    alone = [int(own[i]) for i in order]
+    packed = [int(sizes[i]) for i in order]
+    computed = [int(own[i]) for i in order]
     for border in sorted((b for b, n in enumerate(shared) if n >= LEAST), key=lambda b: -shared[b]):
         # The family that ends at this border, and the one that begins behind it: each
         # border is tried once, so it still lies between two families.
-        left, right = where[border], border + 1
-        both = alone[left] + alone[right] - (saved(shared[border]) if room.once else 0)
+        left, right = family_at[border], border + 1
+        both = computed[left] + computed[right] - (saved(shared[border]) if room.once else 0)
         # Without room the border stays. Both families may still grow on their other sides.
-        if room.holds(size[left] + size[right], both):
+        if room.holds(packed[left] + packed[right], both):
             begin = left + len(parts[left])
-            where[begin : begin + len(parts[right])] = [left] * len(parts[right])
-            size[left] += size[right]
-            alone[left] = both
+            family_at[begin : begin + len(parts[right])] = [left] * len(parts[right])
+            packed[left] += packed[right]
+            computed[left] = both
             parts[left], parts[right] = parts[left] + parts[right], []
     kept = [f for f, p in enumerate(parts) if p]
-    return [sorted(parts[f]) for f in kept], [size[f] for f in kept], [alone[f] for f in kept]
+    return [sorted(parts[f]) for f in kept], [packed[f] for f in kept], [computed[f] for f in kept]
 
 
 def alike(a: np.ndarray, b: np.ndarray) -> int:

@@ -1,4 +1,6 @@
-"""The formulas of all algorithms: what each choice means, and what an algorithm's choices give together. One line each.
+"""The formulas of algorithms: what each choice means, and what an algorithm's choices give together. One line each.
+
+Here are the algorithms that learn from reward; `preference_formula` has the others.
 
     R     raw outcome of a response y           r    reward after shaping        |y|  its spoken tokens
     pi    the policy being differentiated       mu   what the sampler stored

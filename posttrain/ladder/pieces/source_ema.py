@@ -1,4 +1,4 @@
-"""Moving baselines of several kinds of task."""
+"""A moving baseline for each source of tasks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Weights on disk and on their way to a sampler."""
+"""Weights and optimizer state on disk, and copies of weights in memory."""
