@@ -27,8 +27,11 @@ REWARD_LINE = (
 
 
 def check_environment(env: Environment, stages: Sequence[Stage], config: Env) -> None:
-    """ConfigError for a stage that needs demonstrations, judgements or verdicts which the environment cannot give.
-    Reward models of its configuration judge beside it."""
+    """Raises ConfigError for a stage that needs demonstrations, judgements or verdicts which its environment cannot
+    give.
+
+    Verdicts may also come from the reward models of the environment's configuration.
+    """
     abilities = declared(env)
     texts = abilities.demonstrations
     styles = texts.styles if texts is not None else ()
@@ -39,8 +42,9 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             hints(env)
         if isinstance(stage, Rejection) and stage.method.regenerate is not None:
             for reward in config.rewards:
-                # A completion from the middle of an answer is judged by the environment alone; a model that pays would
-                # make the two unequal. One that only scores steps pays nothing.
+                # A completion from the middle of an answer is judged by the environment alone. With a model that pays,
+                # whole answers and such completions would have different rewards. A model that only scores steps pays
+                # nothing.
                 if reward.judge_run or reward.steps != "score":
                     raise ConfigError(stage.judged_alone(reward.function))
         if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
@@ -83,33 +87,35 @@ def make_environment(run: Run, objects: RuntimeObjects = RuntimeObjects()) -> En
 
 
 def own_environments(run: Run, env: Environment, objects: RuntimeObjects = RuntimeObjects()) -> dict[str, Environment]:
-    """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
-    also with `env`."""
-    # Equal settings share one object: whether two stages have the same environment is asked by identity.
+    """The environments of stages that have their own, by the stage's name.
+
+    Stages with equal settings share one object, which may also be `env`. So two stages have the same environment
+    exactly if their objects are identical.
+    """
     built: list[tuple[Env, Environment]] = [(run.env, env)]
     out: dict[str, Environment] = {}
     try:
         for stage in run.stages:
             if stage.env is None:
                 continue
-            found = next((e for known, e in built if known == stage.env), None)
-            if found is None:
+            own = next((e for known, e in built if known == stage.env), None)
+            if own is None:
                 with errors_with_path(f"{stage.name}.env"):
-                    found = environment(stage.env, run.seed, objects)
-                built.append((stage.env, found))
-            out[stage.name] = found
-            check_environment(found, [stage], stage.env)
+                    own = environment(stage.env, run.seed, objects)
+                built.append((stage.env, own))
+            out[stage.name] = own
+            check_environment(own, [stage], stage.env)
     except BaseException:
-        # The first is the caller's.
-        for _, one in built[1:]:
-            one.close()
+        # All but the first, which belongs to the caller.
+        for _, made in built[1:]:
+            made.close()
         raise
     return out
 
 
 @contextmanager
 def errors_with_path(path: str) -> Generator[None]:
-    """Put a stage's path before errors of its own environment, whose messages call the environment `env`."""
+    """Puts the path of a stage's own environment before the messages of its errors, which call it `env`."""
     try:
         yield
     except (ConfigError, DataError) as error:

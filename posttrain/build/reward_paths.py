@@ -1,4 +1,4 @@
-"""Checks that the paths of reward models hold one. This needs no torch, so a wrong path is refused at once."""
+"""Checks that the paths of reward models and judges name such a model. No torch is needed, so errors come at once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from posttrain.system.errors import ConfigError
 
 
 def check_reward_models(run: Run) -> None:
-    """Refuse a path that is no reward model, and a stage that trains none or too late. Needs no torch; a hub id is
-    looked at when it is loaded.
+    """Checks all reward models and judges that the run's rewards name. A hub id is only looked at when it is loaded.
 
     Raises:
-        ConfigError, DataError: as said.
+        ConfigError, DataError: a path has no reward model or judge, or a stage trains none, or trains it too late.
     """
     for prefix, env in _environments(run):
         for i, reward in enumerate(env.rewards):
@@ -36,6 +35,7 @@ def check_reward_models(run: Run) -> None:
 
 
 def _environments(run: Run) -> list[tuple[str, Env]]:
+    """(path of the setting, environment) of the run and of each stage that has its own."""
     return [("env", run.env), *((f"{s.name}.env", s.env) for s in run.stages if s.env is not None)]
 
 
@@ -49,7 +49,7 @@ def _check_stage(run: Run, setting: str, env: Env, name: str) -> None:
             f"{setting}=model:{STAGE}{name}: {known}. Name such a stage, or a directory with a reward model: model:PATH"
         )
     names = [s.name for s in run.stages]
-    # Labels of steps come from the truth where there is one, so such a stage may sample before the model is trained.
+    # A stage that labels steps needs no reward model, since its labels come from the truth. So it may come before.
     before = [s for s in run.stages[: names.index(name)] if not isinstance(s, StepLabeling)]
     early = [s.name for s in before if s.contract is not None and run.env_of(s) == env]
     if early:

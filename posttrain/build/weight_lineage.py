@@ -1,4 +1,8 @@
-"""The stage that the weights of a checkpoint come from, and names without the paths of a machine."""
+"""The lineage of weights: the models, data and code that they come from, as run.json and lineage.json record them.
+
+A lineage is a list of links, from the base model over earlier runs to this run. This file makes the link of a run,
+checks that it fits the links before it, and removes the paths of this machine from names.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +35,21 @@ if TYPE_CHECKING:
     from posttrain.engine.model.policy_model import Policy
 
 PLACE = re.compile(r"(?<![\w.:/<~-])(?:~[\w-]*/|/)(?:[^\s/\"'`,;:|\\)\]]+/)+[^\s/\"'`,;:|\\)\]]*")
-"""An absolute path, or one below a home folder, of two parts or more."""
+"""An absolute path, or one below a home folder, of two parts or more: /opt/r.py, ~/data/mine.jsonl."""
 CHECKPOINT = re.compile(r"\d+-(?P<stage>[\w-]+)-(?P<step>\d+)")
 
 
 def stage_of(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
-    """The stage that the weights come from, and the step after which they were kept; None: its end."""
-    # The name says stage and step for a checkpoint inside a stage. At the end of one the step is 0, and the number of
-    # stages that are done tells which weights it holds: those of the last one that handed them on.
-    found = CHECKPOINT.fullmatch(checkpoint.name)
-    stage = next((s for s in run.stages if found and s.name == found["stage"]), run.stages[-1])
-    step = int(found["step"]) if found else 0
+    """(the stage that the weights of a checkpoint come from, the step after which they were saved; None: its end)."""
+    # The name of a checkpoint inside a stage has stage and step: 00000120-rl-000040. At the end of a stage the step is
+    # 0. Then the number of finished stages tells whose weights they are: those of the last stage that handed its
+    # weights on.
+    parts_of_name = CHECKPOINT.fullmatch(checkpoint.name)
+    stage = next((s for s in run.stages if parts_of_name and s.name == parts_of_name["stage"]), run.stages[-1])
+    step = int(parts_of_name["step"]) if parts_of_name else 0
     if step and stage.hands_on:
         return stage, step
-    done: Any = checkpoint.state.get("stage")  # at the end of a stage its name is with step 0, and this counts it
+    done: Any = checkpoint.state.get("stage")  # the number of finished stages
     if not isinstance(done, int):
         raise RunFolderError(f"checkpoint {checkpoint.name}: its state.json does not say how many stages were done")
     last = next((s for s in reversed(run.stages[: max(0, done)]) if s.hands_on), None)
@@ -53,12 +58,12 @@ def stage_of(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
 
 def stages_to(run: Run, last: Stage) -> list[Stage]:
     """The stages that made the weights, first to last."""
-    out, here = [last], last
-    # Backwards: a stage may start from another one than the one before it.
-    while (before := starts(run.stages, here)) in {s.name for s in run.stages}:
-        here = run.stage(before)
-        out.append(here)
-    return out[::-1]
+    line, stage = [last], last
+    # Found backwards, since a stage need not start from the stage before it.
+    while (start := starts(run.stages, stage)) in {s.name for s in run.stages}:
+        stage = run.stage(start)
+        line.append(stage)
+    return line[::-1]
 
 
 def local_names(text: str) -> str:
@@ -71,12 +76,13 @@ def local_names(text: str) -> str:
 
 
 BEGAN = "began_with"
-"""The entry of run.json with the links before the run, and the digests of what it began with."""
+"""The entry of run.json with the links before the run, and digests of the model, data and code with which it began."""
 MOST_SESSIONS = 1000
+"""Most sessions that lineage.json keeps."""
 
 
 def parents(run: Run) -> tuple[LineageLink, ...]:
-    """The links of the model that a run begins with: of a run folder, or of a directory with a lineage record.
+    """The links of the model with which a run begins, if it is a run folder or a directory with lineage.json; else ().
 
     Raises:
         RunFolderError, DataError: the record there is damaged, or its links do not fit each other.
@@ -88,13 +94,13 @@ def parents(run: Run) -> tuple[LineageLink, ...]:
 
 
 def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]) -> dict[str, Any]:
-    """Returns the facts that run.json records of the beginning of a run.
+    """Returns the entry `BEGAN` of run.json: what a run began with.
 
     Args:
         environments: by the names of the stages.
 
     Raises:
-        DataError: the model is not the one that its record is about.
+        DataError: the model's weights are not those that its lineage names.
     """
     from posttrain.engine.files.fingerprint import fingerprint
     from posttrain.engine.model.policy_model import base_digest, named_tensors
@@ -118,7 +124,7 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
 
 
 def _bases(run: Run, facts: Mapping[str, Any], words: Mapping[str, Any]) -> tuple[LineageLink, ...]:
-    """The links of a model without a record."""
+    """The links of a model without lineage: a base model, and an adapter over it where the model is one."""
     path = run.model.path
     if path is None:
         name = f"built: {run.model.arch}, random weights of seed {run.seed}"
@@ -145,12 +151,12 @@ def _model_name(path: str) -> str:
 
 
 def tasks_digest(environment: Environment, info: bool = False) -> str:
-    """Digest of the tasks of an environment: all rows of the user's data, and what is held out. `info`: with all other
-    columns."""
+    """Digest of the tasks of an environment: all rows of the user's data, and the held-out tasks. `info`: include their
+    other columns."""
     h = hashlib.blake2b(digest_size=16)
     rows: Any = declared(environment).rows or ()
     for row in rows:
-        # Lines in a fixed form (`_text`), so that the digest is the same in each process and on each machine.
+        # Each row in a fixed form (`_text`), so that the digest is the same in every process and on every machine.
         h.update(_text((row.task.prompt, row.task.answer, row.completion)))
         if row.judged is not None:
             h.update(_text(row.judged))
@@ -162,18 +168,19 @@ def tasks_digest(environment: Environment, info: bool = False) -> str:
 
 
 def _text(value: Any) -> bytes:
+    """A line of JSON that is the same for equal values in every process."""
     return json.dumps(value, sort_keys=True, default=_same_each_time).encode(errors="surrogatepass") + b"\n"
 
 
 def _same_each_time(value: Any) -> Any:
-    """Returns a form of a value that is not JSON, which another process writes too: no address, no order of a set."""
+    """A form of a value that JSON does not have, without memory addresses and without the order of a set."""
     if isinstance(value, set | frozenset):
         return sorted(map(repr, cast("set[Any]", value)))
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def code_digests(env: Env) -> dict[str, str]:
-    """Digests of the Python files of the user's that an environment names, by their last parts."""
+    """Digests of the user's Python files that an environment names, by the names of the files without folders."""
     out: dict[str, str] = {}
     for name in (env.name, *(r.function for r in env.rewards)):
         path = Path(name.rpartition(":")[0]).expanduser()
@@ -186,7 +193,7 @@ def code_digests(env: Env) -> dict[str, str]:
 
 
 def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[LineageLink, ...]:
-    """The line up to a checkpoint of a run (None: up to the run itself, which has none yet), verified.
+    """The verified links up to a checkpoint of a run. None: up to the run itself, which has no checkpoint yet.
 
     Raises:
         RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit.
@@ -219,11 +226,12 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
 
 
 def _about(folder: Path, found: RunFile, facts: Mapping[str, Any], checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What the link of a run says about it: its stages, changes of settings, sessions."""
     run, record = found.run, steps(folder)
     last, step = (run.stages[-1], None) if checkpoint is None else stage_of(run, checkpoint)
     taken = {s.name: max((x.index for x in record if x.stage == s.name), default=0) for s in run.stages}
     if step is not None:
-        # The record may have steps that were taken after this checkpoint.
+        # The record may also have steps that were taken after this checkpoint.
         taken[last.name] = min(taken[last.name], step)
     rows = [_stage(run, s, taken[s.name], facts) for s in stages_to(run, last)]
     history: Any = found.facts.get("history")
@@ -242,6 +250,7 @@ def _about(folder: Path, found: RunFile, facts: Mapping[str, Any], checkpoint: C
 
 
 def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What the link of a run says about one of its stages."""
     env = run.env_of(stage)
     settings = hashlib.blake2b(_text(to_plain(env)), digest_size=16).hexdigest()
     return {
@@ -271,9 +280,9 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
 
 
 def _parent_is_there(folder: Path, found: RunFile) -> None:
-    """RunFolderError where the run that this one began with is still there, and the checkpoint has other weights now.
+    """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed.
 
-    Only for a run that this user made here, because the other folder is outside this one.
+    Only for a run that this user made on this machine, because the other folder is outside this one.
     """
     origin = object_of(found.facts.get("branched_from"))
     if not origin or provenance.recall(found.identity) is None or not is_run(str(origin.get("run"))):
@@ -283,8 +292,7 @@ def _parent_is_there(folder: Path, found: RunFile) -> None:
         there = run_file(where)
         held = next((c for c in scan(where) if c.name == origin.get("checkpoint")), None)
     except (PosttrainError, OSError):
-        # The other run is damaged or cannot be read: then nothing can be compared, and this folder has all that it
-        # needs.
+        # The other run is damaged or cannot be read. This folder has all that it needs, so that is no error here.
         return
     if there.identity != origin.get("identity") or held is None:
         return
@@ -301,8 +309,8 @@ def _parent_is_there(folder: Path, found: RunFile) -> None:
 
 
 def sessions(folder: Path) -> list[dict[str, Any]]:
-    """Returns the sessions in which the run was begun and continued: the checkpoint each time, and the version of
-    posttrain."""
+    """The sessions in which the run was begun and resumed: for each the checkpoint from which it went on, and the
+    version of posttrain."""
     rows: Any = (lineage_data(folder, RunFolderError) or {}).get("sessions")
     return [object_of(x) for x in cast("list[Any]", rows)][:MOST_SESSIONS] if isinstance(rows, list) else []
 
@@ -311,11 +319,11 @@ def write_lineage(folder: Path, begun_from: str | None = None) -> None:
     """Write lineage.json of a run folder anew, up to its last checkpoint.
 
     Args:
-        begun_from: a session begins here: the checkpoint it goes on from, '' where there is none.
+        begun_from: set where a session begins now: the name of the checkpoint from which it goes on, '' without one.
     """
     known = sessions(folder)
     if begun_from is not None:
-        # The newest ones: a run that is resumed without end must not make the file grow without end.
+        # Only the newest are kept, so that the file of a run that is resumed very often does not grow for ever.
         known = [*known, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
     whole = scan(folder)
     links = lineage_of(folder, whole[-1] if whole else None)
@@ -323,5 +331,6 @@ def write_lineage(folder: Path, begun_from: str | None = None) -> None:
 
 
 def write_exported(folder: Path, links: Iterable[LineageLink]) -> None:
+    """Write lineage.json of an exported model."""
     data = json.dumps({"schema": SCHEMA, "links": chain(tuple(links))}, indent=1)
     (folder / LINEAGE).write_text(f"{data}\n", encoding="utf-8")

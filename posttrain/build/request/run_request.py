@@ -1,5 +1,4 @@
-"""The run that is asked for, and all that can be refused of it before torch is imported: a wrong setting is answered at
-once."""
+"""The run that a command asks for, and all checks that need no torch, so that a wrong setting is refused at once."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ from posttrain.system.shell import command_line
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options with which a run is started, beside its recipe and overrides; the arguments of `posttrain.run`."""
+    """The options of a run besides recipe and overrides: the other arguments of `posttrain.run`."""
 
     out: str | Path | None = None
     resume: str | Path | None = None
@@ -56,7 +55,7 @@ class RunOptions:
     allow_fault: bool = False
     trust: bool = False
     accept_changed: bool = False
-    """Go on although files that it reads are not as they were when it was begun."""
+    """Resume the run although files that it reads have changed since it was begun."""
     ranks: RankOptions = RankOptions()
     handed: UserObjects = UserObjects()
     """Objects of the Python program that starts it."""
@@ -66,8 +65,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """The run that was asked for, with its environments. `book` and `checkpoint` are set where it resumes one that was
-    cut."""
+    """The run that was asked for, with its environments. `book` and `checkpoint` are set where a run is resumed."""
 
     run: Run
     out: Path | None = None
@@ -81,12 +79,12 @@ class RunRequest:
     others: Mapping[str, Environment] = field(default_factory=dict[str, Environment])
     """The environments of stages that have their own, by the stage's name."""
     longer: ResumedRun | None = None
-    """Set where a run goes on with other settings."""
+    """Set where a resumed run gets other settings."""
     recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Facts that run.json records beside the settings: why some were chosen, and which run it is a branch of."""
     given: frozenset[str] | None = None
-    """Full paths of the settings that the user gave with a recipe; the others may be chosen for a real model. None:
-    the whole run was given."""
+    """Full paths of the settings that the user gave with a recipe. All others may be chosen for a real model. None: the
+    user gave a whole run, and nothing is chosen."""
     objects: RuntimeObjects = RuntimeObjects()
     """Objects that a Python program handed to the run."""
     ranks: RankOptions = RankOptions()
@@ -102,13 +100,14 @@ class RunRequest:
 
 @contextmanager
 def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
-    """The run that was asked for, checked as far as that needs no torch. Its environments live until the end of the
-    block, and so does a fault that it plants."""
+    """The run that was asked for, after all checks that need no torch. Its environments are closed at the end of the
+    block, and a planted fault ends there too."""
     try:
         with _prepared(recipe, overrides, options) as request:
             yield request
     except BaseException:
-        if under_torchrun():  # the other ranks wait for this one
+        # Under torchrun the other ranks wait for this process to begin.
+        if under_torchrun():
             from posttrain.build.distributed_run import dismiss
 
             dismiss(options.ranks)
@@ -118,14 +117,14 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
 @contextmanager
 def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
     with ExitStack() as closing:
-        # The command line asks for a new run in a folder that exists by now: it means the run that it began there.
+        # torchrun repeats the command line of a new run, whose folder exists by now. That run is resumed.
         if started_again(options):
             recipe, overrides, options = "", (), replace(options, out=None, resume=options.out)
         asked = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
         if asked.book is not None:
             closing.callback(asked.book.close)
         run = asked.run
-        # What needs no environment comes first: an environment may read much data, or start programs.
+        # Checks without an environment come first, since an environment may read much data, or start programs.
         faults.refuse_silent(run.fault, options.allow_fault)
         check_ranks(run, options.ranks)
         check_early(run, own=None if asked.book is None else asked.book.folder)
@@ -138,7 +137,8 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             closing.callback(other.close)
         asked = settled(same_tasks(asked, environment, others, options.accept_changed))
         if asked.book is None:
-            # Only now are tasks and batch known, by which passes become steps. A run that goes on has its steps.
+            # Passes are converted into steps here, where the number of tasks and the batch are known. A resumed run has
+            # its steps already.
             asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)
@@ -153,6 +153,7 @@ def started_again(options: RunOptions) -> bool:
 
 
 def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
+    """A new run from a recipe, a file or a `Run`, with overrides and the objects of a program."""
     if options.trust and not is_yaml(recipe):
         raise ConfigError(
             "--trust is about the folder or the file of a run that somebody else made: give it with --resume RUN, or"
@@ -168,7 +169,7 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     overrides, handed = without_algorithm(overrides, options.handed)
     base, objects = handed.place(run_of(recipe))
     room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
-    # `room` has only settings that the user left open, so none is given twice.
+    # `room` only has settings that the user left open, so no setting is given twice.
     run, origin = pinned(dotted.apply(base, [*room, *overrides]))
     objects = replace(objects, pieces=own_classes(run))  # overrides may have named others than the base has
     own = given_paths(base, overrides) | handed.paths
@@ -183,8 +184,8 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
 
 
 def settled(request: RunRequest) -> RunRequest:
-    """The request with what the user left open chosen for the model that the user gave. This imports torch where there
-    is one, to look at the machine."""
+    """The request in which open settings are chosen for the user's model. With a user's model this imports torch, to
+    look at the machine."""
     if request.given is None:
         return request
     ready = for_model(
@@ -195,7 +196,7 @@ def settled(request: RunRequest) -> RunRequest:
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
-    """A run that was cut or is finished, with the settings that were recorded and those that change now."""
+    """A run that was interrupted or is finished, with its recorded settings and those that change now."""
     assert options.resume is not None
     if isinstance(recipe, str) and "=" in recipe:
         recipe, overrides = "", (recipe, *overrides)
@@ -206,17 +207,17 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
         )
     folder = folder_of(options.resume)[0]
     overrides, handed = without_algorithm(overrides, options.handed)
-    # Before anything is imported or asked: a file that is gone is the plainest answer.
+    # A missing file is reported first, before anything is imported or the user is asked for permission.
     if not options.accept_changed:
         refuse_gone(folder)
-    # The permission comes before digests are made and objects are used, which read what the folder names.
+    # The user's permission comes next: digests and objects read files that the folder names.
     run = admitted(folder, *overrides, allow=options.trust, links=True)
     stored = run_file(folder).run
     check_same(folder, stored, handed)
     check_changes(folder, stored, run, overrides)
     objects = given_again(folder, handed)
     taken = accepted(folder, changed_files(folder, run), options.accept_changed)
-    # From here this process holds the lock of the folder, so an error must close the book.
+    # From here on this process has the lock of the folder, so after an error the book must be closed.
     book, checkpoint = RunFolder.open_for_resume(Path(options.resume))
     try:
         longer = replace(extension(book, checkpoint, run), inputs=taken) if overrides or taken else None
@@ -234,10 +235,10 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
 def same_tasks(
     asked: RunRequest, environment: Environment, others: Mapping[str, Environment], accept: bool
 ) -> RunRequest:
-    """The request of a run that goes on, whose stages have the tasks that it began with, or others that are accepted.
+    """The request of a resumed run, after checking that its stages have the tasks with which it began.
 
     Raises:
-        RunFolderError: they have others, and that was not accepted.
+        RunFolderError: they have other tasks, and the user did not accept that (`accept`).
     """
     book, run = asked.book, asked.run
     if book is None:
@@ -250,13 +251,15 @@ def same_tasks(
 
 
 def check_early(run: Run, own: Path | None = None) -> None:
-    """ConfigError or DataError for what is wrong beyond a single setting: packages that are missing, models that are
-    not there, answers longer than the context.
+    """Checks what is not about one setting alone: missing packages, missing models, answers longer than the context.
 
-    What is checked after this needs torch: the files of a model, its tokenizer, the device, the engine.
+    Later checks need torch: the files of a model, its tokenizer, the device, the engine.
 
     Args:
-        own: the folder of a run that goes on. A branch keeps there what it began with.
+        own: the folder of a resumed run. A branch has there the model with which it began.
+
+    Raises:
+        ConfigError, DataError: one of these is wrong.
     """
     check_trackers(run)
     _check_architecture(run, own)
@@ -271,8 +274,12 @@ def check_early(run: Run, own: Path | None = None) -> None:
 
 
 def _check_architecture(run: Run, own: Path | None) -> None:
-    """ConfigError where vLLM is to serve a model with a recurrent state whose weights could not be checked there, or
-    the embedded engine is to compute the same bits for a model that it computes in batches of any shape."""
+    """Raises ConfigError for an engine that cannot serve the model's architecture.
+
+    vLLM cannot, if the model has a recurrent state whose weights could not be checked there. The embedded engine
+    cannot, if it shall compute the same bits each time (`deterministic`, `exact`) and the model is computed in batches
+    whose shape varies.
+    """
     same_bits = isinstance(run.engine, Embedded) and (run.deterministic or run.exact)
     if run.model.path is None:
         if same_bits and run.model.arch in MIXTURES:
@@ -284,7 +291,8 @@ def _check_architecture(run: Run, own: Path | None) -> None:
     # A run folder keeps the configuration of its model; a directory has its own.
     kept = own or (None if source is None else source[0])
     file = (kept / MODEL if kept is not None else Path(locate(run.model.path))) / "config.json"
-    if file.is_file():  # of a hub id nothing is here yet: `engines` asks again before vLLM starts
+    # For a hub id the file may not be here yet. The same is checked again before vLLM starts.
+    if file.is_file():
         (refuse_same_bits if same_bits else refuse_vllm)(read_config(file))
 
 

@@ -1,7 +1,8 @@
-"""Objects that a Python program hands to a run: rows, functions, environments, algorithms, as names in its tree.
+"""Objects that a Python program hands to a run: rows, functions, environments and algorithms.
 
-`posttrain.run(env=..., rewards=[...])` and `posttrain.evaluate` come here. The tree gets `inline:NAME`, and the objects
-go beside it (`record.runtime_objects`).
+`posttrain.run(env=..., rewards=[...])` and `posttrain.evaluate` come here. The run tree can only have names, so it gets
+`inline:NAME`. The objects themselves go beside the tree (`record.runtime_objects`). This file also checks the objects
+that are handed to a resumed run, and makes overrides from keyword settings.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RewardWord = str | Reward | Callable[..., Any] | tuple[Any, float]
 
 
 JUDGED = tuple(f.name for f in fields(JudgedColumns) if f.name not in {c.name for c in fields(Columns)})
-"""The settings by which judged rows are read."""
+"""The settings that only judged rows have, such as `chosen_column`."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,13 @@ def place(
     rewards: Sequence[RewardWord] | RewardWord | None = None,
     algorithm: AnyAlgorithm | None = None,
 ) -> tuple[Run, RuntimeObjects]:
-    """The run with these objects named in its tree, and the objects."""
+    """(the run with the names of these objects in its tree, the objects)."""
     given = RuntimeObjects()
     if env is not None:
         run, given = _with_env(run, env, given)
     if rewards is not None:
         words, functions = named_rewards(rewards)
-        # A run that goes on is handed its functions once more: then its own settings of them stay.
+        # A resumed run is handed its functions once more. Then its own settings of these rewards stay.
         again = _handed_again(run.env.rewards, words, rewards)
         run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
         given = replace(given, rewards=functions)
@@ -143,8 +144,8 @@ class UserObjects:
     rewards: Any = None
     algorithm: AnyAlgorithm | None = None
     files: Mapping[str, tuple[str, AnyAlgorithm]] = field(default_factory=dict[str, tuple[str, AnyAlgorithm]])
-    """Algorithms that were named by `path.py:NAME`: that word and the algorithm, by the name of the stage; '': the only
-    one that can have it."""
+    """Algorithms that were named by `path.py:NAME`: (that word, the algorithm), by the name of the stage. The name ''
+    stands for the only stage that can have such an algorithm."""
 
     def place(self, run: Run) -> tuple[Run, RuntimeObjects]:
         run, given = place(run, self.env, self.rewards, self.algorithm)
@@ -159,7 +160,7 @@ class UserObjects:
 
     @property
     def paths(self) -> frozenset[str]:
-        """The settings of a run that these objects are."""
+        """The paths of the settings that these objects give."""
         return frozenset(
             ({"env.name", "env.prompts"} if self.env is not None else set[str]())
             | ({"env.rewards"} if self.rewards is not None or self._own_rewards else set[str]())
@@ -170,8 +171,8 @@ def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeOb
     """`env=`: an `Env`, `prompts(...)`, rows, or an environment of the program."""
     if isinstance(env, Env):
         return replace(run, env=env), given
-    # From the special to the general: an environment of one turn has settings for the tree; any other one is an object;
-    # what is left must be rows.
+    # The most special kind comes first. An environment of one turn has settings for the tree. Any other environment is
+    # only an object. Anything else must be rows.
     if isinstance(env, SingleTurn) or (inspect.isclass(env) and issubclass(env, SingleTurn)):
         return _with_single(run, env, given)
     if callable(getattr(env, "judge", None)) and callable(getattr(env, "play", None)):
@@ -181,14 +182,15 @@ def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeOb
         return _named(run, tree), replace(given, environments={name: env})
     data = env if isinstance(env, PromptData) else prompts(env)
     before = run.env
-    # The recipe's rewards read columns of rows, so they hold for rows of the user too, and for no other environment.
+    # Rewards of a recipe with rows read columns, so they can judge the user's rows too. Rewards of any other recipe
+    # cannot.
     kept = before.rewards if before.name == "prompts" else ()
     placed = replace(data.env, rewards=kept, heldout=before.heldout, limits=before.limits, sandbox=before.sandbox)
     return replace(run, env=placed), replace(given, data=data.data)
 
 
 def _with_single(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
-    """A class of `SingleTurn`, or an object of one: its settings that are plain values go into the tree."""
+    """`env=` as a class derived from `SingleTurn`, or an object of one. Its plain settings go into the tree."""
     cls: Any = env if inspect.isclass(env) else type(env)
     name = _plain_name(cls.__name__)
     if inspect.isclass(env):
@@ -207,20 +209,26 @@ def _with_single(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, Runtim
 
 
 def _named(run: Run, env: Env) -> Run:
-    """The run with this environment. Its settings stay where the tree names the same one already, as on resuming."""
+    """The run with this environment. If the tree already names it, as in a resumed run, its settings there stay."""
     return run if run.env.name == env.name else replace(run, env=env)
 
 
 def _handed_again(
     own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[RewardWord] | RewardWord
 ) -> tuple[Reward, ...]:
-    """The rewards of a run that are handed to it again, with the weights that are given now; else ().
+    """The run's own rewards, if the given ones are handed to it again; else ().
 
-    A run that goes on or is evaluated names its functions already, with their weights: a function without a weight
-    keeps its own.
+    A run that is resumed or evaluated already names its functions, with weights. A function that is handed again
+    without a weight keeps the weight that it has; one with a weight gets that.
+
+    Args:
+        own: the rewards of the run.
+        words: the given rewards, as the tree names them.
+        rewards: the same, as the program gave them.
     """
     named, handed = {r.function: r for r in own}, {r.function for r in words}
-    # All of them again, or some that are all the program's own: built-ins alone could as well be new ones.
+    # Handed again are: all rewards of the run, or some of them that are all the program's own functions. If only some
+    # built-ins are given, they could as well be meant as new rewards.
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
         return ()
     several = rewards if isinstance(rewards, list) else (rewards,)
@@ -235,7 +243,7 @@ def _handed_again(
 def named_rewards(
     rewards: Sequence[RewardWord] | RewardWord,
 ) -> tuple[tuple[Reward, ...], dict[str, Callable[..., Any]]]:
-    """Rewards as the tree names them, and the functions among them by their names."""
+    """(the rewards as the tree names them, the functions among them by their names)."""
     several = rewards if isinstance(rewards, list) else (rewards,)
     words, functions = list[Reward](), dict[str, Callable[..., Any]]()
     for number, one in enumerate(several, 1):
@@ -259,17 +267,19 @@ def named_rewards(
 
 
 def _function_name(thing: Any, number: int) -> str:
+    """The name of a function in the tree; a lambda gets `reward_N` with its number."""
     inner = thing.func if isinstance(thing, functools.partial) else thing
     name = getattr(inner, "__name__", type(inner).__name__)
     return f"reward_{number}" if name == "<lambda>" else _plain_name(name)
 
 
 def _plain_name(name: str) -> str:
+    """A name of letters, digits and underscores."""
     return re.sub(r"\W", "_", name)
 
 
 def _with_algorithm(run: Run, algorithm: AnyAlgorithm, stage: str = "") -> Run:
-    """The algorithm in this stage, or in the run's only one that has an algorithm of its ladder."""
+    """The run with the algorithm in this stage. stage='': in the only stage with an algorithm of the same ladder."""
     can = [s for s in run.stages if isinstance(algorithm, algorithm_type(type(s)) or ())]
     fits = [s for s in can if stage in ("", s.name)]
     if len(fits) != 1:
@@ -293,6 +303,7 @@ def setting_words(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str
 
 
 def _setting(value: Any, name: str) -> str:
+    """The value of a keyword setting as the word of an override."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -336,7 +347,7 @@ def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
     if why := found.lacking(rewards, places):
         raise ConfigError(why)
     named = {n.removeprefix(INLINE) for n in (*rewards, *places)}
-    # Both ways round: nothing that the run names may be missing, and nothing that it does not name may come.
+    # `lacking` has found that nothing is missing. Nor may anything be handed that the run does not name.
     strange = [n for n in (*given.rewards, *given.environments) if n not in named]
     known = {r.function for r in run.env.rewards}
     strange += [r.function for r in placed.env.rewards if r.function not in known and not is_inline(r.function)]
@@ -370,7 +381,7 @@ def _changed(own: Env, placed: Env, handed: UserObjects) -> Iterator[str]:
 
 
 def given_notes(folder: Path, given: RuntimeObjects) -> Iterator[str]:
-    """Lines about objects that differ from those the run was begun with."""
+    """Lines about objects that differ from those with which the run was begun."""
     then: Any = run_file(folder).facts.get(OBJECTS)
     before = (
         {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
@@ -378,7 +389,7 @@ def given_notes(folder: Path, given: RuntimeObjects) -> Iterator[str]:
     files = {p.name: {*p.files.values()} for p in own_pieces({OBJECTS: then})}
     for note in given.notes():
         texts, then_texts = {*note.files.values()}, files.get(note.name, set[str]())
-        # The text of the whole file where both have one; else the source of the object alone.
+        # The texts of the whole files are compared, where both are known; else the source of the object alone.
         same = texts == then_texts if texts and then_texts else before.get(note.name) in (None, note.digest)
         if not same:
             what = "the text of its file differs" if texts and then_texts else "its source text differs"
