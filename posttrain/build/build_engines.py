@@ -1,4 +1,4 @@
-"""Make the sampler that `Run.engine` describes. Only here is an engine made; each comes with what closes it."""
+"""Makes the sampler that `Run.engine` describes, with the function that closes it. No other file makes an engine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ BEFORE_TRIAL = -2
 
 @dataclass(frozen=True)
 class ServedSampler:
-    """A sampler, with what a run asks of its engine besides turns. An engine elsewhere computes by itself, so turns
-    alone must reach it; it frees its own memory, and its caches are in no record."""
+    """A sampler, and what else a run asks of its engine: to wait, to empty caches, to free memory, to end.
+
+    An engine in another process computes by itself, so the run only waits until its turns have reached it. Such an
+    engine manages its own memory and caches.
+    """
 
     sampler: Sampler
     close: Callable[[], None]
@@ -52,7 +55,7 @@ class ServedSampler:
     """Whether it frees its caches while the learner works."""
 
     async def idle(self) -> None:
-        """Wait until the learner may compute."""
+        """Wait until the learner may compute: see `RunParts.idle`."""
         await (turns_reach() if self.here is None else self.here.idle())
 
     def forget(self) -> None:
@@ -73,7 +76,7 @@ class ServedSampler:
 
 
 def all_sleep(engines: Sequence[ServedSampler]) -> None:
-    """Free the caches of those that sleep."""
+    """Free the caches of all engines that sleep while the learner works."""
     for serving in engines:
         serving.sleep()
 
@@ -110,22 +113,22 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
-        own: the policy's weights are the engine's alone, so the embedded engine takes no copy.
+        own: nobody else uses the policy's weights, so the embedded engine takes no copy of them.
 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed.
         EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
-        # A twin, since the learner changes the policy's weights in place while the engine must sample with those of the
-        # last push.
+        # A copy (`twin`): the learner changes the policy's weights in place, and the engine must sample with the
+        # weights of the last push.
         served = policy if own else policy.twin()
         return keeping_contracts(run, served_here(embedded_engine(run, run.engine, served, text), run.engine))
     return keeping_contracts(run, _vllm(run, run.engine, policy))
 
 
 def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
-    """The same, where it can keep every stage's sampling contract; else it is closed.
+    """Returns the sampler, after checking that it can keep the sampling contract of every stage. Else it is closed.
 
     Raises:
         ConfigError: it cannot.
@@ -135,7 +138,8 @@ def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
             if stage.contract is not None:
                 stage.contract.for_training(serving.sampler.keeps_sets)
     except BaseException:
-        # Whatever it is: an engine holds processes, threads and memory, and nobody else knows of it yet.
+        # After any exception the engine is closed here: it has processes, threads and memory, and nobody else knows it
+        # yet.
         serving.close()
         raise
     return serving
@@ -152,7 +156,8 @@ def make_opponent(
     """
     if not isinstance(run.engine, Embedded):
         raise ConfigError(_ONE_MODEL)
-    # Drafts are of the policy's own text, and the timeline is the first engine's.
+    # Without drafted tokens, which are made for the policy's own text, and without a timeline, which is the first
+    # engine's.
     how = replace(run.engine, lookup=0, draft=None, timeline=False)
     if share == 1:
         return served_here(embedded_engine(run, how, replace(policy, module=reference, lora=None), text), how)
@@ -200,6 +205,11 @@ def embedded_engine(
 
 
 def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | None:
+    """What drafts tokens for the engine: repeated text, a small model, or nothing.
+
+    Raises:
+        ConfigError: the small model has another tokenizer or a shorter context.
+    """
     if how.lookup:
         return Lookup(how.lookup)
     if how.draft is None:

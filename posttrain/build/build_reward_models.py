@@ -1,4 +1,4 @@
-"""Reward models: the judges that `env.rewards=model:PATH` names, and the one that a run trains or trained."""
+"""Reward models: the judges that `env.rewards` names (`model:PATH`, `judge:PATH`), and those that a run trains."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ from posttrain.system.errors import ConfigError
 ModelJudge = RewardModelJudge | GenerativeJudge | GenerativeStepJudge | StepJudge
 """A judge of finished episodes that `env.rewards` names."""
 RESOLUTIONS = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 3e-2}
-"""Relative difference up to which two scores count as equal, by the dtype they are computed in: its rounding, over the
-layers of a model."""
+"""Relative difference up to which two scores count as equal: the rounding of a dtype, summed over a model's layers."""
 
 
 def with_reward_head(run: Run, policy: Policy) -> Policy:
@@ -75,13 +74,13 @@ class RewardModels:
         """The judges of an environment's rewards that are models, in order.
 
         Args:
-            trained: None: those that no stage of the run trains. Else those that some stage trains, all of whose stages
-                are among these.
+            trained: None: only judges without a model that a stage of the run trains. Else names of finished stages:
+                only judges with such models, if all their stages are among these.
 
         Raises:
             ConfigError: a path is no reward model, or one whose context is too short.
         """
-        # A reward may have several models, of stages among them. It judges only when all of its stages are done.
+        # A reward may have several models, and some may be trained by stages. It judges only when all these are done.
         asked = [r for r in env.rewards if r.by_model and bool(r.stages) is (trained is not None)]
         out: list[ModelJudge] = [
             self._generative(r) if r.judge_run else self._judge(r) for r in asked if set(r.stages) <= set(trained or ())
@@ -99,7 +98,7 @@ class RewardModels:
             judge.close()
 
     def _ends(self) -> TokenEnds:
-        """Returns the finder of the places where steps end in the policy's tokens."""
+        """Returns what finds the tokens of the policy at which steps end."""
         tokenizer: Any = self._policy.tokenizer
         renderer = Renderer(tokenizer, self._policy.stop_ids, self._policy.context)
         return TokenEnds(RenderedDialogue(renderer, "").text)
@@ -190,13 +189,16 @@ class FrozenRewards:
         return self._policy.reward_head.shape.separator if self._policy.reward_head is not None else ""
 
     def rewards(self, packed: Packed) -> np.ndarray:
-        """float32 [S]: the score of each segment, without gradient. Threads take turns: groups that are asked ahead are
-        judged in one while a check reads the same model in another."""
+        """float32 [S]: the score of each segment, without gradient.
+
+        Threads take turns. Groups that are asked ahead may be judged in one thread while a check reads the same model
+        in another.
+        """
         with self._one:
             return self._learner.rewards(packed)
 
     def tokens(self, packed: Packed) -> np.ndarray:
-        """float64 [M]: the score at each spoken token, as a chance. For a head that scores steps."""
+        """float64 [M]: the score at each spoken token, as a probability. For a head that scores steps."""
         with self._one:
             return step_scores(self._learner, packed)
 
@@ -223,8 +225,8 @@ def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy |
     """The reward model that a stage of a run trained, from what the run keeps under its name.
 
     Args:
-        beside: the policy of the same run. Where it has an adapter, the reward model is another one over its frozen
-            weights, which are in memory once.
+        beside: the policy of the same run. If it has an adapter, the reward model is another adapter over the same
+            frozen weights, so these are in memory once.
     """
     run = run_file(folder).run
     # The weights beneath the adapter are those of the policy: a second copy of a large model might not fit.
@@ -245,7 +247,7 @@ def _frozen(policy: Policy) -> Policy:
 
 
 def _line(name: str, reward: Reward, members: Sequence[JudgeMember]) -> str:
-    """Returns a line for people on the kind of a judge and its input."""
+    """A line for people about a judge: its weight, and whose tokens it reads."""
     how = "" if len(members) == 1 else f", {_words(reward)}"
     weight = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
     anew = [m.name for m in members if m.renderer is not None]
@@ -264,7 +266,7 @@ def _words(reward: Reward) -> str:
 
 
 def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
-    """The reward model at `path`, which reads the tokens of this policy, or writes the text anew in its own."""
+    """The reward model at `path`. It reads the tokens of this policy, or encodes the text again in its own tokens."""
     folder = Path(path).expanduser()
     if is_run(folder):
         found = reward_policy(folder)
@@ -272,8 +274,8 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
         found = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
     _frozen(found)
     name = folder.resolve().name if folder.is_dir() else path
-    # Only with the same tokenizer and template do the policy's ids mean the same text; else the conversation is written
-    # anew.
+    # The policy's ids mean the same text only with the same tokenizer and template. Else the conversation is encoded
+    # again.
     alike = (found.tokenizer_digest, found.template_digest) == (policy.tokenizer_digest, policy.template_digest)
     if alike and found.context < policy.context:
         raise ConfigError(

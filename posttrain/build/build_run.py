@@ -1,4 +1,4 @@
-"""Build the parts of a `Run`. Only here (and in `build.build_engines`) are a model and an engine made."""
+"""Builds the parts of a `Run`: the policy, the roles that need no run folder, and all parts that stages share."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ WORDS = ("bad_words", "allowed_words")
 
 
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = (), held: int | None = None) -> dict[str, Any]:
-    """Returns the facts that `run.json` records beside the run tree: versions, the machine, digests, and the sandboxes
-    in use. `held`: resident bytes before the model was there, above which its memory counts."""
+    """Returns the facts that `run.json` records beside the run tree: versions, the machine, digests, sandboxes.
+
+    `held`: resident bytes of this process before the model was loaded. The run's memory is counted above them.
+    """
     resident = {} if held is None or policy.device.type != "cpu" else {"held": held}
     return {
         "versions": {
@@ -87,7 +89,7 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = (), held: int
 
 
 def check_tokens(run: Run, policy: Policy) -> None:
-    """Refuse a sampling contract that names tokens the model does not have, or words its tokenizer cannot write."""
+    """Raises for a sampling contract with tokens that the model lacks, or words that its tokenizer cannot write."""
     tokenizer: Any = policy.tokenizer
     spell = Renderer(tokenizer, policy.stop_ids).spell
     for stage in run.stages:
@@ -124,21 +126,21 @@ def make_policy(
 
     Args:
         env: the environment of all stages but those named in `others` (`own_environments`).
-        written: tokenizer files in a run folder. Without them, a tokenizer that is built has the characters of all
+        written: tokenizer files in a run folder. None: if a tokenizer is built, it has the characters of all
             environments.
-        own: the run's folder, where there is one. A branched run keeps there what it began with, and its weights are
-            not loaded.
-        blank: the policy, where its model is not loaded in this process.
+        own: the run's folder, where there is one. The policy of a branched run is made from the model in it, and its
+            weights are not loaded yet.
+        blank: the policy, if its model shall not be loaded in this process.
     """
     others = others or {}
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
     known = alphabets[0]
     if others:
-        # A tokenizer that is built must write the tasks of all environments. Where one does not declare its characters,
-        # it has bytes.
+        # A built tokenizer must be able to write the tasks of all environments. If one of them does not declare its
+        # characters, the tokenizer is made of bytes (None).
         known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
-    # In this order: the copy in the run's own folder, which stays where the other run is gone; a branch's source; and
-    # only then a model that is read or built.
+    # In this order: the copy in the run's own folder, which is there even if the other run is gone; then the run with
+    # which a branch begins; and only then a model that is read or built.
     policy = begun_with(own, run) if own is not None else blank
     if policy is None and run_source(run.model.path) is not None:
         policy = open_policy(run.model, run.seed)
@@ -150,7 +152,8 @@ def make_policy(
         here = [s for s in run.stages if others.get(s.name, env) is one]
         check_prompts(run, one, policy, here)
         check_judgements(run, one, policy, here)
-    # The digest in the folder is of the model that the run began with, so it says nothing of another one.
+    # The digest in the folder is of the model with which the run began. With other settings of the model it says
+    # nothing.
     if own is not None and run.model == run_file(own).run.model:
         same_base(own, policy)
     return with_reward_head(run, policy)
@@ -158,7 +161,7 @@ def make_policy(
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     """A frozen model (teacher or named reference) from a directory or hub id. It must share the policy's tokenizer."""
-    # The policy's dtype and device, but none of what is attached to it: a reference is read as it lies there.
+    # The same dtype and device as the policy, but no adapter, no quantization and no other context.
     other = open_policy(replace(run.model, path=path, context=None, lora=None, quantize=None), run.seed, policy.context)
     if other.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
@@ -175,11 +178,11 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
 def opponent_of(
     run: Run, policy: Policy, roles: PolicyRoles, engines: list[ServedSampler], reference: Reference, share: float
 ) -> Opponent:
-    """Returns the opponent that plays against the policy, with this share of the reference. Its engine is one more of
+    """Returns the opponent that plays against the policy, with this share of the reference. Its engine is added to
     `engines`."""
     serving = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     engines.append(serving)
-    # With share 1 no weight of the policy is in it, so nothing has to follow.
+    # With share 1 the opponent is the reference alone. Then no weights of the policy have to be pushed to it.
     follows = None
     if share != 1:
         follows = Sync(roles.learner, serving.sampler, probe_ids(policy), run.model.dtype, forget=serving.forget)
@@ -222,10 +225,10 @@ def make_roles(
     if run.model.router_replay != "none":
         refuse_replay(policy.module)
     renderer = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, run.model.history)
-    # Over ranks the engine comes first and takes its copy of whole weights: the learner then cuts those of the policy
-    # in place.
+    # Over ranks the engine is made first, while the policy's weights are whole: it copies them. The learner then cuts
+    # the policy's weights in place.
     serving = placed_engine(run, policy, renderer.decode, say, lead.by_rows) if lead is not None else None
-    # Directly before the learner is made, so that its random numbers do not depend on what was drawn before.
+    # The seed is set directly before the learner is made, so that its random numbers do not depend on earlier draws.
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
     serving = serving or placed_engine(run, policy, renderer.decode, say)
@@ -251,13 +254,14 @@ def make_roles(
 def probe_ids(policy: Policy) -> np.ndarray:
     """int32 [CANARY] ids spread over the vocabulary, the same for every run of a model."""
     rows = read_out(policy.module).weight.shape[0]
-    # Multiples of a prime, which visit ids all over the vocabulary.
+    # Multiples of a prime number, modulo the size of the vocabulary: they lie all over it.
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
 
 def _own_rollout(
     run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment, elsewhere: PlacedEnvironments
 ) -> Rollout:
+    """The rollout of a stage that has an environment of its own (`env`)."""
     own = run.env_of(stage)
     # Equal rewards share the judges, so that no reward model is in memory twice.
     judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
@@ -302,8 +306,7 @@ def _compile(learner: HFLearner, policy: Policy, say: Callable[[str], None]) -> 
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
     """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
     for stage in run.stages:
-        # A stage without a value or reward head has no gradient for it, so a pattern that fits only a head fits nothing
-        # there.
+        # Heads that this stage does not train are left out. So a pattern that only fits such a head fits nothing here.
         read = [n for n in parameters if not n.startswith(HEADS) or n.startswith(stage.heads)]
         check_patterns(stage.optimizer, parameters, f"{stage.name}.optimizer", read)
         if stage.optimizer.kind == "adamw8bit":

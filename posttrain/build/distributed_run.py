@@ -1,5 +1,7 @@
-"""Decides whether the ranks of a run read their model by rows (`engine.parallel.sharded_load`), or rank 0 reads all of
-it and sends it.
+"""A run whose learner is several processes (ranks): how the ranks start, get the model, and become parts of the run.
+
+Each rank reads its own rows of the model (`engine.parallel.sharded_load`) where that is possible. Else rank 0 reads the
+whole model and sends it.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ from posttrain.system.child_lifetime import ending_with_parent
 from posttrain.system.errors import ConfigError, DataError, EngineError
 from posttrain.system.machine import cores
 
+# Parts of the lines that are printed.
 OWN_ENGINE = "the engine in this process"
 SENT = "rank 0 reads the whole model, and every rank gets all of it before it keeps its rows"
 
@@ -69,12 +72,15 @@ def here(model: Model) -> Model:
 
 
 def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[str, ...]]:
-    """(the policy without memory where no process of the run but an engine needs a whole copy, lines for people). Sets
-    `lead.by_rows`."""
+    """Chooses how ranks get the model; sets `lead.by_rows`. Returns (policy, lines for people).
+
+    The policy has no weights in memory (`BlankPolicy`), if ranks read rows and no engine in this process needs a whole
+    copy. Else it is None, and the model is loaded as in a run of one process.
+    """
     if run.model.path is None:
         return None, ()
-    # From cheap to dear: what the settings say, what config and tokenizer say, what the files hold, and what other
-    # ranks see. Each doubt ends in the way that always works: rank 0 reads the whole model.
+    # The checks go from cheap to expensive: settings, config and tokenizer, names in the files, what other ranks see.
+    # If one fails, rank 0 reads the whole model, which always works.
     if why := _why_whole(run, lead.parallel):
         return None, (f"note: {SENT}: {why}",)
     try:
@@ -84,7 +90,7 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
     if strange := blank.files.strange(blank.module):
         named = f"{', '.join(strange[:3])} is in its files under another name, or not at all"
         return None, (f"note: {SENT}: {named}",)
-    # Ranks may be on several machines, whose folders of one name hold other files.
+    # Ranks may be on several machines, where folders of the same name may have different files.
     seen = lead.all(together.see_files, str(blank.files.folder.resolve()))
     if others := [rank for rank, digest in enumerate(seen) if digest != seen[0]]:
         where = f"rank {others[0]} does not see the same files in {blank.files.folder}"
@@ -135,7 +141,7 @@ LEARNERS: dict[Parallel, tuple[Any, Any]] = {
     "tensor": (LeadTensorLearner, TensorLearner),
     "experts": (LeadExpertLearner, ExpertLearner),
 }
-"""How ranks share a model: the learner of rank 0, and of another one."""
+"""By the way in which ranks share a model: (the learner of rank 0, the learner of another rank)."""
 ROWS = (UpdateCheck, FrozenCheck)
 """The checks that every rank makes of its own rows."""
 PLANTED = ExitStack()
@@ -144,8 +150,8 @@ PLANTED = ExitStack()
 
 @dataclass(frozen=True, eq=False)
 class RankStart:
-    """Makes the learner of another rank. It is pickled with the policy in it, or with the model whose rows each rank
-    reads."""
+    """Makes the learner of another rank than 0. It is pickled and sent, with the policy in it, or with the settings of
+    the model whose rows each rank reads."""
 
     policy: Policy | Model
     seed: int
@@ -153,7 +159,7 @@ class RankStart:
     deterministic: bool
     fault: faults.Fault | None
     digest: str
-    """Digest of the weights, where each rank reads its rows."""
+    """Digest of the weights, if each rank reads its rows; else ''."""
     parallel: Parallel
     how: Mapping[str, Any]
     """Further arguments of the learner."""
@@ -170,7 +176,8 @@ class RankStart:
 
 def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **how: Any) -> L:
     """The learner of a rank, as `make` makes it, in its state."""
-    # Before the learner, which cuts the weights of the policy: references are filled into this empty copy.
+    # References are later filled into this empty copy of the model. It is made before the learner, which cuts the
+    # policy's weights.
     state.mould = EmptyModule(policy)
     if isinstance(policy, BlankPolicy):
         learner = read_rows(policy, state.ranks, make, *given, digest=digest, **how)
@@ -193,14 +200,14 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
     if options.world is None:
         yield None
         return
-    # Unwound from the end: the orders end, so ranks that wait leave by themselves; then the group is destroyed; then
-    # processes that still live are killed.
+    # `ExitStack` closes in reverse order. First the orders end, so ranks that wait leave by themselves. Then the group
+    # is destroyed. Last, processes that still live are killed.
     with ExitStack() as closing:
         if under_torchrun():
             closing.enter_context(ending_with_parent(LAUNCHER))
-            # torchrun has started all ranks already, so none can be handed a key: each finds that of its user.
+            # torchrun has started all ranks already, so this process cannot hand them a key. Each reads the user's key.
             world, processes, key, store = torchrun_world(), None, users_key(), torchrun_store(options)
-            # The others wait for this word as long as rank 0 checks the run (`follow`), and only then begin to meet.
+            # The other ranks wait for this entry while rank 0 checks the run (`follow`). Then all meet.
             store.set(HERE.format(0), "1")
         else:
             world = options.world
@@ -222,7 +229,7 @@ def follow(options: RankOptions) -> int:
     """A process of torchrun that is not rank 0: do what rank 0 orders; returns the exit code."""
     with ending_with_parent(LAUNCHER):
         store = torchrun_store(options)
-        # Without the time-out of exchanges: rank 0 comes when it has checked the run and made its environments.
+        # A long wait, without the time-out of exchanges: rank 0 first checks the run and makes its environments.
         store.wait([HERE.format(0)], LONG)
         if store.get(HERE.format(0)).decode() == END:
             return 0
@@ -244,7 +251,7 @@ def torchrun_store(options: RankOptions) -> Store:
 
 def rank_threads(run: Run, options: RankOptions) -> int:
     """Threads of each rank: those of the run, or an equal share of this machine's cores."""
-    # Of torchrun only the ranks on this machine share its cores.
+    # Under torchrun only the ranks on this machine share its cores.
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.world or 1
     return run.threads or max(1, cores() // here)
 
@@ -288,7 +295,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
-    """The parts of a run, with those that train on all ranks."""
+    """The parts of a run over ranks: references, optimizers, trainers and checks are those that work on all ranks."""
     half = run.model.dtype == "float16"
     own = (*ROWS, *([ScaleCheck] if half else []), *([ExpertsCheck] if lead.parallel == "experts" else []))
     given: tuple[Any, ...] = (run.model.kernels, half, None)

@@ -1,4 +1,7 @@
-"""The target of a command: a run folder with its own model and tokenizer files, or a model directory or hub id."""
+"""The policy of a target: a run folder with its own model and tokenizer files, a model directory or a hub id.
+
+Also what a run folder keeps of its policy, and the check that these files are still the ones of the run.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def target_run(
     base = model_run(target)
     run = dotted.apply(base, list(overrides))
     given = given_paths(base, overrides) | {"model"}
-    # Only what this command reads is chosen: settings of training would be told and never used.
+    # Only settings that this command reads are chosen. Others would be printed and never used.
     ready = for_model(run, given, trained=not was_built(run.model.path), only=(*parts, "threads", "slots", "sampling"))
     for line in ready.lines:
         say(line)
@@ -70,7 +73,7 @@ def _changed(folder: Path, run: Run) -> Iterator[str]:
         RunFolderError: the model that it began with is such a file, and the weights are read over it.
     """
     for c in changed_files(folder, run):
-        # The checkpoint is read over the model beneath: with another one there it would be another policy.
+        # The checkpoint of an adapter is loaded over this model. With another model it would be another policy.
         if c.path == "model.path":
             raise RunFolderError(
                 f"{folder} holds what was learned over another model. {c.line} since the run began. Put it back as it"
@@ -118,17 +121,20 @@ def model_run(target: str | Path) -> Run:
 
 
 DIGESTED = ("base_digest", "tokenizer_digest", "template_digest")
+"""Entries of run.json with which a policy is compared."""
 
 # --- what a run folder keeps of its policy ----------------------------------------------------------------------------
 
 
 def keep_policy(book: RunFolder, policy: Policy) -> None:
-    """Write the model configuration and tokenizer that `kept_policy` and `show` read. Beneath an adapter, weights that
-    were built, or that another run learned, are kept too."""
+    """Write the model configuration and tokenizer that `kept_policy` and `show` read.
+
+    The weights beneath an adapter are written too, if the run built them or another run made them.
+    """
     from posttrain.engine.files.policy_files import write_config
 
     path = book.run.model.path
-    # No model directory has these weights: the run built them, or another run made them, whose folder may be deleted.
+    # Such weights are in no model directory, and the folder of the other run may be deleted.
     base = policy.lora is not None and (path is None or run_source(path) is not None)
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
     book.beside(MODEL, lambda folder: write_config(policy, folder, base))
@@ -146,7 +152,7 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
     found = run_file(folder)
     stops: Any = found.facts.get("stop_ids")
-    # These entries decide which model the weights are read into; a change of others is told elsewhere.
+    # These entries decide into which model the weights are loaded. Edits of other entries are reported elsewhere.
     strange = [n for n in found.edited if n in ("run.model", "stop_ids", *DIGESTED)]
     if strange:
         raise RunFolderError(
@@ -156,7 +162,8 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     try:
         policy = kept(found.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
-        # There is nothing else to read: what such a run began with is in its folder alone.
+        # A run that built its model, or began with another run, has its model in this folder alone: nothing else can be
+        # read.
         if found.run.model.path is None or run_source(found.run.model.path) is not None:
             raise
         try:

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: what such a process needs to make one, and the pool over them."""
+"""Engines and environments in processes of their own: what such a process gets, how it starts, and the pools."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ from posttrain.verifier.workers.ray_worker import RayWorker
 from posttrain.verifier.workers.worker_pool import begin_workers
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
-"""Nats by which engines on devices of their own may differ in the log-prob of one token. Deterministic ones differ in
-no bit."""
+"""Nats by which two engines may differ in the log-prob of one token. Deterministic engines must agree in every bit."""
 
 BUCKET_SHARE = 0.25
 """Share of the time-out that a bucket of a broadcast may take: an engine that hangs in one is replaced before, and one
@@ -75,7 +74,7 @@ class EngineParts:
     def __call__(self) -> Sampler:
         use_threads(self.threads)
         use_deterministic(self.run.deterministic)
-        # vLLM for CPU would bind the threads of all engines to the same cores. A user's own word stays.
+        # vLLM for CPU would bind the threads of all engines to the same cores. A value that the user set stays.
         os.environ.setdefault(BINDING, "nobind")
         PLANTED.enter_context(faults.planted(self.fault))
         policy = self.policy or load_policy(self.run.model, None, self.run.seed)
@@ -103,7 +102,7 @@ def placed_engine(
     """
     if isinstance(run.placement, Local):
         return make_engine(run, policy, text, own)
-    # Refused here, before processes start: there an error would come late, and from several at once.
+    # Checked before processes start. There the error would come late, and from several processes.
     if not isinstance(run.engine, Embedded):
         check_vllm(run, run.engine, policy)
     pool = engine_pool(run, run.placement, policy, say)
@@ -133,8 +132,8 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
 
     begin, end = _hosts(placement, start, threads)
     exact = run.deterministic or run.exact
-    # From here on processes and shared memory exist. What was begun is ended if a later line raises; `pop_all` drops
-    # that once the pool is there, which closes them itself.
+    # From here on processes and shared memory exist. If a later line raises, `failed` ends them. When the pool is made,
+    # it closes them itself, and `pop_all` empties `failed`.
     with contextlib.ExitStack() as failed:
         failed.callback(end)
         sender = ParcelSender(_carrier(placement), deltas=placement.delta)
@@ -164,7 +163,7 @@ def _carrier(placement: Processes) -> Carrier:
         return FolderCarrier(Path(placement.folder))
     temporary = tempfile.TemporaryDirectory(prefix="posttrain-weights-")
     carrier = FolderCarrier(Path(temporary.name))
-    # The folder lives as long as its carrier, and goes also where nobody closes it.
+    # The folder is removed together with its carrier, even if nobody closes that.
     weakref.finalize(carrier, temporary.cleanup)
     return carrier
 
@@ -186,8 +185,8 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
         return actor, close
 
-    # Each engine gets cores of its own from the upper end, and this process keeps what is left. An engine that is begun
-    # anew under a number gets the cores of that number.
+    # Each engine gets cores of its own, those with the highest numbers first. This process keeps the others. An engine
+    # that is started again under a number gets the same cores again.
     have = sorted(os.sched_getaffinity(0), reverse=True) if placement.cores else []
     apart = [frozenset(have[i * placement.cores : (i + 1) * placement.cores]) for i in range(placement.engines)]
 
@@ -200,7 +199,7 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
 
 def keep_to(cores: frozenset[int]) -> Callable[[], None]:
-    """Keep this process to these cores, where there are any; returns what undoes it."""
+    """Restrict this process to these cores; returns a function that undoes it. Does nothing for an empty set."""
     if not cores:
         return lambda: None
     before = os.sched_getaffinity(0)
@@ -209,8 +208,8 @@ def keep_to(cores: frozenset[int]) -> Callable[[], None]:
 
 
 def _pin(cores: Collection[int]) -> None:
-    """Pins this process to cores. The kernel pins one thread at a time; threads that begin later have the cores of the
-    threads that began them."""
+    """Pins every thread of this process to cores. Threads that begin later inherit the cores of the thread that begins
+    them."""
     for thread in os.listdir("/proc/self/task"):
         # A thread may end between the listing and the call.
         with contextlib.suppress(ProcessLookupError):
@@ -218,8 +217,8 @@ def _pin(cores: Collection[int]) -> None:
 
 
 def _for_engine(run: Run) -> Run:
-    """The settings that an engine reads. The stages are left out, because they may hold classes of the user's files."""
-    # A run needs a stage; this one is never read there.
+    """The settings that an engine reads. The stages are left out, since they may have classes of the user's files."""
+    # A run must have a stage. This one is never read by an engine.
     nothing = Supervised(name="none", style="answer", steps=1)
     return replace(run, stages=(nothing,), env=Env(), placement=Local(), trackers=())
 
@@ -272,7 +271,7 @@ def placed_environments(
 
     Args:
         others: environments of stages that have their own, by the stage's name.
-        engine: the engines of the run. Where they have cores of their own, so do the environments: the same.
+        engine: the engines of the run. If they have cores of their own, the environments use the same cores.
         close: ends the engines. It is called with `PlacedEnvironments.close`, and where a process does not start.
 
     Raises:
@@ -297,7 +296,8 @@ def _pool(
     engine: Sampler,
     say: Callable[[str], None],
 ) -> EnvironmentPool:
-    # An environment belongs to the first stage that plays it; its settings are how another process makes it again.
+    # Each environment with the settings from which another process makes it again: those of the first stage that plays
+    # it.
     configs = [next((run.env_of(s) for s in run.stages if others.get(s.name, every[0]) is e), run.env) for e in every]
     made = tuple(_sent(config, e) for config, e in zip(configs, every, strict=True))
     start = pickle.dumps(EnvironmentStart(EnvironmentParts(made, run.seed, named(run.fault))), pickle.HIGHEST_PROTOCOL)
@@ -325,14 +325,15 @@ def engine_cores(engine: Sampler) -> frozenset[int] | None:
 
 
 def _sent(config: Env, env: Environment) -> Env | Environment:
-    """Returns the object that the process needs to make the environment. Verifiers stay with the learner, so rewards
-    are left out.
+    """Returns what another process needs to make the environment: its settings, or the environment itself.
+
+    Verifiers stay in the learner's process, so rewards are left out of the settings.
 
     Raises:
         ConfigError: it cannot be sent.
     """
-    # What a name describes is made again there. An object of the program is sent itself, where another process can
-    # import its class from a file.
+    # An environment with a name is made again there. An object of the program is pickled and sent. For that, its class
+    # must be in a file which the other process can import.
     if not is_inline(config.name) and not is_inline(config.prompts):
         return replace(config, rewards=(), measured=False)
     try:

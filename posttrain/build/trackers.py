@@ -38,7 +38,7 @@ COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stop")
 
 
 def variable(name: str, default: str) -> str:
-    """The value of an environment variable that a tracker's users set, or the default."""
+    """The value of an environment variable, such as WANDB_PROJECT, or the default."""
     return os.environ.get(name) or default
 
 
@@ -217,7 +217,7 @@ class GuardedTracker:
         try:
             call()
         except Exception as error:
-            # Once and for all: a service that is away would cost its time-out at every step.
+            # It is not called again: a service that does not answer would cost its time-out at every step.
             self._failed = True
             tell(
                 f"tracker {self._name} failed and is left out from here on (steps.jsonl has everything): {error!r}",
@@ -256,7 +256,7 @@ def tracker_lines(trackers: Iterable[object]) -> list[str]:
 
 
 def _wandb_place(url: object, where: Path) -> str:
-    """The address of a W&B run; of one that is kept on this machine the command that sends it."""
+    """The address of a W&B run. For a run that is kept on this machine: the command that sends it."""
     if url:
         return str(url)
     return f"kept in {where}; send it with: wandb sync {shlex.quote(str(where / 'wandb'))}/offline-run-*"
