@@ -9,7 +9,7 @@ from __future__ import annotations
 ATTACKS = """
 import ctypes, os, socket, sys, resource
 libc = ctypes.CDLL(None, use_errno=True)
-canary, port, abstract, parent = {canary!r}, {port!r}, {abstract!r}, {parent!r}
+canary, port, abstract, parent, started = {canary!r}, {port!r}, {abstract!r}, {parent!r}, {started!r}
 opened, tried = [], []
 
 def call(number, *args):
@@ -38,8 +38,10 @@ def _(): return bool(open("/etc/passwd").read())
 @attack("find the host's environment")
 def _():
     if "POSTTRAIN_CANARY" in os.environ: return True
-    processes = ("self", "1", os.getppid(), parent)
-    return any(b"POSTTRAIN_CANARY" in open(f"/proc/{{p}}/environ", "rb").read() for p in processes)
+    for process in ("self", "1", os.getppid(), parent, started):
+        try:
+            if b"POSTTRAIN_CANARY" in open(f"/proc/{{process}}/environ", "rb").read(): return True
+        except OSError: pass
 
 @attack("walk /proc")
 def _(): return bool(os.listdir("/proc/self/fd"))

@@ -9,9 +9,11 @@ import contextlib
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from posttrain.sandbox import probes
 from posttrain.sandbox.backends import Backend
@@ -26,12 +28,14 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class AttackTargets:
-    """Targets of the attacks: a readable file, a listening TCP port, abstract sockets, and this process."""
+    """Targets of the attacks: a readable file, a listening TCP port, abstract sockets, this process, and one that was
+    started with the canary in its environment."""
 
     canary: str
     port: int
     abstract: str
     parent: int
+    started: int
 
 
 @contextlib.contextmanager
@@ -55,7 +59,11 @@ def bait() -> Iterator[AttackTargets]:
         before = os.environ.get(CANARY)
         os.environ[CANARY] = secrets.token_hex(8)
         try:
-            yield AttackTargets(canary, tcp.getsockname()[1], name, os.getpid())
+            # /proc shows the environment that a process was started with, so ours lacks the canary.
+            waits = [sys.executable, "-ISc", "import sys; sys.stdin.read()"]
+            started = held.enter_context(subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL))
+            held.callback(started.kill)
+            yield AttackTargets(canary, tcp.getsockname()[1], name, os.getpid(), started.pid)
         finally:
             os.environ.pop(CANARY, None)
             if before is not None:
@@ -65,10 +73,7 @@ def bait() -> Iterator[AttackTargets]:
 def attacks(target: AttackTargets, processes: bool = False) -> bytes:
     """The program that tries every attack and prints those that worked, one per line."""
     more = "" if processes else probes.NO_PROCESSES
-    text = probes.ATTACKS.format(
-        canary=target.canary, port=target.port, abstract=target.abstract, parent=target.parent, processes=more
-    )
-    return text.encode()
+    return probes.ATTACKS.format(**asdict(target), processes=more).encode()
 
 
 def selftest(backend: Backend) -> list[str]:
@@ -78,7 +83,8 @@ def selftest(backend: Backend) -> list[str]:
     lost = ""
     for _ in range(TRIES):
         try:
-            with contextlib.closing(begin(backend)) as worker, bait() as target:
+            # The bait first: a sandbox can inherit only what is in our environment when it starts.
+            with bait() as target, contextlib.closing(begin(backend)) as worker:
                 return _examine(worker, target)
         except SandboxUnavailableError as error:
             return [str(error)]

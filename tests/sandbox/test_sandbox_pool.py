@@ -23,7 +23,7 @@ from posttrain.sandbox.comparison import heard, same
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.sandbox_types import Call, ProgramLimits, SandboxBroken, SandboxUnavailableError
 from posttrain.sandbox.sandbox_worker import Job, SandboxWorker
-from posttrain.sandbox.selftest import selftest
+from posttrain.sandbox.selftest import CANARY, bait, selftest
 from posttrain.system.errors import ConfigError
 from tests.sandbox.sandbox_parts import NAMES, backend, gone, interpreter, living, made, patched, ran
 
@@ -206,6 +206,28 @@ def test_a_leak_disqualifies(tmp_path: Path, name: str, file: str, old: str, new
     assert finds in " ".join(found), found
 
 
+@dataclass(frozen=True)
+class Inherits:
+    """A backend whose sandboxes get the environment of this process."""
+
+    inner: Landlock
+    name: str = "inherits"
+    processes: bool = False
+
+    def start(self, control: int, limits: ProgramLimits) -> Start:
+        start = self.inner.start(control, limits)
+        return replace(start, environment={**os.environ, **start.environment})
+
+
+def test_an_environment_that_leaks_is_found() -> None:
+    inner = backend("landlock")
+    assert isinstance(inner, Landlock)
+    assert selftest(Inherits(inner)) == ["a program can: find the host's environment"]
+    with bait() as target:
+        assert CANARY.encode() in Path(f"/proc/{target.started}/environ").read_bytes()
+    assert gone(target.started) and CANARY not in os.environ
+
+
 def test_an_address_for_sendto_is_a_leak_where_landlock_does_not_watch_abstract_sockets(tmp_path: Path) -> None:
     backend("landlock")
     patched(tmp_path, "confine.py", VERSION, "return 5")
@@ -364,7 +386,7 @@ def test_a_fork_bomb_is_bounded() -> None:
 
 
 def test_the_attacks_fail_with_processes_too() -> None:
-    from posttrain.sandbox.selftest import attacks, bait
+    from posttrain.sandbox.selftest import attacks
 
     worker = SandboxWorker(backend("namespaces"), ProgramLimits(processes=2))
     with bait() as target:
