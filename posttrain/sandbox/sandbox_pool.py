@@ -241,7 +241,7 @@ class _Loop:
             used: SandboxWorker | None = None
             try:
                 used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
-                ran = used.run(replace(asked.job, followed=not self.asked.empty()))
+                ran = used.run(replace(asked.job, followed=not self.asked.empty(), dropped=lambda: asked.dropped))
             # ValueError and KeyError: the sandbox answered with something that is no report. All of these are its
             # fault, so the job is tried in another one. What the program did is in `ran` and never comes here.
             except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,6 +49,8 @@ class Job:
     limits: ProgramLimits = field(default_factory=ProgramLimits)
     followed: bool = False
     """Whether another job waits already. Then its child is forked ahead: faster, but it costs more processor time."""
+    dropped: Callable[[], bool] = lambda: False
+    """Whether nobody waits for the job any more."""
 
 
 @runtime_checkable
@@ -182,6 +185,9 @@ class SandboxWorker:
                 # With our writing ends open the pipes would never end.
                 for writer in ends:
                     os.close(writer)
+            # Dropped before it was sent: `stop` had nothing to end.
+            if job.dropped():
+                self.stop()
             try:
                 reply, stopped = self._read_streams(readers, job.limits)
             except BaseException:

@@ -39,6 +39,23 @@ async def test_a_cancelled_program_that_had_ended_takes_no_other_with_it(one: Sa
     assert isinstance(ran, Ran) and (ran.why, ran.said) == ("ok", "second\n")
 
 
+async def test_a_program_that_is_cancelled_before_it_is_sent_ends_too(
+    one: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = SandboxWorker.settle
+
+    def late(self: SandboxWorker) -> None:
+        time.sleep(0.3)  # the program has its sandbox, and does not run yet
+        settle(self)
+
+    monkeypatch.setattr(SandboxWorker, "settle", late)
+    given_up = asyncio.create_task(one.run("while True: pass"))
+    await asyncio.sleep(0.1)
+    given_up.cancel()
+    start = time.monotonic()
+    assert (await one.run("print(1)")).said == "1\n" and time.monotonic() - start < 5.0
+
+
 async def test_siblings_that_are_given_up_cost_no_right_answer() -> None:
     """As dynamic K does it: of twelve verdicts the last four are cancelled, while the event loop has other work."""
     task = Task("t", "q", info={"tests": ["assert f(2) == 4"]})
