@@ -11,6 +11,7 @@ import binascii
 import contextlib
 import http.client
 import json
+import math
 import os
 import socket
 import ssl
@@ -181,9 +182,10 @@ class RemoteWorker(SandboxWorker):
             good &= told["sandbox"] not in ("", "none")
             # By exact type: True is an int for isinstance.
             good &= [type(plain[k]) for k in ("exit", "peak", "cut", "lost")] == [int, int, bool, bool]
+            good &= all(type(told[k]) in (int, float) and 0 <= numbers[k] < math.inf for k in numbers)
             good &= plain["network"] is None or (type(plain["network"]) is int and plain["network"] >= 0)
             good &= all(len(texts[k]) <= most[k] for k in texts)
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
             raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {error!r}") from error
         if not good:
             raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {str(told)[:200]}")

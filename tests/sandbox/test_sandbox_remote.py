@@ -132,7 +132,13 @@ REPLIES: dict[str, tuple[int, bytes]] = {
     ),
     "A-12 uncontained": (200, json.dumps(GOOD | {"sandbox": "none"}).encode()),
     "A-12 fewer than no attempts": (200, json.dumps(GOOD | {"network": -1}).encode()),
-    "A-12 NaN": (200, json.dumps(GOOD | {"seconds": "x"}).encode()),
+    "A-12 seconds that are no number": (200, json.dumps(GOOD | {"seconds": "x"}).encode()),
+    "A-12 seconds as text": (200, json.dumps(GOOD | {"seconds": "1"}).encode()),
+    "A-12 a truth value": (200, json.dumps(GOOD | {"cpu": True}).encode()),
+    "A-12 NaN": (200, json.dumps(GOOD | {"seconds": float("nan")}).encode()),
+    "A-12 infinity": (200, json.dumps(GOOD | {"cpu": float("inf")}).encode()),
+    "A-12 beyond every float": (200, json.dumps(GOOD | {"cpu": 10**400}).encode()),
+    "A-12 less than no time": (200, json.dumps(GOOD | {"seconds": -0.1}).encode()),
 }
 
 
