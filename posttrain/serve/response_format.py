@@ -6,7 +6,6 @@ answers, given that they have the form.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -64,13 +63,20 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _is(value: Any, kind: str) -> bool:
+    # In JSON 1.0 is the integer 1.
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
     # bool is a subclass of int in Python, and no number in JSON.
     return isinstance(value, TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def _same(one: Any, other: Any) -> bool:
-    # By text: in Python True == 1 and 1 == 1.0.
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    # 1 and 1.0 are one number in JSON as in Python, but True == 1 in Python alone.
+    return one == other and isinstance(one, bool) is isinstance(other, bool)
 
 
 def _readable(schema: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
+from posttrain.serve.response_format import conforms
 from tests.serve.serve_parts import TOKEN, save_model, up
 
 CHAT: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "naïve café?"}]
@@ -394,6 +395,22 @@ async def test_an_answer_is_drawn_until_it_has_the_form(model: Path) -> None:
             await u.client.completions.create(**ask, logit_bias={str(i): 100 for i in ids[7:]})
         with pytest.raises(openai.BadRequestError, match="1 answer has not"):
             await u.client.completions.create(**ask, temperature=0, logit_bias={str(ids[9]): 100})
+
+
+def test_a_number_of_a_schema_is_the_same_with_and_without_a_point() -> None:
+    one = [{"type": "integer"}, {"enum": [[{"a": 1}]]}, {"const": [{"a": 1.0}]}]
+    values: list[tuple[Any, list[bool]]] = [
+        (1, [True, False, False]),
+        (1.0, [True, False, False]),
+        (1.5, [False, False, False]),
+        (True, [False, False, False]),
+        ([{"a": 1}], [False, True, True]),
+        ([{"a": 1.0}], [False, True, True]),
+        ([{"a": True}], [False, False, False]),
+        ([{"a": 1}, 1], [False, False, False]),
+    ]
+    for value, allowed in values:
+        assert [conforms(value, schema) for schema in one] == allowed, value
 
 
 async def test_other_refusals(model: Path, tmp_path: Path) -> None:
