@@ -60,6 +60,7 @@ class Lab:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self.guard.middleware], client_max_size=BODY)
+        app.on_response_prepare.append(self.guard.limit)
         app.router.add_get("/", self._map)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/static/{name}", self._file)

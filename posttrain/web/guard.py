@@ -86,16 +86,15 @@ class Guard:
         if first is not None and len(hosts) == 1 and hosts[0].lower() in self.hosts and self._knows(first):
             on = web.Response(status=303, headers={"Location": request.path})
             on.set_cookie(self.cookie, self.token, httponly=True, samesite="Strict", path="/")
-            on.headers.update(HEADERS)
             return on
         if why := self.refuses(request):
-            answer: web.StreamResponse = web.Response(status=403, text=f"{why}\n")
-        else:
-            try:
-                answer = await handler(request)
-            except web.HTTPException as error:
-                answer = web.Response(status=error.status, text=f"{error.reason}\n")
-        # A stream has sent its headers already.
-        if not answer.prepared:
-            answer.headers.update(HEADERS)
-        return answer
+            return web.Response(status=403, text=f"{why}\n")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return web.Response(status=error.status, text=f"{error.reason}\n")
+
+    async def limit(self, request: web.Request, answer: web.StreamResponse) -> None:
+        """Set the headers that limit a page; for `on_response_prepare`. A stream has sent its headers before the
+        middleware sees it."""
+        answer.headers.update(HEADERS)

@@ -6,7 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from aiohttp import ClientSession, CookieJar, web
@@ -14,7 +15,7 @@ from aiohttp import ClientSession, CookieJar, web
 from posttrain.lab.overview import listed, map_page
 from posttrain.lab.server import Lab
 from posttrain.system.errors import ConfigError
-from posttrain.web.guard import POLICY
+from posttrain.web.guard import HEADERS, POLICY
 from posttrain.web.html import data, markdown, tag
 from posttrain.web.local import bound_socket
 
@@ -51,6 +52,22 @@ def test_the_secret_of_the_first_address_becomes_a_cookie() -> None:
         page = await caller.get(base)
         assert page.status == 200 and page.headers["Content-Security-Policy"] == POLICY
         assert lab.guard.token not in await page.text()
+
+    served(play, loaded=False)
+
+
+def test_every_answer_limits_the_page_also_a_stream() -> None:
+    async def lines(name: str, values: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield b"{}\n"
+
+    async def play(caller: ClientSession, base: str, lab: Lab) -> None:
+        lab.loaded.set()
+        lab.trainings.lines = lines  # type: ignore[method-assign]
+        answers = [await caller.get(base), await caller.get(f"{base}/?token={lab.guard.token}", allow_redirects=False)]
+        answers += [await caller.get(base), await caller.get(f"{base}/static/none")]
+        answers.append(await caller.post(f"{base}/train/grpo", data="{}", headers={"Origin": base}))
+        assert [a.status for a in answers] == [403, 303, 200, 404, 200] and await answers[-1].text() == "{}\n"
+        assert all(a.headers[name] == value for a in answers for name, value in HEADERS.items())
 
     served(play, loaded=False)
 
