@@ -79,8 +79,12 @@ class Rubric:
     def check(self, tasks: Sequence[Task]) -> None:
         """DataError where the rubric names a column that a task does not have."""
         for task in tasks:
-            known = {"prompt", "response", *columns(task)}
-            for text, whose in ((self.text, str(self.settings.rubric)), (self._of_row(task), "of its row")):
+            own = {"prompt", *columns(task)}
+            # Neither the response nor its own name is put into a row's rubric: the judge would read `{response}`.
+            for text, whose, known in (
+                (self.text, str(self.settings.rubric), own | {"response"}),
+                (self._of_row(task), "of its row", own - {ROW_RUBRIC}),
+            ):
                 if strange := [n for n in _FIELD.findall(text) if n not in known]:
                     raise DataError(
                         f"the rubric {whose} names {{{strange[0]}}}, which task {task.id!r} does not have:"

@@ -173,6 +173,13 @@ def test_a_rubric_of_the_row_is_filled_in_and_the_answer_is_never_put_into_it() 
         own.check([replace(task, info={"rubric": "{thing}"})])
 
 
+@pytest.mark.parametrize("name", ["response", "rubric"])
+def test_a_rubric_of_the_row_that_names_what_is_not_put_into_it_is_refused(name: str) -> None:
+    """The judge would read the name in brackets."""
+    with pytest.raises(DataError, match=rf"the rubric of its row names \{{{name}\}}"):
+        Rubric("{rubric} / {response}").check([replace(TASK, info={"rubric": f"Look at {{{name}}}"})])
+
+
 def test_a_conversation_that_the_environment_left_is_judged_whole() -> None:
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>hm</think>ho"}]
     asked = Rubric("Pay.").prompt(attempt("", state={"conversation": talk}))
