@@ -147,6 +147,12 @@ def test_annotators_differ_and_their_mean_is_the_truth() -> None:
     assert 0.85 < agreement(Replies(annotators=3)) < 0.97, "they disagree with the truth, and less than noise would"
 
 
+def test_annotators_differ_where_a_feature_counts_little() -> None:
+    weights = {"correctness": 0.95, "length": 0.05}
+    each = [w["length"] for w in Taste(features=features, weights=weights, annotators=3).annotator_weights]
+    assert np.ptp(each) > 0.01 and min(each) >= 0.025 - 1e-12 and np.mean(each) == pytest.approx(0.05)
+
+
 def test_margins_are_what_the_judge_saw() -> None:
     env = Replies(margins=True)
     for p in drawn(env, "pair", 50):

@@ -28,7 +28,7 @@ Writer = Callable[[Task, np.random.Generator], str]
 ANNOTATORS_SEED = 20_240_301
 """Seed of the annotators' weights. It is not the run's seed, so runs of different seeds have the same annotators."""
 LEAST = 0.05
-"""The least weight of a feature for any annotator."""
+"""The least weight of a feature for any annotator, or half of the true weight where that is less."""
 TRIES = 1000
 """Completions that are written for one judgement before the error says that they are all alike."""
 SCALE = 4
@@ -95,7 +95,7 @@ class Taste:
         # s. s is the largest one up to 1 with which no weight falls below `least`.
         drawn = np.array([rng.dirichlet(np.full(len(truth), 2.0)) for rng in each])
         away = drawn - drawn.mean(0)
-        least = np.minimum(truth, LEAST)
+        least = np.minimum(truth / 2, LEAST)
         room = (truth - least)[None] / np.maximum(-away, 1e-12)
         own = truth + min(1.0, float(room.min())) * away
         return tuple(dict(zip(self.weights, (float(w) for w in row), strict=True)) for row in own)
