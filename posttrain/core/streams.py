@@ -282,8 +282,8 @@ TOP_LOGP = Stream(
 def _start_is_scored(s: Scoring) -> bool:
     """Returns whether the log-probs at the start of the step are scored.
 
-    With one optimizer step per step they equal those of the training forward, so they are scored only where credit
-    already needs them.
+    Where a step has one optimizer step, they equal the log-probs of the training forward pass. Then they are scored
+    only where credit, or the choice of tokens, needs them before that pass.
     """
     # Before the first optimizer step the policy's log-probs are those of the start. From the second
     # step on they are not, so START must be computed before the first.

@@ -374,5 +374,6 @@ class GroupQueue:
         if self._error is None:
             try:
                 self._admit()
-            except Exception as error:  # nobody waits for this callback, so the next `take` raises it
+            # Nobody waits for this callback, so the error is kept, and the next `take` raises it.
+            except Exception as error:
                 self._error = error

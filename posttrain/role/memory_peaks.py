@@ -20,7 +20,7 @@ from posttrain.system.errors import ConfigError
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESIDENT_PEAK = "5"
-"""Word that makes Linux set the highest resident memory of a process back to that of now."""
+"""Written to `clear_refs`, this makes Linux set the peak of a process's resident memory to its present size."""
 
 
 class PeakMemory:
@@ -57,7 +57,7 @@ class PeakMemory:
         if self._torch is not None:
             return int(self._torch.max_memory_allocated(self._device))
         if self._resets:
-            # In kB, by which Linux means 1024 bytes.
+            # The number is in kB, and a kB of Linux has 1024 bytes.
             line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
             return int(line.split()[1]) * 1024
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

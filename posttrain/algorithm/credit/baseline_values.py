@@ -147,7 +147,7 @@ def _(b: SoftMean, siblings: Siblings) -> tuple[Array, float]:
 @centred.register
 def _(b: SecondBest, siblings: Siblings) -> tuple[Array, float]:
     r = siblings.rewards
-    # Where two siblings are best, the second best is as good, and nobody has credit.
+    # Where two siblings have the best reward, the second best is equal to it, and no sibling has credit.
     order = np.argsort(r, kind="stable")
     lead_G = np.zeros_like(r)
     lead_G[order[-1]] = r[order[-1]] - r[order[-2]]

@@ -74,8 +74,10 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
 
 @singledispatch
 def grown(piece: Shaping, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
-    """Sums of absolute terms [G] of the rewards `after` one piece, from those of the `rewards` before it. By default
-    the difference that it made is one further term."""
+    """Sums of absolute terms [G] of the rewards `after` one piece, from the sums `terms` of the `rewards` before it.
+
+    By default the change of a reward counts as one more term.
+    """
     return terms + np.abs(after - rewards)
 
 
@@ -153,7 +155,7 @@ def _(piece: TargetLength, terms: Array, rewards: Array, after: Array, episodes:
 def _(piece: RateLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     solved = _solved(episodes)
     rate = float(solved.mean()) if len(solved) else 0.0
-    # A prompt that nobody solved still has a price of length: its rate counts as that of one solved sibling.
+    # Length has a price also where no sibling solved the prompt: the rate is then 1 / G, as with one solved sibling.
     return rewards - piece.beta * max(rate, 1 / max(1, len(solved))) * _length(episodes)
 
 

@@ -117,8 +117,10 @@ def without_credit(credit: Credit) -> Credit:
 
 
 def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
-    """One prompt's judged siblings, shaped. All are dropped where the baseline needs a judged greedy answer and there
-    is none."""
+    """One prompt's judged siblings, shaped.
+
+    All are dropped where the baseline needs a judged greedy answer and there is none.
+    """
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
     terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
@@ -196,7 +198,7 @@ def _by_samples(
             centred_G, after = (np.zeros_like(r), moving.get(source, 0.0))
             if not silent:
                 centred_G, after = _centred(a, uncharged, lengths, group, after)
-            # From group to group in order: the next one is compared with the average that this one left.
+            # The next group is compared with the average as it is after this group.
             moving |= {source: after} if samples else {}
             centred_P.append(centred_G)
         divisors = _scales(a, rewards_P, noise_P, samples_P)
@@ -284,19 +286,19 @@ def _scales(
         case "group_std":
             return [_std(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
         case "batch_std":
-            # One number for the whole step. Groups without spread are in
-            # it, since their level is part of the step's deviation.
+            # One deviation for the whole step. Groups without spread count in it
+            # too: their reward may differ from that of other groups.
             return [_std(np.concatenate([np.zeros(0), *rewards_P]), max(noise_P, default=0.0))] * len(rewards_P)
         case "group_mean":
             means = [_mean(r) if len(r) else 0.0 for r in rewards_P]
-            # Only for rewards of at least 0. A mean within rounding of 0
-            # means that nobody succeeded: there is nothing to divide.
+            # For rewards of at least 0 only. A mean of 0, up to rounding, means that
+            # no sibling succeeded: then there is no credit to divide.
             return [m if m > noise else 0.0 for m, noise in zip(means, noise_P, strict=True)]
         case "best_std":
             assert a.best_of is not None
             k = a.best_of.k
-            # The deviation is that of raw outcomes, and `BestOf` has
-            # multiplied the rewards by k: both are undone in one division.
+            # Credit is divided by k, with which `BestOf` multiplied the rewards,
+            # and by the deviation of the best raw outcome of k siblings.
             outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
             return [
                 min(k, len(r)) * best_spread(r, k) if spread(r, n) else 0.0

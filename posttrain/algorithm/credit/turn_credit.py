@@ -105,8 +105,8 @@ def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: 
     """
     turns_G = [turns(e) for e in episodes]
     out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
-    # First every turn gets its return g_k = r_k + gamma g_{k+1}, from the last one backwards.
-    # Then turns from equal states, of whichever sibling and number, are compared as one group.
+    # First every turn gets its return g_k = r_k + gamma g_{k+1}, from the last turn backwards. Then all
+    # turns from equal states are compared as one group, whatever their sibling and their number.
     by_key: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
     for i, (ts, reward) in enumerate(zip(turns_G, rewards, strict=True)):
         to_go = 0.0

@@ -79,12 +79,12 @@ def jensen_shannon(teacher_MK: Tensor, student_MK: Tensor, beta: float) -> Tenso
     # tokens as one. Gradients flow through the student's rest too.
     t = torch.cat([teacher_MK, rest(teacher_MK)[:, None].log()], 1)
     s = torch.cat([student_MK, rest(student_MK)[:, None].log()], 1)
-    # At both ends M is one of the two, and the formula is 0. As in GKD
-    # they stand for the limits of JSD / beta and JSD / (1 - beta).
+    # For beta 0 and 1 the mixture M is one of the two distributions, and the formula gives 0. As
+    # in GKD these values stand for the limits of JSD / beta and JSD / (1 - beta).
     if beta in (0, 1):
         a, b = (t, s) if beta == 0 else (s, t)
         return (a.exp() * (a - b)).sum(1)
-    # log M from log-probs, without leaving them: probabilities as small as e^-100 keep their digits.
+    # log M is computed from log-probs alone: probabilities as small as e^-100 keep their digits.
     m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
     return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(1)
 

@@ -111,8 +111,8 @@ def _(piece: Veto, mismatch: Mismatch) -> Tensor:
 @factor.register
 def _(piece: NegativeMask, mismatch: Mismatch) -> Tensor:
     left_M = (
-        # The present policy, not that of the start: an answer that earlier
-        # updates of this batch have moved away from is left out as well.
+        # Compared with the present policy, not with the one at the start of the step. So an answer
+        # from which earlier updates of this batch have moved away is left out too.
         mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length() > piece.delta
     )
     return (~((mismatch.batch[ADVANTAGE] < 0) & left_M)).to(mismatch.raw_M.dtype)

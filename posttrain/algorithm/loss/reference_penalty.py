@@ -37,8 +37,8 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
         case "k2":
             return gap.square() / 2
         case "k3":
-            # expm1: for small gaps exp(-gap) - 1 + gap is gap^2 / 2, of which exp(-gap) - 1 would have
-            # lost most digits. Only the lower bound is needed, since exp(-gap) is small for large gaps.
+            # For a small gap the result is about gap^2 / 2. exp(-gap) - 1 would lose most digits there, expm1 keeps
+            # them. Only a lower bound is needed, because exp(-gap) is small for large gaps.
             near = gap.clamp(min=-LOG_RATIO_LIMIT)
             return torch.expm1(-near) + near
         case "rk3":

@@ -47,7 +47,7 @@ def _(tokens: ClipCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.rando
     # that are rewarded, unlikely ones that are punished. A few of them, by chance, are left out.
     cov_M = covariance(batch[ADVANTAGE], _before(batch))
     within = np.flatnonzero((cov_M > tokens.low) & (cov_M < tokens.high))
-    # The share is one of all tokens of the minibatch, not of those within the bounds.
+    # `share` counts all tokens of the minibatch, not only those within the bounds.
     count = min(len(within), int(tokens.share * len(cov_M)))
     silent = rng.choice(within, count, replace=False) if count else within[:0]
     return ~np.isin(np.arange(len(cov_M)), silent)

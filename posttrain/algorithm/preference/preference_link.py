@@ -112,8 +112,8 @@ def log1mexp(x: Tensor) -> Tensor:
     near = x > -math.log(2)
     return torch.where(
         near,
-        # expm1 keeps the digits of 1 - e^x near 0, log1p those of log(1 - e^x) far from it. Each form gets
-        # -1 where the other is taken: `where` multiplies the unused gradient by 0, and 0 * inf would be NaN.
+        # For x near 0 expm1 keeps the digits of 1 - e^x; far from 0 log1p keeps those of the logarithm. Each form
+        # reads -1 where the other one is taken: `where` multiplies its gradient by 0, and 0 * inf would be NaN.
         torch.log(-torch.expm1(torch.where(near, x, torch.full_like(x, -1.0)))),
         torch.log1p(-torch.exp(torch.where(near, torch.full_like(x, -1.0), x))),
     )

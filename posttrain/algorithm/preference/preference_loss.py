@@ -112,7 +112,7 @@ class _Judged:
             return a.coef * (weight_E * self._nash()).sum()
         if a.rows == "label":
             good = torch.as_tensor(self.side_E == 1, device=self.h_E.device)
-            # Good and bad completions may have weights of their own, against data that has many more of one.
+            # Good and bad completions may have different weights, for data with many more of one kind.
             of_side = torch.where(good, a.good, a.bad)
             return a.coef * (weight_E * of_side * side(a.link, self._reward(), good, a.beta)).sum()
         # A gold completion (side 2) is in no difference: it is only imitated, by what is added.

@@ -309,8 +309,9 @@ def labels(judging: Judging, each: JudgedTask) -> list[bool | None]:
 
 
 def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, str | bool]]:
-    """Rows with prompt, completion and label, for a stage that trains a reward model with `judgement=label`. Judgements
-    without a verdict are left out, and so are tasks of which all judgements are right or all wrong.
+    """Rows with prompt, completion and label, for a stage that trains a reward model with `judgement=label`.
+
+    Judgements without a verdict are left out. So are tasks whose judgements are all right, or all wrong.
 
     Raises:
         DataError: nothing is left.
