@@ -45,6 +45,7 @@ class LiveRules(Observer):
         return ObserverReport({"rollout/special": Gauge.of([self._says_special(e) for e in episodes])})
 
     def _says_special(self, episode: Episode) -> bool:
+        """Returns whether the policy said a special token that is no stop token."""
         return any(not self._special.isdisjoint(s.ids[s.mask].tolist()) for s in episode.segments)
 
     def on_line(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:

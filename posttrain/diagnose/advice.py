@@ -63,6 +63,7 @@ class Case:
 
     @property
     def env_path(self) -> str:
+        """The path of the environment's settings, as it is written in an override."""
         return "env" if self.s.stage.env is None else f"{self.s.name}.env"
 
     @property
@@ -159,6 +160,7 @@ class Case:
         return f"{self.s.name}.optimizer.lr={self.s.stage.optimizer.lr * times:.1g}"
 
     def show(self, *words: str) -> str:
+        """The command that shows answers of the stage."""
         return command_line("show", self.folder, "--stage", self.s.name, *words)
 
 
@@ -253,11 +255,11 @@ def _heldout(c: Case) -> Iterator[Advice]:
         size = "more" if c.gain is None else f"a gain of {number_text(max(abs(c.gain.mean), least), '.2g')}"
         if c.gain is not None and abs(c.gain.mean) < least:
             size += f", a {1 / WORTH:.0f}th of the range of rewards"
-        told = f"hold more prompts out: about {wanted:,} would tell {size}"
+        advised = f"hold more prompts out: about {wanted:,} would tell {size}"
         # The data may not have as many prompts as would tell.
         few = most is not None and most < wanted
-        told += f", and its data lets {most:,} be held out ({c.env_path}.heldout={most})" if few else ""
-        yield Advice("more held out", "held out", told if few else f"{told} ({c.env_path}.heldout={wanted})")
+        advised += f", and its data lets {most:,} be held out ({c.env_path}.heldout={most})" if few else ""
+        yield Advice("more held out", "held out", advised if few else f"{advised} ({c.env_path}.heldout={wanted})")
     elif c.prompts is not None:
         text = (
             f"its data has {c.prompts} prompts, of which at most one in {HELDOUT_SHARE} is held out: about"

@@ -67,13 +67,13 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
         commands.append((longer, "go on for as many steps again"))
     if asked is not None and not worse:
         # The new seed replaces the user's own.
-        kept = [w for w in overrides if _head(run, w) != "seed"]
-        command = command_line("run", recipe, *kept, f"seed={run.seed + 1}")
+        others = [w for w in overrides if _head(run, w) != "seed"]
+        command = command_line("run", recipe, *others, f"seed={run.seed + 1}")
         commands.append((command, "the same with another seed: is the gain more than chance?"))
     if asked is not None and len(stages) == 1 and not worse:
         other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
-        kept = [w for w in overrides if _head(run, w) != "algorithm"]
-        command = command_line("run", recipe, *kept, f"algorithm={other}")
+        others = [w for w in overrides if _head(run, w) != "algorithm"]
+        command = command_line("run", recipe, *others, f"algorithm={other}")
         commands.append((command, "another algorithm; posttrain ladder lists them"))
     if not named_parts:
         again = f"posttrain.evaluate({str(folder)!r}, ...) or posttrain.run(resume={str(folder)!r}, ...)"
@@ -85,8 +85,8 @@ def _of_fault(run: Run, folder: Path) -> list[tuple[str, str]]:
     """Returns the next steps of a run with a planted fault. Its numbers mean nothing, so nothing goes on with it."""
     commands = [(command_line("show", folder), "read what it said")] if episode_files(folder) else []
     if (words := _words(folder)) is not None:
-        kept = [w for w in words[1] if _head(run, w) != "fault"]
-        commands.append((command_line("run", words[0], *kept), "the same without the fault"))
+        others = [w for w in words[1] if _head(run, w) != "fault"]
+        commands.append((command_line("run", words[0], *others), "the same without the fault"))
     return commands
 
 

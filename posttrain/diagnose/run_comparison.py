@@ -148,8 +148,10 @@ class RunComparison:
     """Facts that a reader must know before believing the figures."""
 
     def __repr__(self) -> str:
-        told = [f"{g.group.letter}: {g.word}, {g.over_prompts}" for g in self.gains]
-        return f"RunComparison(by {self.what} over {self.prompts} prompts, against A; {'; '.join(told) or 'one group'})"
+        gains = [f"{g.group.letter}: {g.word}, {g.over_prompts}" for g in self.gains]
+        return (
+            f"RunComparison(by {self.what} over {self.prompts} prompts, against A; {'; '.join(gains) or 'one group'})"
+        )
 
 
 def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:
@@ -198,31 +200,31 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
     Raises:
         ConfigError: there is none.
     """
-    found = of.last
+    chosen = of.last
     if stage is not None:
         by_name = {s.name: s for s in of.stages}
         if stage not in by_name:
             raise ConfigError(f"{of.folder} has taken no step of a stage {stage!r}; {nearest(stage, by_name)}")
-        found = by_name[stage]
-    if found is not None and found.end is None and found.likelihoods:
-        return _by_loss(of, found)
-    if found is not None and found.end is None and found.misordered:
-        step, rows = [*found.misordered.items()][-1]
+        chosen = by_name[stage]
+    if chosen is not None and chosen.end is None and chosen.likelihoods:
+        return _by_loss(of, chosen)
+    if chosen is not None and chosen.end is None and chosen.misordered:
+        step, rows = [*chosen.misordered.items()][-1]
         # Misordered is a loss: 1 less it is the share that is right.
         right: dict[Hashable, float] = {k: 1 - x for k, (x, _) in rows.rows.items()}
         score = Score.of([*right.values()])
-        return ComparedRun(of, found, Measurement(found.name, step, score, score, False, right, right))
-    if found is None or found.end is None:
-        why = "took no step" if found is None else f"{found.name} has not been measured on held-out tasks"
-        if found is not None and isinstance(found.stage, RewardModel):
-            why = f"{found.name} trained a reward model, which answers no held-out task"
-        raise ConfigError(f"{of.folder}: {why}, so there is nothing to compare. {_remedy(of, found)}")
-    if not found.end.right:
+        return ComparedRun(of, chosen, Measurement(chosen.name, step, score, score, False, right, right))
+    if chosen is None or chosen.end is None:
+        why = "took no step" if chosen is None else f"{chosen.name} has not been measured on held-out tasks"
+        if chosen is not None and isinstance(chosen.stage, RewardModel):
+            why = f"{chosen.name} trained a reward model, which answers no held-out task"
+        raise ConfigError(f"{of.folder}: {why}, so there is nothing to compare. {_remedy(of, chosen)}")
+    if not chosen.end.right:
         raise ConfigError(
             f"{of.folder}: the answers of its held-out evaluation were not recorded or not judged, so no prompt can be"
             " compared with itself. Start it with record_episodes=true"
         )
-    return ComparedRun(of, found, found.end)
+    return ComparedRun(of, chosen, chosen.end)
 
 
 def _by_loss(of: RunOutcome, found: StageOutcome) -> ComparedRun:
@@ -350,8 +352,8 @@ def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hasha
     """Each prompt with its mean over the group's seeds."""
     # Each seed weighs the same, however many runs were made of it.
     weight = {seed: 1 / sum(r.seed == seed for r in group.runs) for seed in {r.seed for r in group.runs}}
-    each = [weight[r.seed] / len(weight) for r in group.runs]
-    return {p: math.fsum(w * _values(r, what)[p] for w, r in zip(each, group.runs, strict=True)) for p in prompts}
+    weights = [weight[r.seed] / len(weight) for r in group.runs]
+    return {p: math.fsum(w * _values(r, what)[p] for w, r in zip(weights, group.runs, strict=True)) for p in prompts}
 
 
 def _by_seed(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[int, float]:

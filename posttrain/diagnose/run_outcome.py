@@ -95,6 +95,7 @@ class StageOutcome:
 
     @property
     def heldout_losses(self) -> Curve:
+        """The mean held-out losses by the steps taken."""
         return tuple((i, x.score.mean) for i, x in self.likelihoods.items())
 
     @property
@@ -132,6 +133,7 @@ class RunOutcome:
 
     @property
     def finished(self) -> bool:
+        """True where all stages of the run came to their end."""
         return [s.name for s in self.stages if s.done] == [s.name for s in self.run.stages]
 
     @property

@@ -146,13 +146,13 @@ def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
     stops = resolve_stops(tokenizer, config)
     stop_words = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
     advice = "correct generation_config.json or the chat template"
-    found = [LintFinding("model: stop tokens", f"a turn ends at {stop_words}")]
-    found += [LintFinding("model: stop tokens", n, warns=True, advice=advice) for n in turn_end(tokenizer, stops)]
+    findings = [LintFinding("model: stop tokens", f"a turn ends at {stop_words}")]
+    findings += [LintFinding("model: stop tokens", n, warns=True, advice=advice) for n in turn_end(tokenizer, stops)]
     plain: Any = tokenizer
     # An environment with a `play` of its own may answer in later turns, which the template then has to write.
     follows = [] if type(env).play is SingleTurn.play else ["user"]
     of_template = template_findings(Renderer(plain, stops), env, [*env.heldout, env.train.task(0)], follows)
-    return [*found, *(of_template or [LintFinding("template", "prompts are text, so no chat template is used")])]
+    return [*findings, *(of_template or [LintFinding("template", "prompts are text, so no chat template is used")])]
 
 
 def _of_file(target: str) -> Env | None:
@@ -165,11 +165,11 @@ def _of_file(target: str) -> Env | None:
         return None
     read = partial(user_module, what="check")
     # Read once here, to see what the name is, and once more where an Env or a Run is built from it.
-    found = getattr(read(Path(path).resolve()), name, None)
-    if found is None or isinstance(found, type):
+    named = getattr(read(Path(path).resolve()), name, None)
+    if named is None or isinstance(named, type):
         return None
-    given = named_object(target, "", (Run, Env), read, "a class of an environment, a Run or an Env")
-    return given.env if isinstance(given, Run) else given
+    settings = named_object(target, "", (Run, Env), read, "a class of an environment, a Run or an Env")
+    return settings.env if isinstance(settings, Run) else settings
 
 
 def _refuse_others(target: str) -> None:

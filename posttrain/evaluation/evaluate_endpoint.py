@@ -130,9 +130,9 @@ async def evaluate_remote(
 def refuse(how: EndpointOptions) -> None:
     """ConfigError where any option of an endpoint is set. It is called for other kinds of target."""
     names = {"model": "--model", "key_env": "--key-env", "tokenizer": "--tokenizer", "dialect": "--dialect"}
-    given = [flag for name, flag in names.items() if getattr(how, name) is not None]
-    given += ["--api"] if how.api != "chat" else []
-    if given:
+    flags = [flag for name, flag in names.items() if getattr(how, name) is not None]
+    flags += ["--api"] if how.api != "chat" else []
+    if flags:
         raise ConfigError(
-            f"{', '.join(given)} belongs to an endpoint: give its address as the target (http://127.0.0.1:8000/v1)"
+            f"{', '.join(flags)} belongs to an endpoint: give its address as the target (http://127.0.0.1:8000/v1)"
         )

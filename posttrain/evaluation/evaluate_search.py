@@ -131,22 +131,22 @@ def evaluate_searches(
     if out is not None:
         check_out(out)
     target, checkpoint = run_and_checkpoint(target, checkpoint)
-    own = Path(target) if is_run(target) else None
+    run_folder = Path(target) if is_run(target) else None
     say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
-    weights = None if own is None else _weights(own, checkpoint, say)
-    if own is None:
+    weights = None if run_folder is None else _weights(run_folder, checkpoint, say)
+    if run_folder is None:
         check_source("", str(target))
-    run, _, given = asked_run(target, checkpoint, rest, UserObjects(), quiet, trust)
-    request = _with_scores(request, run, own, target)
+    run, _, objects = asked_run(target, checkpoint, rest, UserObjects(), quiet, trust)
+    request = _with_scores(request, run, run_folder, target)
     contract = _contract(run, max_tokens, temperature)
     # A reward model that guides the search as well would judge its own choice.
     env = replace(run.env, rewards=tuple(r for r in run.env.rewards if not r.by_model), measured=False)
     run = replace(run, env=env, stages=(Reinforce(name=STAGE_NAME, sampling=contract),))
     with ExitStack() as closed:
         closed.enter_context(faults.planted(request.fault))
-        environment = closed.enter_context(closing(make_environment(run, given)))
+        environment = closed.enter_context(closing(make_environment(run, objects)))
         _check_single_turn(environment)
-        report = _measured(request, run, environment, own, weights, samples, trust, str(target))
+        report = _measured(request, run, environment, run_folder, weights, samples, trust, str(target))
     _show(report, out, quiet)
     return report
 
@@ -333,10 +333,10 @@ def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
     It is that of the checkpoint. Where the checkpoint holds a reward model, it is that of the last stage before that
     model's stage that left a policy.
     """
-    found, stages = find(folder, checkpoint), run_file(folder).run.stages
-    trained = trained_at(stages, found.state)
+    chosen, stages = find(folder, checkpoint), run_file(folder).run.stages
+    trained = trained_at(stages, chosen.state)
     if trained is None:
-        return found.folder
+        return chosen.folder
     # Only stages whose weights go on to the one that trained the reward model, and that leave a policy.
     before = [s for s in stages[: stages.index(trained)] if s.leaves_policy and s.hands_on]
     trainers = [s.name for s in before if not isinstance(s, StepLabeling)]

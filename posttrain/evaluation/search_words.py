@@ -138,6 +138,7 @@ def _by(word: str | None) -> Reward | None:
 
 
 def _budget(word: str) -> int:
+    """The value of `search.budget`."""
     budget = read(int, word, "search.budget")
     if budget < 0:
         raise ConfigError(f"search.budget={word}: tokens a task, at least 1; 0 is no limit")

@@ -51,13 +51,13 @@ def faster(times: Times, chosen: Collection[str], overlap: bool = False) -> floa
     Raises:
         ConfigError: there is no such optimisation.
     """
-    left: dict[str, float] = dict.fromkeys(ROLES, 1.0)
+    shares: dict[str, float] = dict.fromkeys(ROLES, 1.0)
     for name in chosen:
         if name not in OPTIMISATIONS:
             raise ConfigError(f"no optimisation {name!r} is known; {nearest(name, OPTIMISATIONS)}")
         # Factors of one role multiply: each is of the time that the others leave.
-        left[OPTIMISATIONS[name].role] *= OPTIMISATIONS[name].factor
-    changed = replace(times, **{role: getattr(times, role) * share for role, share in left.items()})
+        shares[OPTIMISATIONS[name].role] *= OPTIMISATIONS[name].factor
+    changed = replace(times, **{role: getattr(times, role) * share for role, share in shares.items()})
     return changed.step("asynchronous" if overlap else "colocated")
 
 

@@ -145,12 +145,12 @@ def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners:
         for with_learner, learner_bytes in _learners(
             work, learners, memory - (weights + ROOM * memory if shared else 0.0)
         ):
-            left = memory - weights - (learner_bytes if shared else 0.0)
-            if left < ROOM * memory:
+            for_cache = memory - weights - (learner_bytes if shared else 0.0)
+            if for_cache < ROOM * memory:
                 continue
             bytes_a_sequence = work.shape.cache_bytes(2) * (work.lengths.prompt + work.lengths.answer)
-            slots = max(1, min(work.slots, int(left * workers / bytes_a_sequence)))
-            fitting = replace(with_learner, engines=engines // workers, slots=slots, cache=left * workers)
+            slots = max(1, min(work.slots, int(for_cache * workers / bytes_a_sequence)))
+            fitting = replace(with_learner, engines=engines // workers, slots=slots, cache=for_cache * workers)
             if shared:
                 yield MachineLayout(fitting, machine, "colocated", engines, learners, workers, assumed)
                 continue
@@ -200,22 +200,23 @@ def _most(work: Work) -> float:
 
 
 def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> MachineLayout:
-    """The layout with the shortest step. A larger K (steps ahead) is taken only if it shortens the step clearly
-    (`GAIN`).
+    """The layout with the shortest step.
+
+    A larger K (steps that samples run ahead) is taken only if it shortens the step clearly (`GAIN`).
 
     Raises:
         ConfigError: none fits.
     """
     # By K, the smallest first. Within one K the shortest step wins; a larger K has to bring more than the margin,
     # because older samples cost quality that no plan counts.
-    found = sorted(layouts(work, machine, assumed), key=lambda x: x.work.staleness)
-    if not found:
+    by_staleness = sorted(layouts(work, machine, assumed), key=lambda x: x.work.staleness)
+    if not by_staleness:
         raise ConfigError(
             f"--machines {machine.name}: {work.shape.parameters / 1e9:,.0f} billion parameters fit in no layout: take"
             " more devices, devices with more memory, model.lora.rank=16, or shorter sequences"
         )
-    best = found[0]
-    for layout in found[1:]:
+    best = by_staleness[0]
+    for layout in by_staleness[1:]:
         if layout.step < (best.step if layout.work.staleness == best.work.staleness else GAIN * best.step):
             best = layout
     return best

@@ -126,10 +126,10 @@ def machine(word: str) -> Hardware:
     if word.endswith(".toml"):
         return read_machine(Path(word).expanduser())
     # A negative count is read here and refused by `Hardware`, with a message that names it.
-    found = COUNTED.fullmatch(word.strip())
-    if found is None:
+    counted = COUNTED.fullmatch(word.strip())
+    if counted is None:
         raise ConfigError(f"machine={word!r}: write a device such as H100, 8xH100, or a TOML file")
-    return Hardware(word, device(found[2]), int(found[1] or 1))
+    return Hardware(word, device(counted[2]), int(counted[1] or 1))
 
 
 OF_DEVICE = tuple(f.name for f in fields(Device))

@@ -219,12 +219,14 @@ def _training(work: Work) -> Iterator[Term]:
         yield _trained(work, "gradients of earlier passes", 4, "{} T", ("forward", "backward"))
     if narrow:
         yield _trained(work, "gradients before they are summed", work.width, "{} T", ("gradients",))
-    each, said = STATE[work.optimizer]
+    bytes_each, formula = STATE[work.optimizer]
     if work.offload_optimizer:
         # Copied to the device by groups of some 16 million numbers (`engine.optimizer.optimizer_offload`).
-        yield Term("optimizer state", min(each * work.trained, 16e6 * each), "one group at a time", ("update",))
+        yield Term(
+            "optimizer state", min(bytes_each * work.trained, 16e6 * bytes_each), "one group at a time", ("update",)
+        )
     else:
-        yield _trained(work, "optimizer state", each, said, MOVED)
+        yield _trained(work, "optimizer state", bytes_each, formula, MOVED)
     if work.ema:
         yield _trained(work, "average of the weights", 4, "{} T", INSTANTS)
     yield from _proofs(work)
@@ -244,8 +246,8 @@ def _proofs(work: Work) -> Iterator[Term]:
     yield _small("check of the first update", 28.0 * checked, "28 bytes x numbers of small weights", ("first update",))
     if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1 and not work.adapter:
         both = work.width * (2 * work.shape.parameters + work.shape.vocabulary * work.shape.hidden)
-        said = f"{2 * work.width} P + {work.width} V h: two gradients, and a difference"
-        yield Term("proof of shared beginnings", both, said, ONCE[:1])
+        formula = f"{2 * work.width} P + {work.width} V h: two gradients, and a difference"
+        yield Term("proof of shared beginnings", both, formula, ONCE[:1])
 
 
 def _passes(work: Work) -> Iterator[Term]:
@@ -290,8 +292,8 @@ def _engine(work: Work) -> Iterator[Term]:
     # the learner's changes before the engine is given it.
     shared = work.adapter and not work.vllm and not work.engines
     if shared:
-        held = 4.0 * work.adapter
-        yield Term("engine's adapter", held, "4 T: the frozen weights are shared", small=held)
+        adapter_bytes = 4.0 * work.adapter
+        yield Term("engine's adapter", adapter_bytes, "4 T: the frozen weights are shared", small=adapter_bytes)
         # The compiled decoder joins the layers of one input, and holds those with an adapter merged
         # (`engine.embedded.cache.fused_decoder`).
         if work.width == 4 and not work.accelerator and work.shape.family in FUSED and not work.quantize:
@@ -305,8 +307,10 @@ def _engine(work: Work) -> Iterator[Term]:
     cached, formula = cache(work)
     yield Term("cache of keys and values", cached, formula, ("rollout",) if work.sleep else INSTANTS)
     if not work.vllm:
-        drawn, said = activations.logits(work), f"{work.together} sequences x V"
-        yield Term("scores that tokens are drawn from", drawn, said, ("rollout",), 2 * _kept_small(drawn / 2))
+        drawn, formula_of_draw = activations.logits(work), f"{work.together} sequences x V"
+        yield Term(
+            "scores that tokens are drawn from", drawn, formula_of_draw, ("rollout",), 2 * _kept_small(drawn / 2)
+        )
         yield _small("engine's pass", activations.prefill(work), "positions of prompts", ("rollout",))
 
 
@@ -317,12 +321,12 @@ def cache(work: Work) -> tuple[float, str]:
     """
     if work.vllm:
         return work.cache, "engine.cache_gib: taken at the start"
-    each = work.shape.cache_bytes(4)
+    bytes_a_token = work.shape.cache_bytes(4)
     # Siblings share the cache of their prompt. The last block of a sequence is half empty in the mean.
     groups = math.ceil(work.together / work.siblings)
     rows = groups * work.lengths.prompt + work.together * (work.lengths.answer + 8)  # blocks of 16 rows
-    said = f"{each:,} bytes x {rows:,.0f} tokens: {work.together} sequences"
-    return min(work.cache, each * rows), said
+    formula = f"{bytes_a_token:,} bytes x {rows:,.0f} tokens: {work.together} sequences"
+    return min(work.cache, bytes_a_token * rows), formula
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -350,15 +354,15 @@ def _of_tensors(work: Work, name: str, each: float, formula: str, divided: bool 
         parts: the number of tensors of equal size in which it lies, for each tensor of the model.
     """
     share = _share(work) if divided else 1.0
-    held = work.shape.parameters * each * share
+    total = work.shape.parameters * each * share
     # The gradient of the embedding has a row for each token that was read. How many different ones there are is not
     # known: as many as tokens, and at most a quarter of the vocabulary.
     if name.startswith("gradients") and _by_rows(work):
-        held -= each * (work.shape.vocabulary - min(work.tokens, work.shape.vocabulary / 4)) * work.shape.hidden
+        total -= each * (work.shape.vocabulary - min(work.tokens, work.shape.vocabulary / 4)) * work.shape.hidden
     # glibc keeps a block by its own size, so it counts how large one tensor is on this rank, in one of its parts.
     small = sum(size * count * each for size, count in tensors(work) if size * each * share / parts < SMALL)
-    said = formula.format(f"{each:g}") + (_over(work) if divided else "")
-    return Term(name, held, said, small=min(small * share, held))
+    text = formula.format(f"{each:g}") + (_over(work) if divided else "")
+    return Term(name, total, text, small=min(small * share, total))
 
 
 def _trained(work: Work, name: str, each: float, formula: str, instants: tuple[Instant, ...]) -> Term:

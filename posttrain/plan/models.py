@@ -13,6 +13,8 @@ from posttrain.system.errors import ConfigError, nearest
 
 
 def _config(family: str, hidden: int, layers: int, heads: int, kv: int, feed: int, words: int, **more: Any) -> Any:
+    """A `config.json` with these settings. `kv`: number of key heads; `feed`: width of the feed-forward part; `words`:
+    size of the vocabulary."""
     return {
         "model_type": family,
         "hidden_size": hidden,
@@ -87,7 +89,7 @@ def shape_by_name(name: str) -> ModelShape:
     """
     by_lower = {n.lower(): n for n in MODELS}
     # `Qwen/Qwen3-8B` of the hub is `Qwen3-8B` here.
-    found = by_lower.get(name.rpartition("/")[2].lower())
-    if found is None:
+    listed = by_lower.get(name.rpartition("/")[2].lower())
+    if listed is None:
         raise ConfigError(f"no shape of a model {name!r} is known here; {nearest(name, MODELS)}; or give its folder")
-    return shape_of(MODELS[found], found)
+    return shape_of(MODELS[listed], listed)

@@ -174,7 +174,7 @@ class ModelShape:
         """Parameters by part, in all layers together."""
         x, h = self.experts, self.hidden
         dense = self.layers if x is None else min(x.dense, self.layers)
-        found = {
+        counts = {
             "embedding": self.vocabulary * h + self.positions * h,
             "attention": self.layers * self.attention,
             "feed-forward": dense * self.feed_forward(self.feed),
@@ -183,7 +183,7 @@ class ModelShape:
             "norms": self.layers * self.norms + h * (1 + self.form.norm_bias),
             "head": 0 if self.tied else self.vocabulary * h,
         }
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def parameters(self) -> int:
@@ -308,6 +308,7 @@ def _experts(config: Mapping[str, Any], name: str, form: Family) -> Experts | No
 
 
 def _latent(config: Mapping[str, Any], name: str) -> Latent:
+    """The sizes of a model's latent attention."""
     return Latent(
         query_rank=_size(config, name, "q_lora_rank", default=0, least=0),
         rank=_size(config, name, "kv_lora_rank"),

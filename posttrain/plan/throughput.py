@@ -79,6 +79,7 @@ class Times:
 
     @property
     def total(self) -> float:
+        """Seconds of all roles one after the other."""
         return self.rollout + self.reward + self.reference + self.learn + self.sync
 
     @property
@@ -150,8 +151,8 @@ class Throughput:
         w = self.work
         tokens = w.prompts * w.lengths.prompt
         # Attention is causal: a token reads half of the prompt in the mean.
-        each = 2 * w.shape.active + w.shape.attending(w.lengths.prompt) / 2
-        return tokens * each / (self.machine.flops * self.engines)
+        operations = 2 * w.shape.active + w.shape.attending(w.lengths.prompt) / 2
+        return tokens * operations / (self.machine.flops * self.engines)
 
     def decoding(self, sequences: float, length: float) -> float:
         """Seconds of one decoding step of `sequences` sequences, each with `length` tokens so far."""
@@ -186,9 +187,9 @@ class Throughput:
         edges = [0.0, *(w.lengths.quantile((i + 0.5) / PIECES) for i in range(PIECES)), w.lengths.longest(slots)]
         tail, begun = 0.0, 0.0
         for i, end in enumerate(edges[1:]):
-            left = max(1.0, slots * (1 - i / PIECES))
+            running = max(1.0, slots * (1 - i / PIECES))
             if end > begun:
-                tail += (end - begun) * self.decoding(left, w.lengths.prompt + (begun + end) / 2)
+                tail += (end - begun) * self.decoding(running, w.lengths.prompt + (begun + end) / 2)
                 begun = end
         return (full_slots + tail) / self.assumed.tokens_a_pass
 

@@ -114,10 +114,10 @@ class Work:
 
         A shared prompt counts once. The last token of an answer is never an input.
         """
-        each = self.lengths.answer - 1
+        answer = self.lengths.answer - 1
         shared = self.share and self.siblings > 1
         prompts = 1 if shared else self.siblings
-        return self.lengths.prompt * prompts + each * self.siblings
+        return self.lengths.prompt * prompts + answer * self.siblings
 
     @property
     def minibatch(self) -> float:
@@ -156,11 +156,11 @@ class Work:
         """(inputs, outputs, how many) of the linear layers of the decoder, experts left out."""
         s, x = self.shape, self.shape.experts
         q, kv, dense = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.layers if x is None else x.dense
-        found = {"q_proj": (s.hidden, q, s.layers), "k_proj": (s.hidden, kv, s.layers)}
-        found |= {"v_proj": (s.hidden, kv, s.layers), "o_proj": (q, s.hidden, s.layers)}
+        layers = {"q_proj": (s.hidden, q, s.layers), "k_proj": (s.hidden, kv, s.layers)}
+        layers |= {"v_proj": (s.hidden, kv, s.layers), "o_proj": (q, s.hidden, s.layers)}
         if s.form.gated:
-            found["gate_proj"] = (s.hidden, s.feed, dense)
-        return found | {"up_proj": (s.hidden, s.feed, dense), "down_proj": (s.feed, s.hidden, dense)}
+            layers["gate_proj"] = (s.hidden, s.feed, dense)
+        return layers | {"up_proj": (s.hidden, s.feed, dense), "down_proj": (s.feed, s.hidden, dense)}
 
     @property
     def in_linear(self) -> int:

@@ -30,10 +30,10 @@ def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False,
         quiet: print nothing.
         every: print all settings that differ, instead of the first ten.
     """
-    found = compare_runs(folders, stage)
+    comparison = compare_runs(folders, stage)
     if not quiet:
-        show_comparison(PlainConsole(soft_wrap=True), found, every)
-    return found
+        show_comparison(PlainConsole(soft_wrap=True), comparison, every)
+    return comparison
 
 
 def show_comparison(console: PlainConsole, c: RunComparison, every: bool = False) -> None:

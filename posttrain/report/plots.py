@@ -95,8 +95,8 @@ def plot(
 
 def _drawn(runs: Sequence[RunOutcome], gauges: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
     """The curves of each gauge that a run has, by run and stage."""
-    found = {gauge: [_curves(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
-    return {gauge: curves for gauge, curves in found.items() if any(curves)}
+    curves_of = {gauge: [_curves(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
+    return {gauge: curves for gauge, curves in curves_of.items() if any(curves)}
 
 
 def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[RunOutcome]) -> Figure:

@@ -72,9 +72,9 @@ class RolloutView:
 
     def __repr__(self) -> str:
         reward = "not judged" if self.reward is None else f"reward {self.reward:.3g}"
-        said = _short(self.said, 44)
+        answer = _short(self.said, 44)
         wanted = "" if self.answer is None else f", wanted {_short(str(self.answer), 16)!r}"
-        return f"<{reward}: {_short(self.prompt, 44)!r} -> {said!r}{wanted}, {self.stop}>"
+        return f"<{reward}: {_short(self.prompt, 44)!r} -> {answer!r}{wanted}, {self.stop}>"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -286,11 +286,11 @@ def load(folder: str | Path) -> Result:
     """A run folder, finished or not, to read: `posttrain.load("runs/x").rollouts(worst=5)`. Nothing in it is run."""
     folder = Path(folder)
     run = run_reader.run_file(folder).run
-    found = newest(folder)
+    checkpoint = newest(folder)
     stages: tuple[StageResult, ...] = ()
-    if found is not None:
+    if checkpoint is not None:
         from posttrain.stages import where  # imports torch
 
-        with damage_is_named(f"{found.folder}/state.json"):
-            stages = where(run, found.state).results
+        with damage_is_named(f"{checkpoint.folder}/state.json"):
+            stages = where(run, checkpoint.state).results
     return Result(folder, run, stages)

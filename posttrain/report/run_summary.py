@@ -96,8 +96,8 @@ def measures(of: RunOutcome) -> tuple[str, ...]:
     """
     if all(s.end is None for s in of.stages):
         return ()
-    told = ("accuracy",) if any(s.tells is not None for s in of.stages if s.end is not None) else ()
-    return ("reward", *told) if any(s.graded for s in of.stages) else ("accuracy",)
+    accuracy = ("accuracy",) if any(s.tells is not None for s in of.stages if s.end is not None) else ()
+    return ("reward", *accuracy) if any(s.graded for s in of.stages) else ("accuracy",)
 
 
 def tables(of: RunOutcome) -> list[Group]:
@@ -219,9 +219,9 @@ def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callab
 def finding_lines(of: RunOutcome) -> list[str]:
     """Returns the findings of the live rules, each rule of a stage once, with the steps at which it held
     (docs/help/diagnosis.md)."""
-    found = [n.line for n in findings_of(run_reader.steps(of.folder))]
-    out = ["what the rules saw"] if found else []
-    for line in found:
+    findings = [n.line for n in findings_of(run_reader.steps(of.folder))]
+    out = ["what the rules saw"] if findings else []
+    for line in findings:
         out += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
     return out
 
@@ -305,8 +305,8 @@ def markdown(of: RunOutcome, drawn_in: str = "") -> str:
         for line in (footnote(of), *agreement_lines(of), *loss_lines(of), *proxy_lines(of), *unjudged(of))
         if line
     ]
-    if found := findings_of(run_reader.steps(of.folder)):
-        lines += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in found), ""]
+    if findings := findings_of(run_reader.steps(of.folder)):
+        lines += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in findings), ""]
     if learning.advice:
         lines += ["## What to try", "", *(f"- {_plain(line)}" for line in learning.advice), ""]
     lines += ["## What was run", "", *(f"- {_plain(line)}" for line in _about(of.run)), ""]
@@ -330,6 +330,7 @@ def _about(run: Run) -> list[str]:
 
 
 def _row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 

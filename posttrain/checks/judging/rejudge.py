@@ -61,14 +61,14 @@ class RejudgedAnswers:
         self._vouched = env.name if env.abilities.vouched else None
         for task, right in _asked(env, gold):
             try:
-                said = await attempt(env, task, right)
+                played = await attempt(env, task, right)
             except IndexError:  # the environment asks for more turns than its right answer has
                 continue
-            judged = await env.judge(said)
+            judged = await env.judge(played)
             # Asked twice: a single bad answer of a verifier may be an outage.
-            if self._short(judged) and self._short(judged := await env.judge(said)):
-                raise InvariantError(self._unpaid(env, said, judged, "before the first step"))
-            self._gold.append((right, said, judged))
+            if self._short(judged) and self._short(judged := await env.judge(played)):
+                raise InvariantError(self._unpaid(env, played, judged, "before the first step"))
+            self._gold.append((right, played, judged))
 
     async def after(self, env: Environment, played: Sequence[Group], at: StepNumber = StepNumber()) -> tuple[str, ...]:
         """Judge one right answer and one or two episodes of the step again. Returns notes on what may be intended.
@@ -158,12 +158,12 @@ class RejudgedAnswers:
             return {}
         # A source that paid a right answer can pay. One that paid neither these nor the step's answers may be broken.
         paid = {j.source for _, _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
-        given = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
+        scored = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
         # A source with a negative weight is a penalty, and 0 says that there was nothing to subtract.
-        sources = {j.source for j in given if j.weight > 0}
+        sources = {j.source for j in scored if j.weight > 0}
         return {
             "canary/mute_sources": Gauge(
-                len(sources - paid - {j.source for j in given if j.verdict.score}), len(sources)
+                len(sources - paid - {j.source for j in scored if j.verdict.score}), len(sources)
             )
         }
 

@@ -57,10 +57,10 @@ def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
         packed = read_alone(episode)
     else:
         try:
-            seen, said = _anew(cast("Renderer", member.renderer), episode)
+            prompt, answer = _anew(cast("Renderer", member.renderer), episode)
         except DataError:
             return None
-        ids, mask = np.append(seen, said).astype(np.int32), np.arange(len(seen) + len(said)) >= len(seen)
+        ids, mask = np.append(prompt, answer).astype(np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt)
         packed = _packed(ids, mask)
     # A text that was cut to the context would be another one, so there is no score.
     return packed if len(packed.ids_N) <= member.context else None
@@ -74,8 +74,8 @@ def _anew(render: Renderer, episode: Episode) -> tuple[Sequence[int] | np.ndarra
     ):  # names of special tokens are written as text
         return render.pair(task.prompt, whole(episode.text), task.id, task.tools)
     text = template_process.apply(tokenizer, render.template.readable(task.prompt), generate=True, tools=task.tools)
-    seen = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return seen, render.completion_ids(whole(episode.text), chat=True, behind=seen)
+    prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return prompt_ids, render.completion_ids(whole(episode.text), chat=True, behind=prompt_ids)
 
 
 def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
@@ -173,12 +173,12 @@ def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
     Raises:
         InvariantError: names the weights that differ.
     """
-    kept = load_file(kept_folder(folder, member.stage) / WEIGHTS)
+    saved = load_file(kept_folder(folder, member.stage) / WEIGHTS)
     # Only what the stage kept can be compared.
-    loaded = {n: t for n, t in member.scorer.tensors().items() if n in kept}
+    loaded = {n: t for n, t in member.scorer.tensors().items() if n in saved}
     if not loaded or not any(n.startswith(REWARD_HEAD) for n in loaded):
         raise InvariantError(f"reward model {member.name} holds none of the weights that stage {member.stage} kept")
-    if differing := [n for n, t in loaded.items() if not torch.equal(t.detach().cpu(), kept[n])]:
+    if differing := [n for n, t in loaded.items() if not torch.equal(t.detach().cpu(), saved[n])]:
         raise InvariantError(
             f"{len(differing)} of {len(loaded)} weights of reward model {member.name} are not those that stage"
             f" {member.stage} trained, such as {differing[0]}: it was not loaded, or another checkpoint was"

@@ -116,11 +116,11 @@ class StepLabelCheck(Observer):
         if len(now) != len(self._answers):
             raise InvariantError(f"step {step.index} labelled {len(self._answers)} answers, and wrote {len(now)} rows")
         for row, answer in zip(now, self._answers, strict=True):
-            judged = [[c.right.of(c.figure) for c in own if c.figure is not None] for own in answer.completions]
+            judged = [[c.right.of(c.figure) for c in of_step if c.figure is not None] for of_step in answer.completions]
             # The hard label asks for one right completion. The soft one is the chance of a prover that has several
             # tries.
-            hard = [any(own) for own in judged]
-            soft = [_share(own, roles.stage.prover) for own in judged]
+            hard = [any(of_step) for of_step in judged]
+            soft = [_share(of_step, roles.stage.prover) for of_step in judged]
             same = len(row["values"]) == len(soft) and np.allclose(row["values"], soft, rtol=0, atol=1e-12)
             if row["completions"] != list(answer.steps) or row["labels"] != hard or not same:
                 raise InvariantError(
@@ -133,10 +133,10 @@ class StepLabelCheck(Observer):
 
 def _share(right: Sequence[bool], prover: int) -> float:
     """The chance that at least one of `prover` completions is right, drawn from these without replacement."""
-    left, wrong, none = len(right), list(right).count(False), 1.0
+    count, wrong, none = len(right), list(right).count(False), 1.0
     # 1 - prod_i (wrong - i) / (n - i): 1 less the chance that all draws without return are wrong.
-    for i in range(min(prover, left)):
-        none *= max(wrong - i, 0) / (left - i)
+    for i in range(min(prover, count)):
+        none *= max(wrong - i, 0) / (count - i)
     return 1 - none
 
 

@@ -153,6 +153,7 @@ class ExpectedCredit:
 
     @property
     def key(self) -> bytes:
+        """A key by which the episode is found in a minibatch: its spoken tokens and their log-probs."""
         return key(self.scored.episode)
 
 

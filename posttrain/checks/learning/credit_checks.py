@@ -125,10 +125,10 @@ class StepCreditAudit:
             # Streams with several numbers a token are not compared.
             expected = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
             expected |= {} if o.returns is None else {RETURN: o.returns}
-            off = {s.name: _off(batch[s][rows], x) for s, x in expected.items() if s in batch}
+            gaps = {s.name: _off(batch[s][rows], x) for s, x in expected.items() if s in batch}
             # Written so that a NaN is wrong.
-            wrong += [n for n, x in off.items() if not x <= STREAM_BOUND]
-            if all(x <= STREAM_BOUND for x in off.values()):
+            wrong += [n for n, x in gaps.items() if not x <= STREAM_BOUND]
+            if all(x <= STREAM_BOUND for x in gaps.values()):
                 return [o]
         raise InvariantError(
             f"stream {wrong[0]!r} is out of step: what the batch holds for task {options[0].scored.episode.task.id!r}"
@@ -199,6 +199,7 @@ class CreditCheck(Observer):
         return None
 
     def _begun(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
+        """The audit of a step; None if the algorithm has a piece that is not covered."""
         a, max_tokens = roles.stage.algorithm, roles.sampling.max_tokens
         expected = expected_credit(a, groups, max_tokens=max_tokens, ema=roles.adaptive.ema)
         return None if expected is None else StepCreditAudit(a, expected, roles.stage.minibatches, max_tokens)

@@ -57,6 +57,7 @@ class StepTokens:
 
     @classmethod
     def of(cls, e: Experience, version: int) -> StepTokens | None:
+        """At most `TOKENS` tokens of a step; None if no segment has its experts. `version`: of the present weights."""
         segments, total = list[Segment](), 0
         for s in (s for g in e.groups for x in g.judged for s in x.segments):
             # The sampler that recorded the choices is this run's: demonstrations and other models have none or others.
@@ -361,6 +362,7 @@ class ExpertsCheck(Observer):
         return None
 
     def _played(self, roles: ReinforceRoles, routers: Routers, e: Experience) -> ObserverReport | None:
+        """The checks and gauges of a step's choices, before it is learned from."""
         self._tokens = tokens = StepTokens.of(e, roles.trainer.version)
         if tokens is None:
             return None
@@ -372,22 +374,22 @@ class ExpertsCheck(Observer):
         self._own, known = alone.own, known_rows(packed.routed_N)
         # Turns that went on under new weights have experts of several versions, none of which can be judged.
         fresh = tokens.fresh_N if not _other_caches(roles) else np.zeros_like(tokens.fresh_N)
-        seen = choices_are_the_samplers(followed, packed, fresh, dtype)
+        gauges = choices_are_the_samplers(followed, packed, fresh, dtype)
         if roles.run.model.router_replay == "start":  # what is learned from has other experts than the sampler's
             exact = lambda: routers.followed().exact(packed)  # noqa: E731
             # From packed tokens to spoken ones: the flag of the place that predicts each.
             fresh_M = fresh[packed.source_M]
-            seen |= sampler_agrees(
+            gauges |= sampler_agrees(
                 packed, tokens.mu_M, followed.logp, fresh_M, dtype=dtype, exact=exact, text=roles.text
             )
         if roles.run.model.router_replay != "none" and due(e.index):
             # The scoring pass is the one that training compares with, so it is the one that must follow.
-            seen |= learner_follows(roles, routers, packed)
+            gauges |= learner_follows(roles, routers, packed)
         choices, rows = differing(packed.routed_N[known], alone.own[known])
         gaps = {"experts/gap_replayed": followed.logp, "experts/gap_alone": alone.logp}
         return ObserverReport(
             {
-                **seen,
+                **gauges,
                 **load_gauges(packed.routed_N[known], routers.experts),
                 "experts/differ": Gauge(choices, 1),
                 "experts/tokens_differ": Gauge(rows, 1),
@@ -433,7 +435,7 @@ def _moves(roles: ReinforceRoles, share: float) -> Any:
     part = {} if share == 1 else {"share": share}
 
     def move(name: str, gradient: Any, at: int) -> float | None:
-        told = optimizer.expected_update(config, name, gradient, norm, at, **part)
-        return None if told.along else float(told.move)
+        update = optimizer.expected_update(config, name, gradient, norm, at, **part)
+        return None if update.along else float(update.move)
 
     return move

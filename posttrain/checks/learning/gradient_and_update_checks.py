@@ -36,11 +36,11 @@ FELT = 1e-3
 usual effect of such a move."""
 
 IN_FULL = 1 << 21
-"""Elements whose first update is checked, of the smallest parameters together: 28 bytes are held for each. Of every
-parameter the element with the largest gradient is checked."""
+"""The smallest parameters, up to this number of elements together, have their first update checked in full: 28 bytes
+are held for each element. Of every other parameter only the element with the largest gradient is checked."""
 SMALLEST = 1e-12
-"""Weights nearer to 0 count as this large, since an update far below the rounding of other weights may be lost in
-float32."""
+"""Weights nearer to 0 count as this large in bounds on rounding, since an update far below the rounding of other
+weights may be lost in float32."""
 ROUNDING = 3e-7
 """Rounding error of a float32 weight after an addition, relative to its size."""
 UNDERFLOW = 1e-36
@@ -49,17 +49,21 @@ UPDATE_BOUND = 0.02
 """Largest difference of a first optimizer step from the expected one, relative to the size of a full step
 (`ExpectedUpdate.size`; for AdamW the learning rate)."""
 ALONG_NOISE = 0.25
-"""How far a whole update may be from its definition along it (`ExpectedUpdate.along`) by rounding alone. Muon computes
-in bfloat16: measured over 3,000 ill-conditioned gradients a shape, up to .20 with 2 rows, .09 with 4, .02 with 32."""
+"""For an update that is judged as a whole (`ExpectedUpdate.along`): how far its length along the expected one may be
+from the expected length by rounding alone, as a share. Muon computes in bfloat16. Measured over 3,000 ill-conditioned
+gradients a shape it is off by up to .20 with 2 rows, .09 with 4, and .02 with 32."""
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     """Every trainable parameter that the log-probs depend on gets a gradient from them.
 
     A training batch can give a parameter no gradient for good reasons: all returns are 0, one token is kept, an expert
-    is not chosen. So this uses no batch. It differentiates the log-probs of a fixed sequence, at least two int32 `ids`.
-    A parameter without a gradient is moved a little. If that changes the log-probs, it is cut off from the loss, which
-    is an error. A value head must get its gradient from the values.
+    is not chosen. So no batch is used here. The log-probs of a fixed sequence are differentiated. A parameter without
+    a gradient is moved a little. If that changes the log-probs, the parameter is cut off from the loss, which is an
+    error. A value head must get its gradient from the values.
+
+    Args:
+        ids: int32, the ids of the fixed sequence, at least two.
     """
     packed = packed_text(ids)
     learner.train_mode(True)
@@ -76,12 +80,14 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
         scores = learner.forward(packed, Reads(value=bool(head)))
         if head:
             _reaches_head(scores.value, head)
-        found = torch.autograd.grad(scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True)
-        silent = [n for n, g in zip(parameters, found, strict=True) if g is None or not bool(g.any())]
+        gradients = torch.autograd.grad(
+            scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True
+        )
+        silent = [n for n, g in zip(parameters, gradients, strict=True) if g is None or not bool(g.any())]
     # What is scored here is scored without training mode, as every comparison before and after a move.
     learner.train_mode(False)
-    still = learner.score(packed)
-    cut = [n for n in silent if _felt(learner, packed, parameters[n], still)]
+    unmoved = learner.score(packed)
+    cut = [n for n in silent if _felt(learner, packed, parameters[n], unmoved)]
     if cut:
         raise InvariantError(
             f"{len(cut)} of {len(parameters)} trainable parameters get no gradient from the log-probs that they change:"
@@ -91,11 +97,12 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
 
 
 def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
+    """InvariantError if a parameter of the value head gets no gradient from the values."""
     # The values are another output than the log-probs, so a head that is cut off shows only here.
     deaf = [n for n, p in head.items() if not p.requires_grad]
     if not deaf and value is not None and value.requires_grad:
-        found = torch.autograd.grad(value.sum(), list(head.values()), allow_unused=True, retain_graph=True)
-        deaf = [n for n, g in zip(head, found, strict=True) if g is None or not bool(g.any())]
+        gradients = torch.autograd.grad(value.sum(), list(head.values()), allow_unused=True, retain_graph=True)
+        deaf = [n for n, g in zip(head, gradients, strict=True) if g is None or not bool(g.any())]
     elif not deaf:
         # The values were computed without a gradient: all of the head is cut off.
         deaf = list(head)
@@ -105,9 +112,11 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
+    """Returns whether some log-prob changes when the parameter is moved. `before`: the log-probs without the move."""
     kept = parameter.detach().clone()
-    # The scoring is an exchange of all ranks, so a rank without rows takes part in it all the same.
-    if not kept.numel():  # a rank without rows of this weight: the others move theirs
+    # A rank without rows of this weight moves nothing, while the others move theirs. It takes part in the scoring all
+    # the same, because that is an exchange of all ranks.
+    if not kept.numel():
         return float(np.abs(learner.score(packed) - before).max()) > FELT
     # A tensor that is all one number has no spread: its size stands for it, and 0.01 where that is smaller.
     size = float(kept.float().std()) if kept.numel() > 1 else 0.0
@@ -121,14 +130,14 @@ def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) 
 
 
 def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
-    """The weights that the sampler gets are those the optimizer updates, small constants of an architecture aside."""
-    # What is no float (indices, masks) is never trained.
-    left = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
-    size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
-    if size > 0.005 * whole:
+    """The weights that the sampler gets are those that the optimizer updates, but for small constants of a model."""
+    # Tensors that are no floats (indices, masks) are never trained.
+    never = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
+    size, total = sum(t.numel() for t in never.values()), sum(t.numel() for t in served.values())
+    if size > 0.005 * total:
         raise InvariantError(
-            f"{len(left)} of {len(served)} tensors ({size / whole:.0%} of the weights) never reach the optimizer:"
-            f" {', '.join(list(left)[:5])}{', ...' if len(left) > 5 else ''}. They will stay as they are. Check"
+            f"{len(never)} of {len(served)} tensors ({size / total:.0%} of the weights) never reach the optimizer:"
+            f" {', '.join(list(never)[:5])}{', ...' if len(never) > 5 else ''}. They will stay as they are. Check"
             " requires_grad and what the optimizer was built from"
         )
 
@@ -144,18 +153,19 @@ class Largest:
     move: float
     """Number that the step must add to that value."""
     size: float = math.inf
-    """`ExpectedUpdate.size`; inf where only whole updates follow the definition (`ExpectedUpdate.along`)."""
+    """Size of a full step (`ExpectedUpdate.size`); inf where only whole updates follow the definition
+    (`ExpectedUpdate.along`)."""
 
 
 def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
     """Norm of the whole gradient, of which each of several ranks has a part. All ranks call it at once."""
-    # A sparse gradient holds some rows; what it does not hold is 0.
-    own = math.sqrt(math.fsum(square_sum(held(g)) for g in grads.values()))
+    # A sparse gradient holds some rows. All others are 0.
+    norm_here = math.sqrt(math.fsum(square_sum(held(g)) for g in grads.values()))
     ranks: Ranks = getattr(optimizer, "ranks", ALONE)
     if ranks.world > 1:
-        return joint_norm(of_one_copy(ranks, own, "gradient"))
+        return joint_norm(of_one_copy(ranks, norm_here, "gradient"))
     parts = getattr(optimizer, "parts", None)
-    return own if parts is None else parts.norm(grads)
+    return norm_here if parts is None else parts.norm(grads)
 
 
 @dataclass(frozen=True)
@@ -175,23 +185,30 @@ class StepGradients:
 
     @classmethod
     def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> StepGradients:
-        """`config` is the stage's, whatever the optimizer was built with; `share` is that of the learning rate."""
+        """The gradients of the step that the optimizer is about to take.
+
+        Args:
+            config: the stage's settings, whatever the optimizer was built with.
+            share: the share of the learning rate that the step uses.
+        """
         trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
-        # Before parts without a row are left out: the norm is an exchange, which every rank must reach.
+        # The norm is an exchange that every rank must reach. So it comes before gradients without a row are left out.
         norm = gradient_norm(optimizer, grads)
-        grads = {n: g for n, g in grads.items() if held(g).numel()}  # a rank may have no row of a weight
+        # A rank may have no row of a weight.
+        grads = {n: g for n, g in grads.items() if held(g).numel()}
         largest: dict[str, Largest] = {}
         for name, g in grads.items():
             # The element with the largest gradient moves furthest, so there an update is surest to exceed rounding.
             at = place(g, int(held(g).abs().argmax()))
             # A gradient that is 0 everywhere asks for no move.
             if float(number(g, at)):
-                told = optimizer.expected_update(config, name, g, norm, at, **part)
+                expected_there = optimizer.expected_update(config, name, g, norm, at, **part)
                 weight = float(trained[name].detach().flatten()[at])
-                # A bound on single numbers needs a size for them. Where only the whole update follows its definition
-                # there is none.
-                largest[name] = Largest(at, weight, float(told.move), math.inf if told.along else told.size)
+                # Where only the whole update follows its definition, no bound on a single number holds: inf.
+                largest[name] = Largest(
+                    at, weight, float(expected_there.move), math.inf if expected_there.along else expected_there.size
+                )
         # Whole parameters are compared in the first step only, since copies and expected state of them are held.
         first = not optimizer.state_tensors().get("steps", 1)
         small = _smallest(grads) if first else []
@@ -212,7 +229,7 @@ def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Ga
     Args:
         handed: the gradients and expected updates of the step.
         parameters: what the optimizer updates, after the step.
-        lr: of this step.
+        lr: the learning rate of this step.
     """
     pushed: list[str] = []
     still: list[str] = []
@@ -238,8 +255,8 @@ def keeps_to_schedule(config: Optimizer, handed: StepGradients, parameters: Mapp
     for name, top in handed.largest.items():
         # One element of each parameter stands for all of it.
         moved = float(parameters[name].detach().flatten()[top.index]) - top.weight
-        # Rounding of the weight, and a share of the move: at least of a hundredth of a full step. An infinite size bars
-        # none.
+        # The slack is the rounding of the weight, and a share of the move and of a hundredth of a full step. With an
+        # infinite size it is infinite, so nothing is refused.
         slack = ROUNDING * max(SMALLEST, abs(top.weight)) + UPDATE_BOUND * (abs(top.move) + top.size / 100)
         if abs(moved - top.move) > slack:
             raise InvariantError(
@@ -252,11 +269,14 @@ def keeps_to_schedule(config: Optimizer, handed: StepGradients, parameters: Mapp
 
 @dataclass(frozen=True)
 class Update:
-    """The largest difference of an optimizer step from the expected one, relative to what was expected."""
+    """The largest difference of an optimizer step from the expected one."""
 
     name: str
+    """The parameter that has it."""
     moved: float
+    """Difference of the move, relative to the size of a full step."""
     state: float
+    """Difference of the optimizer's state, relative to its largest number."""
 
 
 def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
@@ -270,27 +290,31 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
     for name, expected in handed.expected.items():
         # In float64 on the host: the difference of two float32 weights must not be rounded again.
         old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
-        moved, kept = _off(new - old, old, expected), 0.0
+        moved_off, state_off = _off(new - old, old, expected), 0.0
         for word, want in expected.state.items():
             size = float(want.abs().max())
             # State that is tiny everywhere has lost digits, or is 0, and says nothing.
-            if size > UNDERFLOW and (held := state.get(f"{word}.{name}")) is not None:
-                kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
-        if max(moved, kept) > max(worst.moved, worst.state):
-            worst = Update(name, moved, kept)
+            if size > UNDERFLOW and (saved := state.get(f"{word}.{name}")) is not None:
+                state_off = max(state_off, float((saved.double().cpu() - want).abs().max()) / size)
+        if max(moved_off, state_off) > max(worst.moved, worst.state):
+            worst = Update(name, moved_off, state_off)
     # Parameters that are too large to be compared whole are compared at their largest gradient.
     for name, top in handed.largest.items():
         if name not in handed.expected:
-            moved = float(after[name].detach().flatten()[top.index]) - top.weight
+            moved_off = float(after[name].detach().flatten()[top.index]) - top.weight
             # A size of infinity makes the difference 0: such an update is judged only as a whole.
-            off = max(0.0, abs(moved - top.move) - ROUNDING * abs(top.weight)) / top.size
+            off = max(0.0, abs(moved_off - top.move) - ROUNDING * abs(top.weight)) / top.size
             worst = Update(name, off, 0.0) if off > max(worst.moved, worst.state) else worst
     return worst
 
 
 def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> float:
-    """Distance of a step from the expected one, relative to the size of the expected one, rounding left out; all
-    float64."""
+    """Distance of a step from the expected one, relative to the size of a full step, less what rounding explains.
+
+    Args:
+        step: float64, what the step added to the parameter.
+        old: float64, the parameter before the step.
+    """
     if expected.along:
         if not expected.size:
             return 0.0
@@ -355,13 +379,17 @@ class UpdateCheck(Observer):
         return None
 
     def _follow(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
-        """Over several ranks each holds its own rows against the definition, and all have the same gauges."""
+        """Compare a step with what was expected.
+
+        Each of several ranks compares its own rows, and all get the same gauges.
+        """
         # An error of one rank is raised on all: the others would wait at the next exchange.
         seen = merge(*of_every(roles.trainer.ranks, lambda: self._own(roles, handed, lr)))
         self._moved = self._moved or "canary/moved" in seen
         return seen
 
     def _own(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
+        """The comparison of this rank's rows."""
         trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
         if self._moved:
             # The full comparison is of the first step; from then on the schedule alone can differ.
@@ -398,7 +426,7 @@ def only_frozen_is_left_out(config: Optimizer, parameters: Mapping[str, Any], tr
 
 
 def frozen_stays(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Frozen parameters have the digests that they had."""
+    """Frozen parameters have the same digests as before."""
     if changed := [n for n, digest in before.items() if after.get(n) != digest]:
         raise InvariantError(
             f"{len(changed)} of {len(before)} frozen parameters moved: {', '.join(changed[:5])}. Something else than"
@@ -425,5 +453,6 @@ class FrozenCheck(Observer):
         return ObserverReport({"canary/frozen": Gauge(len(self._digests), 1)})
 
     def _now(self, roles: StageRoles[Any]) -> dict[str, str]:
+        """The digest of each frozen parameter."""
         config = roles.stage.optimizer
         return fingerprints((n, p) for n, p in roles.learner.parameters().items() if config.frozen(n))

@@ -1,10 +1,13 @@
 """The factor of each token's policy gradient in every trust region and correction, as the papers define it.
 
 A second form of `algorithm.loss.push_factor` and `mismatch_correction`, in float64, which shares no code with them.
-Each form returns the factor [M], and how far each token is from a bound at which it jumps (inf: none): nearer than
-rounding, the two forms may decide differently.
+`demand` puts the factors together into the expected gradient of the loss by each log-prob.
 
-Letters: r ratio, x its logarithm, A credit, p = exp(logp) the policy now; all [M].
+Each form of a trust region or a correction returns two arrays [M]: the factor, and each token's distance from the
+nearest bound at which the factor jumps (inf: there is none). Where the distance is within rounding, the two forms may
+decide differently, so such tokens are not compared.
+
+Letters: r ratio, x its logarithm, A credit, p = exp(logp) the present policy; all [M].
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ LEAST = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class PushInputs:
-    """What a form reads of a minibatch."""
+    """What the form of a trust region reads of a minibatch, all [M]."""
 
     r: np.ndarray
+    """Ratios."""
     x: np.ndarray
+    """Their logarithms, token by token."""
     credit: np.ndarray
     logp: np.ndarray
     sequence: np.ndarray
@@ -50,21 +55,26 @@ class PushInputs:
 
 
 Factor = tuple[np.ndarray, np.ndarray]
+"""(factor, distance from the nearest bound), both [M]."""
 
 
 def sums(x: np.ndarray, sequence: np.ndarray) -> np.ndarray:
+    """For each token the sum of `x` over its episode."""
     return np.bincount(sequence, weights=x)[sequence]
 
 
 def means(x: np.ndarray, sequence: np.ndarray) -> np.ndarray:
+    """For each token the mean of `x` over its episode."""
     return sums(x, sequence) / sums(np.ones(len(x)), sequence)
 
 
 def exp(x: np.ndarray) -> np.ndarray:
+    """e^x, with x clamped to +-LIMIT."""
     return np.exp(np.clip(x, -LIMIT, LIMIT))
 
 
 def _smooth(push: np.ndarray) -> Factor:
+    """A factor without a bound at which it jumps."""
     return push, np.full(len(push), np.inf)
 
 
@@ -73,13 +83,16 @@ def _clip(c: Any, t: PushInputs, cap: float | None) -> Factor:
     top = math.inf if cap is None else cap
     # The gradient is r wherever the clipped branch is not the smaller one. Without credit nothing is clipped.
     kept = np.where(t.up, t.r <= 1 + c.high, np.where(t.down, (t.r >= 1 - c.low) & (t.r <= top), True))
-    # The nearest of all bounds, even one that this sign of credit does not read: to leave out a token more does no
-    # harm.
+    # The nearest of all bounds, even one that does not count for this sign of credit: to leave one more token out of
+    # the comparison does no harm.
     return t.r * kept, np.min([np.abs(t.r - bound) for bound in (1 + c.high, 1 - c.low, top)], axis=0)
 
 
 def _soft(c: Any, t: PushInputs) -> Factor:
-    """d/dlogp of 4 / tau sigmoid(tau (r - 1)), where s (1 - s) = 1 / (2 cosh(z / 2))^2. Far out 1 - s is rounding."""
+    """d/dlogp of 4 / tau s, where s = sigmoid(z) and z = tau (r - 1).
+
+    It is 4 r s (1 - s) = r / cosh(z / 2)^2, since s (1 - s) = 1 / (2 cosh(z / 2))^2.
+    """
     # tau is the steepness for positive credit, tau_negative that for the rest.
     z = np.where(t.up, c.tau, c.tau_negative) * (t.r - 1)
     with np.errstate(over="ignore"):
@@ -88,13 +101,18 @@ def _soft(c: Any, t: PushInputs) -> Factor:
 
 
 def _geometric(c: Any, t: PushInputs) -> Factor:
+    """The geometric mean of an episode's ratios, each bounded by the sign of its credit; 0 for a token beyond."""
     # Beyond the bound of its sign a log-ratio counts as the bound in the mean, and gets no gradient of its own.
     bounded = np.where(t.up, np.minimum(t.x, c.high), np.where(t.down, np.maximum(t.x, -c.low), t.x))
     return exp(means(bounded, t.sequence)) * (bounded == t.x), np.minimum(np.abs(t.x - c.high), np.abs(t.x + c.low))
 
 
 def _divergence(c: Any, t: PushInputs) -> Factor:
-    """Between the said token and all others, before and now."""
+    """min(r, cap), but 0 where the policy has moved too far and the step would lead further away.
+
+    The distance is between the policies at the anchor and at present, as distributions over two outcomes: the said
+    token, and all others.
+    """
     # The log-prob at the anchor, from the log-ratio.
     before, now = t.logp - t.x, t.logp
     far = np.abs(np.exp(before) - np.exp(now)) if c.measure == "tv" else _binary_kl(before, now)
@@ -104,14 +122,16 @@ def _divergence(c: Any, t: PushInputs) -> Factor:
 
 
 def _binary_kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    """KL(p || q) of two outcomes: the said token with probability p or q, and all others."""
     p, q = np.exp(log_p), np.exp(log_q)
-    # Two outcomes: the said token and all others. For a certain token 1 - p is 0, so it has a least value.
+    # For a certain token 1 - p is 0, so it has a least value.
     others_p, others_q = np.maximum(1 - p, LEAST), np.maximum(1 - q, LEAST)
     others = np.where(others_p > LEAST, others_p * np.log(others_p / others_q), 0.0)
     return np.where(p > 0, p * (log_p - log_q), 0.0) + others
 
 
 def _future_kl(c: Any, t: PushInputs) -> Factor:
+    """The clipped factor times e^F, where F is the discounted sum of log-ratios from the token on, within a band."""
     # Tokens with a ratio above `ignore` add nothing to the sum of what is to come.
     counted, ahead = np.where(t.r > c.ignore, 0.0, t.x), np.zeros(len(t.x))
     for episode in np.unique(t.sequence):
@@ -129,9 +149,11 @@ def _future_kl(c: Any, t: PushInputs) -> Factor:
 
 
 def _hump(c: Any, t: PushInputs) -> Factor:
+    """r^k e^(fade (1 - r)), with other settings for credit that is not positive."""
     k, fade = np.where(t.up, c.k, c.k_negative), np.where(t.up, c.fade, c.fade_negative)
-    far = np.abs(np.log(t.r)) + fade * np.abs(t.r - 1) > 10  # where rounding of the exponent shows
-    # r^k e^(fade (1 - r)) with one exponential.
+    # Where the exponent is large its rounding shows, so these tokens are not compared.
+    far = np.abs(np.log(t.r)) + fade * np.abs(t.r - 1) > 10
+    # Computed with one exponential.
     return np.exp(k * np.log(t.r) + fade * (1 - t.r)), np.where(far, 0.0, np.inf)
 
 
@@ -150,35 +172,43 @@ REGIONS: Mapping[str, Callable[[Any, PushInputs], Factor]] = {
 
 @dataclass(frozen=True, eq=False)
 class MismatchInputs:
-    """What a correction reads: log-probs of the sampler, of the learner at the start of the step, and now."""
+    """What a correction reads."""
 
     mu: np.ndarray
+    """Log-probs of the sampler."""
     start: np.ndarray
+    """Log-probs of the learner at the start of the step."""
     tokens: PushInputs
+    """It has the log-probs of the present policy."""
 
     def ratio(self, level: str) -> np.ndarray:
+        """The ratio of start to sampler, of each token or ("sequence") of its episode."""
         gap = self.start - self.mu
         return exp(gap if level == "token" else sums(gap, self.tokens.sequence))
 
 
 def _mask(c: Any, m: MismatchInputs) -> Factor:
+    """The ratio, but 0 outside of the bounds."""
     raw = m.ratio(c.level)
     return raw * ((raw >= c.low) & (raw <= c.high)), np.minimum(np.abs(raw - c.low), np.abs(raw - c.high))
 
 
 def _near_both_ways(c: Any, m: MismatchInputs) -> Factor:
+    """The ratio, but 0 where start and sampler are too far apart by the KL of two outcomes."""
     # In both directions: either side may be the one that finds the token improbable.
     far = np.maximum(_binary_kl(m.start, m.mu), _binary_kl(m.mu, m.start))
     return m.ratio("token") * (far <= c.phi), np.abs(far - c.phi)
 
 
 def _reject(c: Any, m: MismatchInputs) -> Factor:
+    """1, but 0 for a whole answer whose mean ratio is outside of the bounds."""
     # The geometric mean of an answer's ratios decides for the whole answer; it is no factor itself.
     mean = exp(means(m.start - m.mu, m.tokens.sequence))
     return 1.0 * ((mean >= c.low) & (mean <= c.high)), np.minimum(np.abs(mean - c.low), np.abs(mean - c.high))
 
 
 def _veto(c: Any, m: MismatchInputs) -> Factor:
+    """1, but 0 for a whole answer one of whose ratios is below a bound."""
     # One improbable token silences its whole answer.
     low = np.full(m.tokens.sequence.max(initial=0) + 1, np.inf)
     np.minimum.at(low, m.tokens.sequence, m.ratio("token"))
@@ -188,7 +218,8 @@ def _veto(c: Any, m: MismatchInputs) -> Factor:
 
 
 def _negative_mask(c: Any, m: MismatchInputs) -> Factor:
-    # Here the ratio is that of the sampler to the policy of now, not to that of the start.
+    """1, but 0 for tokens with negative credit in an answer that the policy has moved too far away from."""
+    # Here the sampler is compared with the present policy, not with that of the start.
     far = means(m.mu - m.tokens.logp, m.tokens.sequence)
     return 1.0 * ~(m.tokens.down & (far > c.delta)), np.abs(far - c.delta)
 
@@ -245,10 +276,12 @@ def computed_once(a: Algorithm) -> str:
 
 
 def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
-    """d loss / d logp of one minibatch, from the definition of the family; None if a choice is not covered, or where a
-    stream that it reads is not in the batch.
+    """d loss / d logp of one minibatch, from the definition of the family.
 
     -weight * c * push * A + weight * d pull / d logp - coef * imitated
+
+    Here c is the product of the corrections. None if a choice is not covered, or if a stream that it reads is not in
+    the batch.
     """
     # None: the choice is not made, so its stream is not needed.
     needed = {CHOSEN: a.tokens, MIX: a.anchor == "proximal" or None, WAS_SHOWN: a.shown}
@@ -276,9 +309,9 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
         # A silenced token has no policy gradient; the pull reads it all the same.
         push = push * batch[CHOSEN]
     elif isinstance(a.tokens, KlCov):
-        paid = a.tokens.coef * batch[CHOSEN]
+        penalty = a.tokens.coef * batch[CHOSEN]
         # coef |log-ratio| at the chosen tokens: its slope jumps at 0. Adding 1 elsewhere keeps those tokens sure.
-        pull, size, near = pull + paid * np.sign(gap), size + paid, np.minimum(near, np.abs(gap) + (paid == 0))
+        pull, size, near = pull + penalty * np.sign(gap), size + penalty, np.minimum(near, np.abs(gap) + (penalty == 0))
     if a.shown is not None:
         p, gamma = np.exp(logp_M), a.shown.gamma
         # For shown tokens p / (p + gamma) replaces the ratio. Its slope by logp is gamma p / (p + gamma)^2.
@@ -287,8 +320,8 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
     if a.imitate is not None and a.imitate.of != "heard":
         p = np.exp(logp_M)
         # Imitation has weights of its own, so it is added after the weighted sum.
-        told = a.imitate.coef * batch[IMITATE] * (p * (1 - p) if a.imitate.unsure else 1.0)
-        want, size = want - told, size + told
+        imitated = a.imitate.coef * batch[IMITATE] * (p * (1 - p) if a.imitate.unsure else 1.0)
+        want, size = want - imitated, size + imitated
     return Demand(want, size, near > NEAR)
 
 
@@ -308,7 +341,11 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
 
 
 def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """(d pull / d logp, size of its terms), before the weights."""
+    """(d pull / d logp, size of its terms) of each token, without its weight; None if it is not covered.
+
+    Args:
+        gap_M: the log-ratio to the anchor.
+    """
     nothing = np.zeros(len(logp_M))
     if pull is None or _in_credit(pull):
         return nothing, nothing

@@ -23,10 +23,14 @@ SCORED_AGAIN = 4
 
 
 def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None:
-    """The task whose answer is the hint for an episode; None where no other answer of its group is right."""
+    """The task whose answer is the hint for an episode; None where no other answer of its group is right.
+
+    Args:
+        of: "answer": the hint is the task's own right answer. Else it is a right answer of another sibling.
+    """
     if of == "answer":
         return e.task
-    # Never its own answer: it would be shown what it is to be judged by.
+    # Never the episode's own answer: the teacher would be shown what it is to judge.
     right = [o for o in siblings if o.sibling != e.sibling and o.solved]
     return Task(e.task.id, e.task.prompt, right[0].text, e.task.info, e.task.tools) if right else None
 
@@ -46,12 +50,14 @@ def teacher_scores(held: np.ndarray, alone: np.ndarray, bound: Gap, task: str) -
 
 
 class HintCheck(Observer):
-    """A teacher that is shown a hint scored the answers that the policy said, each behind the prompt with its own
-    hint: at `due` steps a few of them are rendered and scored again, alone."""
+    """A teacher that is shown a hint scored the policy's answers, each behind the prompt with its own hint.
+
+    At `due` steps a few answers are rendered and scored again, alone.
+    """
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
-        how = roles.stage.algorithm.hint
-        if how is None or not isinstance(event, ScoredEvent):
+        hint = roles.stage.algorithm.hint
+        if hint is None or not isinstance(event, ScoredEvent):
             return None
         episodes = [(g, s) for g in event.groups for s in g.episodes]
         hinted = [(g, s) for g, s in episodes if not s.unhinted and s.episode.spoken]
@@ -63,11 +69,12 @@ class HintCheck(Observer):
         return ObserverReport(merge(share, *(self._again(roles, g, s) for g, s in wrong_first)))
 
     def _again(self, roles: ReinforceRoles, group: ScoredGroup, s: Scored) -> dict[str, Gauge]:
+        """Score one answer again and compare it with what was recorded in the step."""
         a, e = roles.stage.algorithm, s.episode
         assert a.hint is not None
         # The hint is chosen again from the group, as the definition says it.
-        given = hinted_task(group.group.judged, e, a.hint.of)
-        prompt = None if given is None else abilities.hints(roles.rollout.environment)(given)
+        hint_task = hinted_task(group.group.judged, e, a.hint.of)
+        prompt = None if hint_task is None else abilities.hints(roles.rollout.environment)(hint_task)
         if prompt is None:
             raise InvariantError(
                 f"an answer to task {e.task.id!r} is learned from with a hint, and there is none for it: no other"
@@ -79,21 +86,21 @@ class HintCheck(Observer):
         teacher = None if roles.hints is None else roles.hints.teacher(roles.learner, roles.reference)
         assert teacher is not None
         said_M = teacher.score(packed)
-        # With a KL the teacher's log-probs are a stream; with distillation its candidates' are, K a token.
-        if (held := s.find(REFERENCE)) is not None:
-            held_M, alone_M = held[0], said_M
+        # With a KL a stream has the teacher's log-probs. With distillation it has those of K candidates a token.
+        if (reference := s.find(REFERENCE)) is not None:
+            recorded_M, alone_M = reference[0], said_M
         else:
             assert a.distill is not None
-            held_M, alone_M = s[TOP_LOGP][0].ravel(), teacher.top(packed, a.distill.top).logp.ravel()
+            recorded_M, alone_M = s[TOP_LOGP][0].ravel(), teacher.top(packed, a.distill.top).logp.ravel()
         # Only the learner has a float64 form.
         exact = lambda: roles.learner.exact(packed) if teacher is roles.learner else None  # noqa: E731
-        gap, dtype = Gap.of(held_M, alone_M), roles.run.model.dtype
+        gap, dtype = Gap.of(recorded_M, alone_M), roles.run.model.dtype
         bound = allowed(dtype, gap, said_M, exact, packed.sampling.temperature)
-        return {"canary/teacher_gap": Gauge(teacher_scores(held_M, alone_M, bound, e.task.id), 1)}
+        return {"canary/teacher_gap": Gauge(teacher_scores(recorded_M, alone_M, bound, e.task.id), 1)}
 
 
 def _alone(prompt: np.ndarray, segment: Segment) -> Packed:
-    """The segment behind this prompt; places of its spoken tokens are counted from its end."""
+    """The spoken part of a segment behind this prompt, as one sequence."""
     spoken = np.flatnonzero(segment.mask)
     ids = np.concatenate([prompt, segment.ids[int(spoken[0]) :]]).astype(np.int32)
     return Packed(

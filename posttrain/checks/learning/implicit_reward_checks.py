@@ -24,9 +24,12 @@ COARSE = 0.2
 
 
 class ImplicitCheck(Observer):
-    """In every step: the model has taken as many updates as at the end of the step before, and what it is about to
-    learn is the outcome of each scored answer. At `due` steps: one answer's scores are those of its tokens alone, and
-    the loss is the cross entropy of what was scored."""
+    """An implicit process reward model scores a step first, and then learns the outcomes of its answers.
+
+    In every step: it has taken no update between the step before and the scoring, and it learns the outcome of each
+    scored answer. At `due` steps: one answer's scores are those of its tokens alone, and the loss is the cross entropy
+    of the scores and the outcomes.
+    """
 
     def __init__(self) -> None:
         self._updates = 0
@@ -60,7 +63,7 @@ class ImplicitCheck(Observer):
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if roles.implicit is not None:
-            # What it has taken by now is what it must still have at the next scoring.
+            # At the next scoring it must have taken exactly this number of updates.
             self._updates = roles.implicit.trainer.version
             if self._expected is not None and "implicit/loss" in step.gauges:
                 outcome_loss_agrees(step.gauges["implicit/loss"].mean, *self._expected)
@@ -79,11 +82,11 @@ def scored_first(updates: int, before: int) -> None:
 
 
 def scored_alone(model: Any, answer: Scored, noise: float) -> None:
-    """Its scores of an answer are those of the answer's tokens in a pass of their own."""
-    held = np.concatenate(answer[IMPLICIT]).astype(np.float64)
+    """The model's scores of an answer are those of the answer's tokens in a pass of their own."""
+    recorded = np.concatenate(answer[IMPLICIT]).astype(np.float64)
     # One episode of all segments of the answer, alone in its batch.
     alone = model.score(Packed.of(answer.episode.segments, [0] * len(answer.episode.segments))).astype(np.float64)
-    gap = float(np.abs(held - alone).max(initial=0.0))
+    gap = float(np.abs(recorded - alone).max(initial=0.0))
     # The bound grows with the log-probs: a very improbable token has a rounding error to match.
     if not gap <= noise * (1 + float(np.abs(alone).max(initial=0.0))):
         raise InvariantError(
@@ -94,14 +97,14 @@ def scored_alone(model: Any, answer: Scored, noise: float) -> None:
 
 
 def outcomes_agree(batch: Batch, groups: Sequence[ScoredGroup]) -> None:
-    """It learns from each scored answer once, with the answer's own raw outcome on all its tokens."""
+    """The model learns from each scored answer once, with the answer's own raw outcome on all its tokens."""
     # As two sorted lists: the batch may hold the answers in any order, and equal ones as often as they occur.
     want = sorted((_tokens(s), s.episode.reward) for g in groups for s in g.episodes if s.episode.spoken)
     got: list[tuple[bytes, float | None]] = []
     for e in range(batch.episodes):
-        own = batch[OUTCOME][batch.sequence_M == e]
+        outcomes = batch[OUTCOME][batch.sequence_M == e]
         # None where the tokens of an answer have several outcomes, which fits no outcome.
-        got.append((batch.ids_of(e).tobytes(), float(own[0]) if np.all(own == own[0]) else None))
+        got.append((batch.ids_of(e).tobytes(), float(outcomes[0]) if np.all(outcomes == outcomes[0]) else None))
     if [t for t, _ in want] != sorted(t for t, _ in got):
         raise InvariantError(
             f"the implicit process reward model learns from {len(got)} answers, and {len(want)} of the step were"
@@ -116,16 +119,20 @@ def outcomes_agree(batch: Batch, groups: Sequence[ScoredGroup]) -> None:
 
 
 def expected_loss(answers: Sequence[Scored], beta: float, noise: float) -> tuple[float, float]:
-    """(mean cross entropy of what was scored, how far off rounding may put it: its slope is at most beta a token)."""
-    each: list[float] = []
+    """(mean cross entropy of the scores and the outcomes, how far off rounding may put it).
+
+    The cross entropy changes by at most `beta` for a change of 1 in a token's log-prob, so `noise` in each token's
+    log-prob changes it by at most beta * noise * tokens.
+    """
+    losses: list[float] = []
     for s in answers:
         # log-odds of a right answer: beta times the sum of log-ratios over the whole answer.
         odds = beta * math.fsum(np.concatenate(s[IMPLICIT]).astype(np.float64) - np.concatenate(s[REFERENCE]))
         right = s.episode.reward or 0.0
         # Cross entropy of a logit x and a label y without overflow: max(x, 0) + log(1 + e^-|x|) - y x.
-        each.append(max(odds, 0.0) + math.log1p(math.exp(-abs(odds))) - right * odds)
+        losses.append(max(odds, 0.0) + math.log1p(math.exp(-abs(odds))) - right * odds)
     tokens = sum(s.episode.spoken for s in answers) / len(answers)
-    return math.fsum(each) / len(each), 1e-5 + beta * noise * tokens
+    return math.fsum(losses) / len(losses), 1e-5 + beta * noise * tokens
 
 
 def outcome_loss_agrees(loss: float, expected: float, bound: float) -> None:
@@ -138,4 +145,5 @@ def outcome_loss_agrees(loss: float, expected: float, bound: float) -> None:
 
 
 def _tokens(s: Scored) -> bytes:
+    """All ids of an answer, as bytes to compare."""
     return np.concatenate([segment.ids for segment in s.episode.segments]).tobytes()

@@ -60,7 +60,7 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
     ranks, parameters = learner.ranks, learner.parameters()
     gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
     # This pass must leave the gradients of the step as they are.
-    kept = {n: p.grad for n, p in parameters.items()}
+    step_gradients = {n: p.grad for n, p in parameters.items()}
     total: dict[str, torch.Tensor] = {}
     learner.train_mode(True)
     # The ranks take one micro-batch each, round by round.
@@ -83,7 +83,7 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
                 total[name] = total.get(name, 0) + g.double() / passes.scale
     learner.train_mode(False)
     for name, p in parameters.items():
-        p.grad = kept[name]
+        p.grad = step_gradients[name]
     norms = (math.sqrt(math.fsum(square_sum(g) for g in grads.values())) for grads in (gradients, total))
     # A rank holds rows, so both norms are joined from those of all ranks.
     first, second = (joint_norm(of_one_copy(ranks, norm, "gradient")) for norm in norms)

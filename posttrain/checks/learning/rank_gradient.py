@@ -72,19 +72,19 @@ def silent_on_all_ranks(
         total = total if scores.value is None else total + scores.value.sum()
         # All ranks compute the same tokens and gradients are summed, so the sum over ranks is one gradient.
         (total / learner.ranks.world).backward()
-    found = {n: p.grad.detach().clone() for n, p in {**parameters, **head}.items() if p.grad is not None}
+    gradients = {n: p.grad.detach().clone() for n, p in {**parameters, **head}.items() if p.grad is not None}
     # The optimizer must find nothing of this.
     for p in (*parameters.values(), *head.values()):
         p.grad = None
-    own = {n: bool(g.any()) for n, g in found.items()}
+    heard_here = {n: bool(g.any()) for n, g in gradients.items()}
     # A parameter counts as heard where any rank's rows of it have a gradient. The exchange comes before any raise.
-    heard = {n for one in learner.ranks.every(own) for n, any_there in one.items() if any_there}
+    heard = {n for one in learner.ranks.every(heard_here) for n, any_there in one.items() if any_there}
     if deaf := [n for n in head if n not in heard]:
         raise InvariantError(DEAF.format(", ".join(deaf)))
     if by_layer:
-        products_agree(learner, found, wanted)
+        products_agree(learner, gradients, wanted)
     elif scores.value is None or not head:
-        summed_once(learner, packed, parameters, found)
+        summed_once(learner, packed, parameters, gradients)
     else:  # the values send gradients into the policy too: those of the log-probs alone are wanted
         summed_once(learner, packed, parameters, _of_logp(learner, packed, parameters, head))
     return [n for n in parameters if n not in heard]
@@ -105,7 +105,7 @@ def silent_in_parts(
     learner, packed = _as_chosen(learner, packed)
     scores = learner.forward(packed)
     (scores.logp * cotangent(scores.logp)).sum().backward()
-    found = _taken(parameters)
+    gradients = _taken(parameters)
     value = learner.forward(packed, Reads(value=True)).value if head else None  # layers are recomputed once
     if value is not None:
         value.sum().backward()
@@ -114,10 +114,10 @@ def silent_in_parts(
         _taken(parameters)
         if deaf := [n for n in head if n not in heads or not bool(heads[n].any())]:
             raise InvariantError(DEAF.format(", ".join(deaf)))
-    own = {n: bool(g.any()) for n, g in found.items()}
+    heard_here = {n: bool(g.any()) for n, g in gradients.items()}
     # Every rank reaches the exchange before anything is decided.
-    table = learner.holders.every(own)
-    summed_once(learner, packed, parameters, found)
+    table = learner.holders.every(heard_here)
+    summed_once(learner, packed, parameters, gradients)
     # Where some part may rightly be unused (an expert), one rank that hears the parameter is enough.
     needed = all if learner.every_part_is_used else any
     return [n for n in parameters if not needed(one.get(n, False) for one in table)]
@@ -138,10 +138,10 @@ def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, P
 
 def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the parameters' gradients, which are then cleared."""
-    found = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
+    gradients = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
     for p in parameters.values():
         p.grad = None
-    return found
+    return gradients
 
 
 def _of_logp(
@@ -150,10 +150,10 @@ def _of_logp(
     """The gradients of the weighted sum of the log-probs alone; the parameters' own gradients are cleared."""
     scores = learner.forward(packed)
     ((scores.logp * cotangent(scores.logp)).sum() / learner.ranks.world).backward()
-    found = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
+    gradients = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
     for p in (*parameters.values(), *head.values()):
         p.grad = None
-    return found
+    return gradients
 
 
 @contextmanager

@@ -317,7 +317,7 @@ class SamplerCheck(Observer):
         same = roles.run.exact
         # The mixture's own choice is another model than the sampler's where rounding decides between two experts.
         scored = learner if follows is roles.learner else follows.score(packed)
-        seen = sampler_agrees(packed, mu, scored, fresh, dtype=dtype, exact=exact, text=roles.text, same=same)
+        gauges = sampler_agrees(packed, mu, scored, fresh, dtype=dtype, exact=exact, text=roles.text, same=same)
         if same:  # by code that shares nothing with the sampler's
             packed_pass = roles.learner.packed_score(packed)
             sampler_agrees(packed, mu, packed_pass, fresh, dtype=dtype, exact=exact, text=roles.text)
@@ -335,7 +335,7 @@ class SamplerCheck(Observer):
             routers = roles.learner.routers()  # a reference follows no choices
             alone = learner if routers is None else routers.read(packed, replay=False).logp
             no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
-        return ObserverReport(merge(seen, band), (*_told(band, dtype), *_price(roles.learner.price(packed), fresh)))
+        return ObserverReport(merge(gauges, band), (*_told(band, dtype), *_price(roles.learner.price(packed), fresh)))
 
     def _ratio_is_one(
         self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]

@@ -72,24 +72,27 @@ def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
     After the last episode of the list the first one follows.
     """
     chosen: list[tuple[Episode, Segment, int]] = []
-    left, packed = PROBED, 0
+    tokens_left, packed = PROBED, 0
     # Around the end of the list: which episode comes first depends on the step's number alone.
     for e in (*episodes[first:], *episodes[:first]):
         begun = 0
         for s in e.segments:
-            if left < 1 or packed >= PACKED:
+            if tokens_left < 1 or packed >= PACKED:
                 break
-            part = beginning(s, left)
+            part = beginning(s, tokens_left)
             if part.spoken and not e.shown:
                 chosen.append((e, part, begun))
-                left, packed = left - part.spoken, packed + len(part.ids)
+                tokens_left, packed = tokens_left - part.spoken, packed + len(part.ids)
             # Counted for shown and skipped segments too: a place is counted from the start of the episode.
             begun += s.spoken
     if not chosen:
         return None
     at = np.concatenate([np.arange(begun, begun + part.spoken) for _, part, begun in chosen])
     return CheckedDraws(
-        Packed.of([part for _, part, _ in chosen]), tuple(e for e, _, _ in chosen), at, left < 1 or packed >= PACKED
+        Packed.of([part for _, part, _ in chosen]),
+        tuple(e for e, _, _ in chosen),
+        at,
+        tokens_left < 1 or packed >= PACKED,
     )
 
 
@@ -143,10 +146,10 @@ def drawn_again(
     wrong = np.flatnonzero(_elsewhere(odds, uniform_M, apart))
     if len(wrong):
         m = int(wrong[0])
-        e, said = looked.episodes[int(looked.packed.segment_M[m])], text(looked.packed.target_M[m : m + 1])
+        e, token = looked.episodes[int(looked.packed.segment_M[m])], text(looked.packed.target_M[m : m + 1])
         raise InvariantError(
             f"the sampler does not draw from the distribution it reports: token {int(looked.at_M[m])} of task"
-            f" {e.task.id!r} (visit {e.visit}, sibling {e.sibling}) is {said!r}, which a uniform in"
+            f" {e.task.id!r} (visit {e.visit}, sibling {e.sibling}) is {token!r}, which a uniform in"
             f" [{odds.below_M[m]:.6f}, {odds.upto_M[m]:.6f}) picks, and the uniform of its place is {uniform_M[m]:.6f}"
             f" (noise {apart:.2g} nats); {len(wrong)} of {len(uniform_M)} tokens looked at are like it. Log-probs agree"
             " and draws do not: check temperature, greedy, the kept sets, and that every task, visit, sibling and turn"
@@ -252,11 +255,11 @@ def bet_on_answers(
     # The tokens of the cut turn are unknown, and with them everything that stands behind them in the order.
     cut = next((i for i, e in enumerate(turned) if e.cut), None)
     looked = look(turned[:cut], 0)
-    seen = {} if looked is None else bet_on_draws(bet, odds(looked.packed), noise(looked.packed))
+    gauges = {} if looked is None else bet_on_draws(bet, odds(looked.packed), noise(looked.packed))
     # It would have been reached: the tokens before it did not fill the test.
     if cut is not None and (looked is None or not looked.full):
         bet.lose()
-    return seen
+    return gauges
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:

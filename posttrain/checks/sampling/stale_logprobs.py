@@ -42,9 +42,9 @@ def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -
     mixed, pure = list[Segment](), list[Segment]()
     # Mixed ones were begun by other weights: their caches are what may be wrong.
     for s in (s for g in groups for e in g.episodes if e.own for s in e.segments):
-        said = s.version[s.mask]
-        if (said == version).any():
-            (pure if (said == version).all() else mixed).append(s)
+        versions = s.version[s.mask]
+        if (versions == version).any():
+            (pure if (versions == version).all() else mixed).append(s)
     out, tokens, packed = list[Segment](), 0, 0
     # Enough tokens are found. At least one segment is taken, however long.
     for s in (*(() if stale else mixed), *pure):
@@ -98,6 +98,7 @@ class FreshCheck(Observer):
         return None
 
     def _agree(self, roles: ReinforceRoles, e: Experience) -> ObserverReport | None:
+        """Compare what the learner's present weights have said, in this step's groups and in those that wait."""
         # Groups that have ended and wait: what they say is learned from later, when this learner is gone.
         waiting = roles.groups.queued()[1] if isinstance(roles.groups, GroupQueue) else ()
         groups, version = (*e.played, *waiting), roles.trainer.version
@@ -111,7 +112,7 @@ class FreshCheck(Observer):
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
         mu = np.concatenate([s.logp[s.mask] for s in segments])
         learner = as_sampled(roles.learner)
-        seen = sampler_agrees(
+        gauges = sampler_agrees(
             packed,
             mu,
             learner.score(packed),
@@ -125,10 +126,10 @@ class FreshCheck(Observer):
         whole = [x for g in groups for x in g.episodes if _all_of(x, version)]
         if whole and roles.sync.sampler.draws_by_place:
             # bets are not placed here: which answers have ended already depends on their lengths
-            seen = merge(seen, draws_are_true(roles, self._bets, whole, 0, roles.stream))
+            gauges = merge(gauges, draws_are_true(roles, self._bets, whole, 0, roles.stream))
         if roles.run.deterministic and roles.stage.staleness:
             return None  # which groups have ended already depends on time
-        return ObserverReport(merge(seen, {"canary/fresh": Gauge(float(fresh.sum()), 1)}))
+        return ObserverReport(merge(gauges, {"canary/fresh": Gauge(float(fresh.sum()), 1)}))
 
 
 def _all_of(e: Episode, version: int) -> bool:
@@ -211,9 +212,9 @@ class ProbeCheck(Observer):
             transcript.see(prompt)
             # A place of their own: task, step and turn, which no rollout has.
             place = seeds.key(roles.run.seed, stream, PROBE.id, index, i, 0)
-            said = await sampler.generate(prompt, shorter(roles.sampling, TOKENS), place)
-            transcript.say(said)
-            episode = Episode(PROBE, index, i, (transcript.segment(),), Stop.LENGTH, (), turns=(len(said.ids),))
+            sampled = await sampler.generate(prompt, shorter(roles.sampling, TOKENS), place)
+            transcript.say(sampled)
+            episode = Episode(PROBE, index, i, (transcript.segment(),), Stop.LENGTH, (), turns=(len(sampled.ids),))
             return Group(PROBE, index, (episode,))
 
         return list(await asyncio.gather(*(turn(i, p) for i, p in enumerate(self._prompts))))
@@ -226,12 +227,13 @@ class ProbeCheck(Observer):
             return self._agree(roles, said.result())
 
     def _agree(self, roles: ReinforceRoles, groups: Sequence[Group]) -> ObserverReport:
+        """Compare the turns of the probe with the learner, and test their draws."""
         said_by_these_weights(groups, (roles.trainer.version,))
         episodes = [e for g in groups for e in g.episodes]
         packed = Packed.of([s for e in episodes for s in e.segments])
         mu = np.concatenate([s.logp[s.mask] for e in episodes for s in e.segments])
         learner = as_sampled(roles.learner)
-        seen = sampler_agrees(
+        gauges = sampler_agrees(
             packed,
             mu,
             learner.score(packed),
@@ -242,7 +244,7 @@ class ProbeCheck(Observer):
             same=roles.run.exact,
         )
         draws = draws_are_true(roles, self._bets, episodes, 0, _stream(roles))
-        return ObserverReport(merge(seen, draws, {"canary/probed": Gauge(1, 1)}))
+        return ObserverReport(merge(gauges, draws, {"canary/probed": Gauge(1, 1)}))
 
 
 def _stream(roles: ReinforceRoles) -> str:

@@ -159,9 +159,9 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
 
 def ages_as_stamped(told: Mapping[str, Gauge], versions: np.ndarray, promised: Sequence[int]) -> None:
     """The recorded ages are those of the tokens' versions: newer steps with other weights, counted for each token."""
-    said, tokens = np.unique(versions, return_counts=True)
+    distinct, tokens = np.unique(versions, return_counts=True)
     # Age counts later versions, not steps: a step without an update makes nothing older.
-    ages = [sum(v > version for v in {*promised}) for version in said.tolist()]
+    ages = [sum(v > version for v in {*promised}) for version in distinct.tolist()]
     total = sum(age * n for age, n in zip(ages, tokens.tolist(), strict=True))
     want = {"rollout/versions_behind": float(total), "rollout/most_behind": float(max(ages, default=0))}
     for name, value in want.items():
@@ -300,12 +300,13 @@ class AheadCheck(Observer):
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if self._now is not None and roles.stage.most_behind:
             segments = [s for g in self._now.played for e in g.episodes if e.own for s in e.segments]
-            said = [s.version[s.mask] for s in segments]
-            ages_as_stamped(step.gauges, np.concatenate([np.zeros(0, np.int32), *said]), self._now.promised)
+            versions = [s.version[s.mask] for s in segments]
+            ages_as_stamped(step.gauges, np.concatenate([np.zeros(0, np.int32), *versions]), self._now.promised)
         self._now = None
         return None
 
     def _played(self, roles: ReinforceRoles, e: Experience) -> None:
+        """The checks of a step's groups when they have been taken."""
         stage, run = roles.stage, roles.run
         if stage.algorithm.curriculum is None or roles.prompts.curriculum is None:
             next_of_the_walk(e.played, self._taken, roles.prompts.source, run.seed)
@@ -372,6 +373,6 @@ def _ended(roles: ReinforceRoles) -> tuple[Group, ...]:
 
 def _versions(g: Group) -> np.ndarray:
     """The versions of a group's tokens that a policy of this run said."""
-    said = [s.version[s.mask] for e in g.episodes if e.own for s in e.segments]
-    out = np.concatenate([np.zeros(0, np.int32), *said])
-    return out[out >= 0]
+    by_segment = [s.version[s.mask] for e in g.episodes if e.own for s in e.segments]
+    versions = np.concatenate([np.zeros(0, np.int32), *by_segment])
+    return versions[versions >= 0]

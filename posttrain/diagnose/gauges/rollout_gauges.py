@@ -70,8 +70,8 @@ def _solved(episodes: Sequence[Episode]) -> Gauge:
     judged = [e for e in episodes if e.figure is not None]
     right = judged[0].right if judged else Right()
     # Outcomes that are not all 0 and 1 have no share of right ones, unless the user names what is right.
-    told = right.named or not Grades.of([e.figure for e in judged if e.figure is not None], right).graded
-    return Gauge.of([e.right.of(e.figure) for e in judged] if told else [])
+    counts = right.named or not Grades.of([e.figure for e in judged if e.figure is not None], right).graded
+    return Gauge.of([e.right.of(e.figure) for e in judged] if counts else [])
 
 
 def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
@@ -82,8 +82,8 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
     truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
     credits = [e for g in credit.groups for e in g.episodes]
-    said = [s.version[s.mask] for e in episodes for s in e.segments]
-    versions = np.concatenate(said) if said else np.zeros(0, np.int32)
+    by_segment = [s.version[s.mask] for e in episodes for s in e.segments]
+    versions = np.concatenate(by_segment) if by_segment else np.zeros(0, np.int32)
     advantages = [a for e in credits for a in e.advantage]
     logp = [s.logp[s.mask] for e in episodes for s in e.segments]
     return {

@@ -130,7 +130,7 @@ def ablate(
     say = say or (lambda line: None)
     chosen = [reward_algorithm(name) for name in dict.fromkeys(against)] or list(LADDER.values())
     folder = Path(folder)
-    found = run_reader.run_file(folder)
+    file = run_reader.run_file(folder)
     run = admitted(folder, parts=("model", STAGES), allow=trust)
     for line in given_notes(folder, RuntimeObjects(pieces=own_classes(run))):
         to_stderr(line)
@@ -138,7 +138,7 @@ def ablate(
     reinforce = choose_stage(folder, run, stage)
     # All steps are read before a model is built, so that a wrong number costs nothing.
     recorded = [recorded_step(folder, run, reinforce, i, checkpoint) for i in dict.fromkeys(steps or (None,))]
-    frozen = FrozenLearner(folder, run, found.facts, say)
+    frozen = FrozenLearner(folder, run, file.facts, say)
     return tuple(_Step(folder, frozen, r, say).all(chosen, named=bool(against)) for r in recorded)
 
 
@@ -245,8 +245,8 @@ class _Step:
     def _credit(self, a: Algorithm) -> tuple[Credit, int]:
         """Credit of the step, and how many groups there were before the algorithm's filter."""
         groups = rebuild(self.recorded.records, shown=a.shown is not None, top=a.stores_top)
-        kept = [g for g in groups if g.mixed] if a.filter == "mixed" else groups
-        scored = score(kept, a, self.frozen.learner, self.frozen.reference(self.recorded, a), optimizer_steps=1)
+        passed = [g for g in groups if g.mixed] if a.filter == "mixed" else groups
+        scored = score(passed, a, self.frozen.learner, self.frozen.reference(self.recorded, a), optimizer_steps=1)
         ema, emas = self._ema(a)
         credit = credit_step(a, scored, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
         return (without_credit(credit) if self._warming(a) else credit), len(groups)
@@ -278,6 +278,7 @@ class _Step:
         return list(pack(credit, a, whole, seed=r.run.seed, step=r.index, version=version))
 
     def _differentiate(self, minibatch: Minibatch, a: Algorithm, warming: bool) -> tuple[Gradient, Gauges]:
+        """The gradient and the gauges of a minibatch. `warming`: only values are trained."""
         # No token of the minibatch can give a gradient.
         if minibatch.batch is None:
             return Gradient({}, {}, 0.0, 0), {}
@@ -293,6 +294,7 @@ class _Step:
         return cosine(parts[0], parts[1]) if len(parts) == 2 else math.nan
 
     def _note(self, a: Algorithm, credit: Credit, total: int) -> str:
+        """`AblationRow.note`. `total`: the groups before the algorithm's filter."""
         notes = list(self.facts.caveats(a))
         if self._warming(a):
             notes.append(
@@ -311,6 +313,14 @@ def _same(a: Algorithm, b: Algorithm) -> bool:
 def _row(
     a: Algorithm, credit: Credit, total: int, gradient: Gradient, seen: Gauges, turned: float, longer: float, note: str
 ) -> AblationRow:
+    """The row of an algorithm.
+
+    Args:
+        total: the groups before the algorithm's filter.
+        seen: the gauges of its minibatch.
+        turned: cosine of its gradient with that of the run's own algorithm.
+        longer: its norm divided by that one's.
+    """
     kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
     credits = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
     by_solved = {yes: [x for x, right in credits if right == yes] for yes in (True, False)}

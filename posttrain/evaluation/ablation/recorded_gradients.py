@@ -115,13 +115,13 @@ class FrozenLearner:
         """A scorer of the reference with this name (`_reference_name`)."""
         if name == recorded.stage.reference:
             return cast("Examiner", _CachedScorer(make_teacher(self.run, name, self.policy)))
-        kept = self.folder / "kept" / name
-        if not kept.is_dir():
+        folder = self.folder / "kept" / name
+        if not folder.is_dir():
             raise RunFolderError(
                 f"{self.folder} keeps nothing called {name!r}, which stage {recorded.stage.name} took as its reference"
             )
         # The copy is made of the learner's own model, which gets its weights back.
-        load_weights(kept, self._learner.inner)
+        load_weights(folder, self._learner.inner)
         frozen = FrozenScorer(self.policy)
         load_weights(recorded.weights.folder, self._learner.inner)
         return cast("Examiner", _CachedScorer(frozen))
@@ -131,10 +131,10 @@ class FrozenLearner:
         # A float16 model needs a scale of the loss, or small gradients vanish. It is taken out again in `gather`.
         probe = _GradientTaker(self._learner.parameters(), FIRST if self.policy.dtype == torch.float16 else 1.0)
         self._learner.touched = 0
-        seen = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
+        gauges = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
         policy = {n: g for n, g in probe.taken.items() if not n.startswith(HEAD)}
         head = {n: g for n, g in probe.taken.items() if n.startswith(HEAD)}
-        return Gradient(policy, head, seen["optim/grad_norm"].mean, self._learner.touched), seen
+        return Gradient(policy, head, gauges["optim/grad_norm"].mean, self._learner.touched), gauges
 
 
 class _GradientTaker:
@@ -147,6 +147,7 @@ class _GradientTaker:
         self.taken: dict[str, torch.Tensor] = {}
 
     def gather(self) -> None:
+        """Add the parameters' gradients to those that were taken, and clear them."""
         for name, p in self._parameters.items():
             if p.grad is not None:
                 gradient = whole(p.grad).float() / self.loss_scale

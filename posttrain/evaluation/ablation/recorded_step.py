@@ -95,8 +95,8 @@ def choose_stage(folder: Path, run: Run, name: str | None) -> Reinforce:
 
 def recorded_steps(folder: Path, run: Run, stage: Reinforce) -> list[int]:
     """The steps whose episodes are in the folder. RunFolderError, with the reason, if there are none."""
-    found = [f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"]
-    if not found:
+    steps = [f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"]
+    if not steps:
         why = (
             "the run was started with record_episodes=false, so what it sampled is gone. Start one with"
             " record_episodes=true"
@@ -104,7 +104,7 @@ def recorded_steps(folder: Path, run: Run, stage: Reinforce) -> list[int]:
             else f"stage {stage.name} has taken no step yet"
         )
         raise RunFolderError(f"{folder} holds no training episodes: {why}")
-    return found
+    return steps
 
 
 def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, checkpoint: str | None) -> RecordedStep:
@@ -136,12 +136,12 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
     position = run.stages.index(stage)
     # Checkpoints of a running stage, which have its step and its adaptive state.
     checkpoints = [(c, s) for c in scan(folder) if (s := _running(c)) and c.state["stage"] == position]
-    found = [
+    weights = [
         Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in checkpoints
     ]
     kept = folder / "kept"
     for path in sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*")):
-        found.append(Weights(f"kept/{path.name}", path, int(path.name.rpartition("-")[2]), None))
+        weights.append(Weights(f"kept/{path.name}", path, int(path.name.rpartition("-")[2]), None))
     if (last := kept / stage.name).is_dir():
         end = max(
             (f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"),
@@ -152,12 +152,12 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
             (c for c in scan(folder) if stage.hands_on and c.state.get("stage") == position + 1 and not _running(c)),
             None,
         )
-        found.append(Weights(f"kept/{last.name}", last, end, int(ended.state["version"]) if ended else None))
-        found += [Weights(ended.name, ended.folder, end, int(ended.state["version"]))] if ended else []
+        weights.append(Weights(f"kept/{last.name}", last, end, int(ended.state["version"]) if ended else None))
+        weights += [Weights(ended.name, ended.folder, end, int(ended.state["version"]))] if ended else []
     if (first := kept / starts(run.stages, stage)).is_dir():
-        found.append(Weights(f"kept/{first.name}", first, 0, None, {}))
+        weights.append(Weights(f"kept/{first.name}", first, 0, None, {}))
     # Of two from the same step the one with a known version comes last, and `_nearest` takes the last.
-    return sorted(found, key=lambda w: (w.step or 0, w.version is not None))
+    return sorted(weights, key=lambda w: (w.step or 0, w.version is not None))
 
 
 def _running(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -108,9 +108,11 @@ def _sampled(work: Work, said: Gauge, seen: Mapping[str, Gauge]) -> Lengths:
 def largest_step(steps: Iterable[Step]) -> list[Step]:
     """The step whose learner computed the most tokens, as a list of one: memory is compared at it. Empty without
     any."""
-    found = [s for s in steps if "learner/shared" in s.gauges]
+    counted = [s for s in steps if "learner/shared" in s.gauges]
     return (
-        [max(found, key=lambda s: s.gauges["learner/shared"].count - s.gauges["learner/shared"].sum)] if found else []
+        [max(counted, key=lambda s: s.gauges["learner/shared"].count - s.gauges["learner/shared"].sum)]
+        if counted
+        else []
     )
 
 

@@ -164,8 +164,8 @@ class _Simulation:
             if e.active and not e.stands:
                 # On the heap of an engine is, for each answer, the number of the pass in which its turn ends. So a
                 # change of speed changes no entry.
-                left = max(0.0, e.active[0][0] - e.passes) * self.o.passes(len(e.active))
-                self.after(e.debt + left, self._turn_ends, e, e.plan)
+                until_end = max(0.0, e.active[0][0] - e.passes) * self.o.passes(len(e.active))
+                self.after(e.debt + until_end, self._turn_ends, e, e.plan)
         self.touched.clear()
 
     def _stand(self, change: int) -> None:

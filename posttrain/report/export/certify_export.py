@@ -77,12 +77,12 @@ def check_memory(policy: Policy) -> int:
     free = {"main memory": free_memory()}
     if policy.device.type == "cuda":
         free[str(policy.device)] = torch.cuda.mem_get_info(policy.device)[0]
-    for where, left in free.items():
+    for where, room in free.items():
         # Both memories: weights pass through the host's on their way to a device.
-        if left is not None and left < needed:
+        if room is not None and room < needed:
             raise ConfigError(
                 f"what is exported is read back and compared with the run, for which a second copy of the weights must"
-                f" fit: {needed / GIB:.2f} GiB ({needed:,} bytes), and {left / GIB:.2f} GiB of {where} are free. End"
+                f" fit: {needed / GIB:.2f} GiB ({needed:,} bytes), and {room / GIB:.2f} GiB of {where} are free. End"
                 " other programs, or copy the run folder to a machine with more memory and export there"
             )
     return needed
@@ -279,8 +279,8 @@ def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportCo
         return _equal_tensors("weights read back", ours, theirs)
     layers = adapter_modules.layers(policy.module)
     merged = {f"{name}.{part}" for name in layers for part in ("weight", "bias")}
-    kept = {n: t for n, t in adapter_modules.base_tensors(policy.module).items() if n not in merged}
-    others = _equal_tensors("weights read back", kept, {n: t for n, t in theirs.items() if n not in merged})
+    unmerged = {n: t for n, t in adapter_modules.base_tensors(policy.module).items() if n not in merged}
+    others = _equal_tensors("weights read back", unmerged, {n: t for n, t in theirs.items() if n not in merged})
     # The error of a merged layer is told as a share of what rounding allows, so 1 is the bound.
     errors = {n: adapter_modules.merge_error(part, again.inner.get_submodule(n)) for n, part in layers.items()}  # type: ignore[arg-type]
     worst = max(errors, key=errors.__getitem__)
@@ -296,6 +296,7 @@ def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportCo
 
 
 def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> ExportComparison:
+    """A comparison of named tensors, which must have the same names, types and bits."""
     wrong = [
         n
         for n in sorted({*ours, *theirs})
@@ -375,17 +376,17 @@ def _same_answers(
     counts, unlike, ties, at = 0, "", 0, 0
     for start, answer in zip(starts, answers, strict=True):
         # Scored tokens are all but the first of each sequence; those of the answer come after the prompt's.
-        here = slice(at + len(start) - 1, at + len(start) - 1 + len(answer))
+        of_answer = slice(at + len(start) - 1, at + len(start) - 1 + len(answer))
         at += len(start) + len(answer) - 1
         counts += len(answer)
-        behind = top.logp[here, 0] - logp[here]
+        behind = top.logp[of_answer, 0] - logp[of_answer]
         # Another token than the run's most probable one, and less probable by more than rounding explains.
-        differs = (top.ids[here, 0] != answer) & ~(np.abs(behind) <= bound)
-        ties += int((top.ids[here, 0] != answer).sum() - differs.sum())
+        differs = (top.ids[of_answer, 0] != answer) & ~(np.abs(behind) <= bound)
+        ties += int((top.ids[of_answer, 0] != answer).sum() - differs.sum())
         if not unlike and differs.any():
             k = int(np.argmax(differs))
             unlike = (
-                f"token {k + 1} of an answer is {int(answer[k])}, and {int(top.ids[here, 0][k])} in the run"
+                f"token {k + 1} of an answer is {int(answer[k])}, and {int(top.ids[of_answer, 0][k])} in the run"
                 f" ({float(behind[k]):.3g} nats more probable there)"
             )
         # An answer that was read back must end where the run would end it.

@@ -124,14 +124,14 @@ def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step
     names = [s.name for s in stages_to(run, stage)]
     # Of this stage the evaluations up to the exported step count, of the stages before it all.
     last = max((s.index for s in record if s.stage == stage.name), default=0) if step is None else step
-    found = [
+    evaluations = [
         f
         for f in episode_files(folder)
         if f.kind == "eval" and f.stage in names and (f.stage != stage.name or f.index <= last) and f.path.is_file()
     ]
-    if not found:
+    if not evaluations:
         return None
-    file = max(found, key=lambda f: (names.index(f.stage), f.index))
+    file = max(evaluations, key=lambda f: (names.index(f.stage), f.index))
     version = {(s.stage, s.index): s.version for s in record}
     # An evaluation before the first step has no line in the record. It measured the weights that the stage began with.
     measured = version.get((file.stage, file.index), version.get(_end_before(run, record, file.stage), 0))
@@ -177,6 +177,7 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
 
 
 def _head(run: Run, name: str, stage: Stage, step: int | None, ema: bool) -> list[str]:
+    """The title, and which weights these are."""
     at = f"after step {step}" if step else "at its beginning" if step == 0 else "at its end"
     return [
         f"# {code(name)}",
@@ -189,6 +190,7 @@ def _head(run: Run, name: str, stage: Stage, step: int | None, ema: bool) -> lis
 
 
 def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step], stage: Stage, step: int | None) -> list[str]:
+    """The table of the stages that led to these weights."""
     rows = ["## Lineage", "", "| | from | steps | |", "|---|---|---:|---|", f"| base | {code(_base(run))} | | |"]
     for s in used:
         taken = max((x.index for x in record if x.stage == s.name), default=0)
@@ -309,6 +311,7 @@ def _versions(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _checks(used: Sequence[Stage], record: Sequence[Step]) -> list[str]:
+    """The checks of these stages, and the notes that were given."""
     out = ["## Checks that ran", ""]
     for s in used:
         taken = sum(x.stage == s.name for x in record)

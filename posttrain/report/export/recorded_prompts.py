@@ -70,9 +70,9 @@ def recorded_answers(folder: Path, version: int) -> list[Segment]:
     # From the newest file back, until one has answers of exactly these weights.
     for file in reversed([f for f in episode_files(folder) if f.path.is_file()]):
         spoken = [s for r in read_episodes(file.path) for s in r.episode.segments if s.spoken and not s.sampling.greedy]
-        found = sorted((s for s in spoken if (s.version[s.mask] == version).all()), key=lambda s: len(s.ids))
-        if found:
-            return [s for s in found if s.sampling == found[0].sampling][:MOST]
+        of_version = sorted((s for s in spoken if (s.version[s.mask] == version).all()), key=lambda s: len(s.ids))
+        if of_version:
+            return [s for s in of_version if s.sampling == of_version[0].sampling][:MOST]
     return []
 
 

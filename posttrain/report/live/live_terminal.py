@@ -82,6 +82,7 @@ class Terminal:
     _once: SaidOnce = field(default_factory=SaidOnce)
 
     def log(self, step: Step) -> None:
+        """Show a step, and print those of its notes that are new."""
         if step.stage != self._stage:
             # The first step only starts the clock: its tokens were made before.
             self._open(step)
@@ -136,6 +137,7 @@ class Terminal:
             self.say(f"note: {count}")
 
     def _open(self, step: Step) -> None:
+        """Begin a stage: its clock, and its live line where there is one."""
         self._close()
         now = time.monotonic()
         self._stage, self._begun, self._first = step.stage, now, step.index
@@ -206,6 +208,7 @@ class Terminal:
 
 
 def _count(done: int, total: int | None) -> str:
+    """The steps done, of all where that is known: "3/20"."""
     return f"{done}" if total is None else f"{done}/{total}"
 
 
