@@ -123,6 +123,7 @@ def _linear(module: PreTrainedModel) -> list[str]:
 
 
 def _tuner_layer() -> type[BaseTunerLayer]:
+    """PEFT's base class of layers with an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return BaseTunerLayer

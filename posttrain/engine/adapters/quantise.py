@@ -114,6 +114,7 @@ class Nf4Linear(QuantisedLinear):
         return y if self.bias is None else y + self.bias
 
     def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight that torchao makes of the 4-bit numbers, rounded to `dtype`."""
         return self._held().get_original_weight().to(dtype)
 
     def _held(self) -> Any:
@@ -193,6 +194,7 @@ def quantised_as(module: nn.Module) -> str | None:
 
 
 def is_quantised(module: nn.Module) -> bool:
+    """Returns whether some of the module's layers hold their weights in few bits."""
     return quantised_as(module) is not None
 
 

@@ -136,4 +136,5 @@ def _places(packed: Packed) -> tuple[np.ndarray, int]:
 
 
 def _mask(packed: Packed, device: torch.device) -> KeptMask | None:
+    """The kept sets of the tokens; None where the contract does not truncate."""
     return None if packed.kept is None else KeptMask(packed.kept, device)

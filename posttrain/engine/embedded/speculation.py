@@ -96,6 +96,7 @@ class PromptLookup:
         """Slot -> (its request, its tokens, position after the last occurrence of each short sequence)."""
 
     def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
+        """For each slot the tokens that followed the last occurrence of its sequence's end, at most `most`."""
         ids = np.zeros((len(at), self.tokens), np.int64)
         counts = np.zeros(len(at), np.int64)
         for i, (s, n) in enumerate(zip(at.tolist(), most.tolist(), strict=True)):

@@ -117,6 +117,7 @@ class EndpointSampler:
         return self.look.context
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        """Always EngineError: an endpoint takes no weights."""
         raise EngineError(
             f"{self.endpoint.role} ({self.endpoint.url}): OpenAI's API has no way to take weights, so this engine"
             " samples for evaluation and judging only. Train with engine=embedded or engine=vllm"

@@ -48,6 +48,7 @@ class TextVocabulary:
         return self._ids[piece]
 
     def of(self, ids: Sequence[int] | np.ndarray) -> list[TextPiece]:
+        """The pieces of these ids."""
         return [self._all[int(i)] for i in ids]
 
 
@@ -62,6 +63,7 @@ class TextDialogue:
         self._chat: bool | None = None
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
+        """Show a text, or messages; returns their ids. ConfigError where tools are given."""
         if tools:
             raise ConfigError(
                 "tools reach an endpoint through the model's own chat template: give its tokenizer (--tokenizer)"
@@ -150,6 +152,7 @@ class TextSampler(EndpointSampler):
         )
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
+        """Always EngineError: an endpoint that speaks text has no log-probs of tokens."""
         raise EngineError(f"{self.endpoint.role} ({self.endpoint.url}): an endpoint that speaks text scores nothing")
 
     async def for_training(self, sampling: Sampling) -> None:

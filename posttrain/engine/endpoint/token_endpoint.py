@@ -184,6 +184,7 @@ class TokenSampler(EndpointSampler):
         return Top(ids, np.array([[p for _, p in row] for row in rows], np.float32).reshape(n, k))
 
     def _stop(self, reason: Any, said: list[int], s: Sampling, most: int) -> Stop:
+        """The reason for the end of a turn. EndpointError where finish_reason and the tokens do not fit together."""
         # "stop" is said for ids and for strings alike; the last token tells which it was.
         if reason == "stop" and said and said[-1] in (s.stop_ids or ()):
             return Stop.SAID

@@ -1,4 +1,4 @@
-"""Reward models on disk.
+"""Writes reward models to disk and reads them back.
 
 A last-token head with one output is written as transformers' sequence classification reads it
 (`AutoModelForSequenceClassification`, `num_labels=1`), so that any library can use it. Every other head is written
@@ -178,6 +178,7 @@ def _with_head(policy: Policy, folder: Path) -> Policy:
 
 
 def _new_head(policy: Policy, shape: HeadShape, blank: int | None = None) -> RewardHead:
+    """A reward head of this shape over the policy's hidden states."""
     width = read_out(policy.module).weight.shape[1]
     return RewardHead(shape, width, dtype=logit_dtype(policy.dtype), device=policy.device, blank=blank)
 

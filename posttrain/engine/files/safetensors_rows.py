@@ -56,6 +56,7 @@ class RowFiles:
         self.digest = listed.hexdigest()
 
     def _paths(self) -> list[Path]:
+        """The model's safetensors files; DataError where one of them is missing."""
         if (self.folder / INDEX).is_file():
             paths = [self.folder / name for name in sorted(set(weight_files(self.folder / INDEX).values()))]
         else:

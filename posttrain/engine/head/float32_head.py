@@ -18,9 +18,9 @@ from posttrain.engine.head.readout import ReadOut
 from posttrain.system.errors import InvariantError
 
 TOKENS = 64
-"""Hidden states that are tried."""
+"""Most hidden states with which a head is tried."""
 BLOCK = 8192
-"""Ids of which the float64 logits exist at once."""
+"""The float64 logits of at most this many ids exist at once."""
 BOUND = 5e-5
 """Largest difference that counts as float32's rounding, relative to the largest logit. Logits that are rounded to
 float16 differ by about 2e-4, and by 2e-3 in bfloat16."""

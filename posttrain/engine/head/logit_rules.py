@@ -78,6 +78,7 @@ class LogitRules:
 
     @property
     def bans(self) -> bool:
+        """True where some token may be banned."""
         return self.never_V is not None or self.now is not None
 
     @staticmethod
@@ -211,4 +212,5 @@ def _check_said(packed: Packed, never_V: np.ndarray | None, rows: np.ndarray, id
 
 
 def _to(x: np.ndarray, device: torch.device) -> Tensor:
+    """Integers as int64 on the device."""
     return torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(device)

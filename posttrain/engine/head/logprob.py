@@ -270,6 +270,7 @@ def _rows(hidden: Tensor, weight: Tensor) -> int:
 
 
 def _kind(weight: Tensor) -> str:
+    """The key of `TILE`, `CHUNK_ELEMENTS` and `KEPT_ELEMENTS` for the weight's device."""
     return "cpu" if weight.device.type == "cpu" else "accelerator"
 
 

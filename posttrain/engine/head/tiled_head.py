@@ -126,6 +126,7 @@ def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor
 
 
 def _torch_head(*given: Any) -> tuple[Tensor, Tensor]:
+    """The head by tiles, with torch's operations."""
     return TiledHead.apply(*given, TORCH)  # pyright: ignore[reportReturnType]
 
 
@@ -144,6 +145,7 @@ def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def _no_triton() -> str:
+    """Returns why Triton cannot be used; '' where it is installed."""
     return "" if find_spec("triton") else "triton is not installed"
 
 

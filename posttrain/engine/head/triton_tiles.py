@@ -109,10 +109,12 @@ TRITON = TileForm(fold, cotangent)
 
 
 def _columns(width: int) -> int:
+    """Scores that a program reads at once, for rows of this width."""
     return min(COLUMNS, triton.next_power_of_2(width))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *given: Any) -> None:
+    """Runs a Triton kernel on a grid of programs."""
     kernel[grid](*given, num_warps=8)
 
 

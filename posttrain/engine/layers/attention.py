@@ -100,6 +100,8 @@ def keep_layout_in_recomputation(module: nn.Module) -> None:
 
 
 def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a checkpoint function of torch so that the layer attends by the layout of now, also when it is computed
+    again."""
     # A layer is computed again in the backward pass. There `using` has ended, and on a GPU autograd works in a thread
     # of its own, where the context variable is not set. So the layout is bound while the forward pass runs.
     layout = _IN_USE.get()
@@ -252,12 +254,15 @@ class RunsLayout:
 
     @cached_property
     def runs(self) -> Runs:
+        """The runs of the positions, as compiled code reads them."""
         raise NotImplementedError
 
     def by_buckets(self, call: AttentionCall) -> Tensor:
+        """[1, N, H, D]: the attention of a layer by dense attention, one call for each bucket of similar runs."""
         raise NotImplementedError
 
     def by_runs(self, call: AttentionCall) -> Tensor:
+        """[1, N, H, D]: the attention of a layer by compiled code, which reads the runs."""
         if call.softcap is not None:
             return self.by_buckets(call)
         # [1, heads, N, D] to rows [N, heads, D], so that one index selects all heads of a position.
@@ -265,6 +270,7 @@ class RunsLayout:
         return packed_attention.attend(q, k, v, self.runs, call.scaling, call.window).unsqueeze(0)
 
     def attend(self, call: AttentionCall) -> Tensor:
+        """[1, N, H, D]: the attention of a layer by the form that this device, dtype and choice of kernels have."""
         query = call.query
         if query.shape[0] != 1 or query.shape[2] != self.tokens:
             raise EngineError(
@@ -304,7 +310,7 @@ class PackedLayout(RunsLayout):
 
     @cached_property
     def runs(self) -> Runs:
-        """Each segment is a run below nothing."""
+        """Each segment is a run with nothing above it."""
         return Runs(np.cumsum(self._lengths_S) - self._lengths_S, self._lengths_S)
 
     def by_buckets(self, call: AttentionCall) -> Tensor:
@@ -326,6 +332,7 @@ class PackedLayout(RunsLayout):
         return (rows if places is None else CollectRows.apply(rows, places[1])).unsqueeze(0)
 
     def _spread(self, rows: Tensor, places: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The padded rows of all buckets; the rows themselves where nothing has to be moved."""
         return rows if places is None else SpreadRows.apply(rows, *places)  # pyright: ignore[reportReturnType]
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:

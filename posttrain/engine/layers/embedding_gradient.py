@@ -161,6 +161,7 @@ class LookUp:
         return weight
 
     def _look_up(self, ids: Tensor) -> Tensor:
+        """Stands in place of the embedding's forward. Keeps the weight for the head where both share it."""
         out: Any = LookedUp.apply(self._embedding.weight, ids, self._embedding.padding_idx, self._by_rows)
         rows, weight = out
         self._for_head = weight if self._shared else None

@@ -51,7 +51,7 @@ def weights_of(logits: Tensor, chosen: Tensor, normalised: bool, dtype: torch.dt
 
 @dataclass(eq=False)
 class Routing:
-    """One forward pass of a mixture of experts."""
+    """The choices that routers are given in one forward pass, and the record of what they did."""
 
     given: Tensor | None = None
     """int64 [N, R, K], UNKNOWN where the router chooses itself; None: everywhere."""
@@ -62,7 +62,7 @@ class Routing:
     own: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """By router: int64 [N, K], the experts that the router itself chose."""
     logits: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """By router: [N, E]."""
+    """By router: [N, E], the scores of all experts before the softmax."""
 
     def at(self, place: int, normalised: bool, output: Any) -> Any:
         """Returns the output of a router in this pass, from the output that the router computed itself."""

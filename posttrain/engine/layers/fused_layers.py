@@ -121,6 +121,7 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def _gated(gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up."""
         out = torch.empty_like(gate)
         compile_native.library().gate_rows(gate.data_ptr(), up.data_ptr(), out.data_ptr(), out.numel())
         return out
@@ -151,10 +152,12 @@ class SwiGLU(torch.autograd.Function):
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    """Stands in place of a norm's forward."""
     return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # pyright: ignore[reportReturnType]
 
 
 def _feed_forward(self: Any, x: Tensor) -> Tensor:
+    """Stands in place of a feed-forward layer's forward."""
     inner, down = products(x, self.gate_proj, self.up_proj), self.down_proj
     if x.dtype == torch.float32 and is_product(down):
         return SwiGLU.apply(*inner, down.weight, down.bias)  # pyright: ignore[reportReturnType]
@@ -191,7 +194,7 @@ def _attention(
 
 
 def _selected(x: Tensor, read: Tensor) -> Tensor:
-    """Rows of x [1, N, H]: [1, R, H]."""
+    """The rows `read` [R] of x [1, N, E]: [1, R, E]."""
     return SelectRows.apply(x[0], read, None).unsqueeze(0)  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -248,6 +251,7 @@ class FusedReadOut(ReadOut):
 
     @property
     def layers(self) -> Any:
+        """The decoder's layers."""
         decoder: Any = self.decoder
         return decoder.layers
 

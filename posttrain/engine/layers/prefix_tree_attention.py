@@ -156,6 +156,7 @@ class _Bucket:
 
     @classmethod
     def of(cls, runs: Sequence[TreeRun]) -> _Bucket:
+        """The bucket of these runs, longest first. All have equally many positions above them."""
         longest, begin = runs[0].length, runs[0].start
         length_B = np.array([r.length for r in runs])
         above_BA = np.stack([r.above for r in runs])
@@ -183,6 +184,7 @@ class _Bucket:
         )
 
     def to(self, device: torch.device) -> None:
+        """Move the index tensors to a device."""
         for name in ("read", "real", "below", "real_below", "parents", "places"):
             setattr(self, name, getattr(self, name).to(device))
 

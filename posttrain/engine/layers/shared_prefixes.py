@@ -126,6 +126,7 @@ class Sharing:
         at_M: np.ndarray | None,
         routing: PassRouting | None,
     ) -> Tensor:
+        """Hidden states of these ids by this layout: at the positions `at_M`, or all of them where it is None."""
         layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
         inputs = self._to(ids), self._to(places), layout
         return self._out.hidden(*inputs) if at_M is None else self._out.hidden_at(*inputs, at_M)

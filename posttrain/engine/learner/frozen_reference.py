@@ -81,6 +81,7 @@ class AdapterOff:
         return self._off(self._learner.top, packed, k)
 
     def _off(self, method: Callable[..., Any], packed: Packed, *given: Any) -> Any:
+        """The result of a learner's method with the adapter switched off."""
         # The routers choose for themselves here: the choices in a batch were made by the policy's sampler, with the
         # adapter.
         unrouted = packed if packed.routed_N is None else replace(packed, routed_N=None)
@@ -88,6 +89,7 @@ class AdapterOff:
             return method(unrouted, *given)
 
     def fingerprint(self) -> str:
+        """Digest of the weights that do not train."""
         tensors = named_tensors(self._learner.policy.module)
         return fingerprint((n, self._learner.whole(t)) for n, t in tensors if not t.requires_grad)
 

@@ -142,6 +142,7 @@ class HFLearner:
             return joined([head.read(p, reader.hidden(p, head.places(p))).score for p in packed.split(SCORE_TOKENS)])
 
     def _head(self) -> RewardHead:
+        """The reward head; InvariantError where there is none."""
         if self.reward_head is not None:
             return self.reward_head
         raise InvariantError("this learner has no reward head: a run with a stage of kind RewardModel gives it one")

@@ -58,6 +58,7 @@ class LearnerRouters:
             return routing.probabilities()
 
     def _read(self, packed: Packed, replay: bool) -> RoutedPass:
+        """The record of one pass."""
         with forward_only(self.reader.module):
             routing = PackedRouting(packed, packed.routed_N if replay else None, True)
             # Scores are kept (True), since the record says how far the used experts were from the best.

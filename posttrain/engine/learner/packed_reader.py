@@ -129,18 +129,22 @@ class PackedReader:
             return {name: joined(parts) for name, parts in out.items()}
 
     def logp_of(self, part: Packed, hidden: Tensor) -> Tensor:
+        """[M] log-probs of the spoken tokens."""
         return self.head(part, hidden, False)[0]
 
     def entropy_of(self, part: Packed, hidden: Tensor) -> Tensor:
+        """[M] entropies."""
         entropy = self.head(part, hidden, True)[1]
         assert entropy is not None
         return entropy
 
     def energy_of(self, part: Packed, hidden: Tensor) -> Tensor:
+        """[M]: |onehot(t) - p|^2 of each spoken token t."""
         target = device_ids(part.target_M, hidden.device)
         return energies(hidden, self.out.weight, self.out.bias, target, **self._contract(part))
 
     def collision_of(self, part: Packed, hidden: Tensor) -> Tensor:
+        """[M]: |p|^2 at each spoken token."""
         return energies(hidden, self.out.weight, self.out.bias, None, **self._contract(part))
 
     def entropy(self, packed: Packed) -> np.ndarray:

@@ -24,9 +24,9 @@ from posttrain.system.errors import ConfigError
 BLOCK = 256
 """Numbers that share a scale."""
 SMALLEST = 4096
-"""Moments of fewer numbers are float32."""
+"""Moments with fewer numbers than this stay float32."""
 LEAST_SCALE = 1e-12
-"""A block of smaller numbers has this scale."""
+"""The least scale of a block. A block whose numbers are all smaller in size has this one."""
 PARTS = ("codes", "scale")
 """The tensors of a moment in 8 bits: a code for each number, and a scale for each block."""
 
@@ -149,6 +149,7 @@ def rounding(signed: bool) -> float:
 
 
 def _is_quantised(tensor: Tensor) -> bool:
+    """Returns whether the moments of a parameter are held in 8 bits."""
     return tensor.numel() >= SMALLEST and tensor.numel() % BLOCK == 0
 
 

@@ -32,7 +32,7 @@ class LossScale:
     good: int = 0
 
     def after(self, norm: float) -> None:
-        """Follow a step whose gradient had this norm."""
+        """Change the scale after a step whose gradient had this norm."""
         if not math.isfinite(norm):
             # Below 1 a scale would push small gradients to 0, which it is there to prevent.
             self.value, self.good = max(1.0, self.value / 2), 0

@@ -28,7 +28,8 @@ from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 
 NOT_HIDDEN = ("embed*", "*_embed*", "wte", "wpe", "lm_head", "embed_out", "value_head", "reward_head")
 """Patterns of matrices that Muon leaves to AdamW: they turn tokens or positions into vectors, or vectors into scores,
-and their singular directions mean nothing together."""
+and their singular directions mean nothing together. A pattern fits a word of a name: `embed*` fits
+`model.embed_tokens.weight`, `*_embed*` fits `word_embeddings.weight`, `wte` and `wpe` are GPT-2's."""
 
 ELEMENTWISE = ("adamw", "sgd")
 """The kinds whose update of a number depends on nothing but that number's gradient and state, and the clip."""
@@ -302,6 +303,7 @@ class StageOptimizer:
             self.parts.agree(self._gradients())
 
     def _gradients(self) -> dict[str, Tensor]:
+        """The gradients of the tensors that a step updates, by parameter."""
         return {n: t.grad for n, t in self._moved.items() if t.grad is not None}
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:
@@ -345,6 +347,7 @@ class StageOptimizer:
                 yield rule, group
 
     def _step(self, rule: UpdateRule, lr: float) -> None:
+        """Let one rule step. Where its state is elsewhere, the state is on the device meanwhile."""
         if self._home is None:
             rule.step(lr)
             return

@@ -88,6 +88,7 @@ class UpdateRule(ABC):
         self.inner.step()
 
     def set_lr(self, group: dict[str, Any], lr: float) -> None:
+        """Set the learning rate of one group of parameters."""
         group["lr"] = lr
 
     def state(self, name: str) -> dict[str, Tensor]:
@@ -152,6 +153,7 @@ class Moments(UpdateRule):
 
     @torch.no_grad()
     def _step_by_rows(self, weight: Tensor, gradient: Tensor) -> None:
+        """Update one weight whose gradient holds some rows, part by part."""
         # As torch makes it on the first step of a fused AdamW.
         if not self.inner.state.get(weight):
             step = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -194,6 +196,7 @@ class Momentum(UpdateRule):
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
+        """Update the tensors that have a gradient; weight decay first."""
         if self._decay:  # torch's own is a part of the gradient
             # Decoupled decay, as AdamW has it: w shrinks by lr * decay, whatever momentum and clip do.
             for group in self.inner.param_groups:
@@ -296,6 +299,7 @@ def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Te
 
 
 def _adam_options(config: Optimizer) -> dict[str, Any]:
+    """The settings of AdamW as torch's arguments."""
     return {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),

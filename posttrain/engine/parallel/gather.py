@@ -34,7 +34,7 @@ class _Label:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     sent: int
-    """Bytes, with those that fill up to `ALIGNED`."""
+    """Bytes that the rank sends for it, filled up to a multiple of `ALIGNED`; 0 where it sends none."""
 
 
 def gathered(
@@ -106,7 +106,7 @@ def _label(shard: Shard, ranks: ProcessRanks) -> _Label:
 
 
 def _runs(table: list[list[_Label]], bucket: int) -> Iterator[list[int]]:
-    """The places of the weights of each bucket."""
+    """For each bucket the numbers of its weights, as places in every rank's list of labels."""
     run, size = list[int](), 0
     for i in range(len(table[0])):
         weight_size = sum(labels[i].sent for labels in table)

@@ -205,6 +205,7 @@ class ShardedLearner(HFLearner):
         return {name: self._rows_rounded(name, rows.detach()) for name, rows in self._own.items()}
 
     def _rows_rounded(self, name: str, own: Tensor) -> Tensor:
+        """This rank's rows of a parameter, in the type that they are computed in."""
         # Heads are computed in their own type and never rounded.
         return own if self.narrow is None or name.startswith(HEADS) else own.to(self.narrow)
 

@@ -123,7 +123,7 @@ def read_rows(
 
 
 def _prove(policy: Policy) -> None:
-    """The checks at load, inside a pass."""
+    """The checks that a model in one process gets at load. They run inside a pass, where weights are whole."""
     silence(policy.module, accept(policy.module, policy.context)[0])
 
 

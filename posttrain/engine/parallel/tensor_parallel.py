@@ -172,6 +172,7 @@ class TensorLearner(HFLearner):
             )
 
     def _is_cut(self, name: str) -> bool:
+        """Returns whether each rank holds a part of this parameter."""
         parameter = self._held[name]
         return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Cut)
 
@@ -180,6 +181,7 @@ class TensorLearner(HFLearner):
         return (self._placed(n, _local(t), t) for n, t in named_tensors(self.policy.module))
 
     def _placed(self, name: str, own: Tensor, like: Any) -> Shard:
+        """A part with its place in the whole tensor, which is cut as `like` is."""
         if not isinstance(like, DTensor) or not isinstance(like.placements[0], Cut):
             return Shard.of(name, own)
         axis, at = like.placements[0].dim, [0] * like.ndim

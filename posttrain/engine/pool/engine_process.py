@@ -81,6 +81,7 @@ async def _serve(connection: Connection) -> None:
 
 
 async def _answer(hosted: WorkerMethods, connection: Connection, number: int, method: str, given: Any) -> None:
+    """Make one call and send its answer. A cancelled call has no answer."""
     try:
         value, report = await hosted.answer(method, given)
     # Nobody waits for the answer of a call that was cancelled.
@@ -165,6 +166,7 @@ class ProcessHost(CallingHost):
         return future
 
     def _cancelled(self, number: int) -> None:
+        """Tell the process that nobody waits for this call any more."""
         self._calls.drop(number)
         self._out.put(pickle.dumps((0, CANCEL, number)))
 
@@ -202,6 +204,7 @@ class ProcessHost(CallingHost):
             both.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
+        """What a thread runs: sends the messages in their order, until None comes."""
         while (message := self._out.get()) is not None:
             try:
                 self._connection.send_bytes(message)
@@ -209,6 +212,7 @@ class ProcessHost(CallingHost):
                 return  # the reader says why
 
     def _read(self) -> None:
+        """What a thread runs: passes answers on, until the process closes the connection."""
         while True:
             try:
                 number, value, error, report = pickle.loads(self._connection.recv_bytes())

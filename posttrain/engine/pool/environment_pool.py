@@ -117,6 +117,7 @@ class EnvironmentProcess:
 
     @property
     def ready(self) -> bool:
+        """True where the process can be given episodes."""
         return not self.host.died and (self.starting is None or self.starting.done())
 
     def silent(self) -> float:
@@ -128,6 +129,7 @@ class EnvironmentProcess:
         return time.monotonic() - self._sign[1]
 
     def begin(self, host: EngineHost) -> None:
+        """A new process takes the place of the dead one."""
         self.host, self.restarts, self._sign = host, self.restarts + 1, None
 
     def row(self) -> RoleRow:

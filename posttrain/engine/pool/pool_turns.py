@@ -122,7 +122,7 @@ class PooledTurn:
 
     @property
     def tokens(self) -> int:
-        """The most that its engine computes for it."""
+        """The most tokens that its engine computes for it, prompt included."""
         return len(self.ids) + self.sampling.max_tokens
 
     def __str__(self) -> str:

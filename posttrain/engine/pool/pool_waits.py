@@ -21,13 +21,14 @@ class Wait:
     owner: object
     """The object that waits; its text names it."""
     on: str
-    """For what."""
+    """Text that says what it waits for."""
     future: asyncio.Future[Any]
     since: float
     wrong: Exception | None = None
     """The error that the wait raises, where the pool has ended it."""
 
     def line(self, now: float) -> str:
+        """The wait as a line for people."""
         return f"{self.owner} waits for {self.on} since {now - self.since:.0f} s"
 
 
@@ -96,7 +97,7 @@ class WaitList:
         self._waits, self._seen = {}, 0.0
 
     def check(self) -> None:
-        """Raises what the pool was lost to, if it was."""
+        """Raises the error by which the pool was lost; does nothing where it was not."""
         if self._lost is not None:
             raise self._lost
 

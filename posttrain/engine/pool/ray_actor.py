@@ -250,6 +250,7 @@ class RayHost(CallingHost):
         self.kill("it was closed at the end of the run")
 
     def _cancelled(self, number: int, ref: Any) -> None:
+        """Tell Ray that nobody waits for this call any more."""
         self._calls.drop(number)
         with contextlib.suppress(Exception):
             self._ray.cancel(ref)
@@ -272,5 +273,6 @@ class RayHost(CallingHost):
             self._calls.end(number, value, error, report)
 
     def _known(self, started: Future[EngineFacts]) -> None:
+        """Keep the process id that came with the facts of the start."""
         if not started.cancelled() and started.exception() is None:
             self._pid = started.result().pid

@@ -128,10 +128,12 @@ class PlayedTalk(PlayedSeat):
         self._left: LeftMove | None = None
 
     def tell(self, move: Move) -> None:
+        """Add a move to those that the learner's side will take."""
         self.moves.append(move)
         self.told.set()
 
     async def turn(self, seat: str | None, most: int | None) -> Utterance:
+        """Ask the learner's side for a turn of a seat, and wait until it has been said."""
         self._count += 1
         # Two numbers: `at_seat` counts the turns of this seat, for its account, and `number` those of the episode, for
         # the messages.

@@ -60,7 +60,7 @@ class Beginnings:
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, ids: np.ndarray) -> None:
-        """It computes int32 [T] `ids`."""
+        """The engine computes int32 [T] `ids`, and has their beginnings cached from now on."""
         for _, digest in _blocks(ids):
             self._known[digest] = None
             self._known.move_to_end(digest)

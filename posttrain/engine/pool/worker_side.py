@@ -57,9 +57,9 @@ class ServedVersion:
     served: str
     """Their fingerprint."""
     probe: np.ndarray | None = None
-    """The ids that came with them."""
+    """The ids that were to be scored, given together with the weights."""
     scores: np.ndarray | None = None
-    """The log-probs of these ids under them."""
+    """The log-probs of the ids `probe` under the new weights."""
 
 
 class EngineEnded(Exception):
@@ -79,7 +79,7 @@ class HostStart(Protocol):
     """The object with which a process is begun. It is pickled."""
 
     def host(self) -> WorkerMethods:
-        """Make what the process answers for, in it."""
+        """Make, inside the process, the object that answers its calls."""
         ...
 
 

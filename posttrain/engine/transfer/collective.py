@@ -40,7 +40,7 @@ from posttrain.engine.transfer.parcel import Buffer, Parcel, ParcelDamageError, 
 from posttrain.engine.transfer.sender import this_process
 
 C10D: Any = distributed
-"""Its stores and groups have no types."""
+"""torch.distributed as Any, because its stores and groups have no types."""
 COLLECTIVE = "collective"
 BUCKET = 64 << 20
 """Bytes of one broadcast."""
@@ -76,7 +76,7 @@ class BroadcastPlace:
 
     @classmethod
     def of(cls, parcel: Parcel) -> BroadcastPlace:
-        """ParcelDamageError where it is none."""
+        """The place of a parcel; ParcelDamageError where `Parcel.place` is no place of a broadcast."""
         address, *numbers = parcel.place.split("/")
         # The size is bounded by what the entries can need, because a receiver takes this much memory before it
         # connects.
@@ -112,6 +112,7 @@ class CollectiveCarrier:
         return CollectiveSink(self, self._count)
 
     def announced(self, place: str, sink: CollectiveSink) -> None:
+        """Remember a sink that is read at this place, so that `remove` can end it."""
         self._open[place] = sink
 
     def remove(self, place: str) -> None:
@@ -161,6 +162,7 @@ class CollectiveSink:
             store.delete_key(key)
 
     def _serve(self) -> None:
+        """What the thread runs: one round after the other, until the version is retired."""
         c, served, wanted = self._carrier, 0, self._carrier.engines
         with suppress(RuntimeError):  # the store is gone, and the run with it
             # A connection of its own: while one is in use, who else wants it must wait.
@@ -256,6 +258,7 @@ class CollectiveFetch:
         return place.size, ""
 
     def _reach(self, place: BroadcastPlace) -> Any:
+        """The connection to the sender's store, made once for each address."""
         if self._store is None or self._store[0] != place.address:
             self._store = place.address, _store(place.address, place.seconds)
         return self._store[1]
@@ -348,6 +351,7 @@ def _own_address(address: str) -> str:
 
 
 def _broadcast(group: Any, bucket: torch.Tensor, seconds: float) -> None:
+    """Send a bucket from rank 0 to all members, or receive it."""
     options = C10D.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=seconds)
     group.broadcast([bucket], options).wait(options.timeout)

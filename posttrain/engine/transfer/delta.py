@@ -30,7 +30,7 @@ COUNT = struct.Struct("<Q")
 FEW = 0.25
 """Share of changed elements above which the places cost more than the zeros between them."""
 WORDS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""The integers of a dtype's width, by bytes."""
+"""By the bytes of one element: the integer dtype of that width."""
 
 
 def encode(new: Tensor, old: Tensor | None) -> tuple[str, memoryview | bytes]:

@@ -35,6 +35,7 @@ class ParcelClock:
 
     @contextmanager
     def of(self, operation: str) -> Iterator[None]:
+        """Inside, time is counted for this operation."""
         begun = time.perf_counter()
         try:
             yield
@@ -42,6 +43,7 @@ class ParcelClock:
             self._seconds[operation] = self._seconds.get(operation, 0.0) + time.perf_counter() - begun
 
     def take(self) -> dict[str, float]:
+        """The seconds of each operation since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 

@@ -91,6 +91,7 @@ class FolderSink:
         return str(self._path)
 
     def _writing(self, tensor: str = "") -> AbstractContextManager[None]:
+        """Inside, an error of the disk becomes a ParcelWriteError."""
         helps = f"Free some space in {self._path.parent}, or name another folder"
         return written_or_refused(self._version, tensor, helps)
 

@@ -310,6 +310,7 @@ class VLLMEngine(VLLMSampler):
             asked.future.set_exception(EngineError(f"{ROLE} refused a request: {error}"))
 
     def _submit(self, name: str, ids: list[int], params: Any) -> None:
+        """Add a request to vLLM, with the salt of this version and the adapter."""
         from vllm.inputs import tokens_input
 
         self._engine.add_request(

@@ -186,6 +186,7 @@ class UpdateGate:
             await waiter
 
     def _wake(self) -> None:
+        """Let all that wait look again whether they may go on."""
         # All look again, in the order in which they came. A waiter of a loop that has ended is left alone.
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -225,6 +226,7 @@ class ClientCounters:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begun
 
     def take(self) -> Gauges:
+        """The gauges since the last call; the sums begin again at 0."""
         out = {
             "engine/tokens": Gauge(self.tokens, self.turns),
             "engine/prefix_hits": Gauge(self.found, self.prompts),
@@ -237,5 +239,6 @@ class ClientCounters:
         return out
 
     def clock(self) -> dict[str, float]:
+        """The seconds since the last call, by name."""
         taken, self.seconds = self.seconds, {}
         return taken

@@ -286,6 +286,7 @@ class VLLMServer(VLLMSampler):
     async def _post(
         self, path: str, body: Mapping[str, Any] | None, *, again: bool = False, plain: bool = False
     ) -> Any:
+        """POST to a route of the server; see `Endpoint.post`. With `again` a request that fails is tried again."""
         # Only what may be done twice is sent again: a turn with its seed, a question. An update that was half received
         # must not be repeated.
         patience = self._patience if again else replace(self._patience, tries=1)

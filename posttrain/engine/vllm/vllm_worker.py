@@ -39,12 +39,13 @@ from posttrain.engine.vllm.worker_parts import WorkerPart
 ROWS = 512
 """Rows of the identity matrix in one probe of a layer."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""GPT-2's Conv1D has weights [in, out], which vLLM transposes to [out, in]."""
+"""Endings of the names of GPT-2's Conv1D weights. They are [in, out], and vLLM transposes them to [out, in]."""
 ADAPTER = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
-"""Name of an adapter's tensor: (its layer, A or B)."""
+"""Name of an adapter's tensor, as (its layer, A or B): `model.layers.0.self_attn.q_proj.lora_A.default.weight` is
+(`model.layers.0.self_attn.q_proj`, `A`)."""
 _ZEROS = "_posttrain_negative_zeros"
-"""Attribute of the model: tensor name -> mask of sent weights that were -0.0. Products cannot
-distinguish these from 0.0."""
+"""Name of an attribute that the model gets. It maps the name of a tensor to a mask of the sent weights that were -0.0,
+because products cannot distinguish these from 0.0."""
 
 
 @dataclass
@@ -70,10 +71,12 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
         pass
 
     def start_weight_update(self) -> None:
+        """Prepare vLLM's layers for whole new weights."""
         initialize_layerwise_reload(self.model)
         setattr(self.model, _ZEROS, {})
 
     def receive_weights(self, update_info: DirectUpdate) -> None:
+        """Load one chunk of weights, and note which of them were -0.0."""
         sent = update_info.tensors if update_info.path is None else _read(Path(update_info.path))
         zeros = getattr(self.model, _ZEROS)
         for name, tensor in sent:
@@ -82,6 +85,7 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
         self.model.load_weights(iter(sent))
 
     def finish_weight_update(self) -> None:
+        """Let vLLM pack the new weights as its layers need them."""
         finalize_layerwise_reload(self.model, self.model_config)
         # No tensor comes for a head that is tied to the embedding, so vLLM's reload leaves its packed copy as it was.
         for layer in self.model.modules():

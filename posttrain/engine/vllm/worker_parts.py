@@ -35,6 +35,7 @@ class WorkerPart:
 
     @property
     def size(self) -> int:
+        """Rows or columns of the part."""
         return sum(end - begin for begin, end in self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
@@ -52,6 +53,7 @@ class WorkerPart:
 
     @staticmethod
     def read(plain: Sequence[Any]) -> WorkerPart:
+        """The inverse of `plain`."""
         axis, ranges = plain
         return WorkerPart(axis, tuple((begin, end) for begin, end in ranges))
 

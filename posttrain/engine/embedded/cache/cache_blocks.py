@@ -73,7 +73,7 @@ class Blocks:
         self._free, self.free, self.capacity = free, self.free + new, capacity
 
     def clear(self) -> None:
-        """Give all blocks up.
+        """Forget all blocks: none exists afterwards.
 
         Raises:
             InvariantError: a block has an owner.

@@ -78,6 +78,7 @@ class CachedModel:
 
     @property
     def vocabulary(self) -> int:
+        """Rows of the head: the ids that have a logit."""
         return self.read_out.weight.shape[0]
 
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:

@@ -113,7 +113,7 @@ class FusedDecoder:
 
     @property
     def lanes(self) -> int:
-        """Positions are computed in multiples of this."""
+        """The compiled kernels compute positions in groups of this size; 1 without them."""
         return 1 if self._kernels is None else compile_native.LANES
 
     def refresh(self) -> None:
@@ -123,7 +123,7 @@ class FusedDecoder:
             place.copy_(effective(layer)[0])
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Last hidden states [N, E]."""
+        """Last hidden states [N, E] of `input_ids` [N] at `position_ids` [N]."""
         if self._kernels is not None:
             return self._compiled(self._kernels, input_ids, position_ids, layout)
         x_NE = self._embed(input_ids)

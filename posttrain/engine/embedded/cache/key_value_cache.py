@@ -189,6 +189,7 @@ class CachedLayout:
         self._seen = torch.zeros(0)
 
     def attend(self, call: AttentionCall) -> Tensor:
+        """[1, N, H, D]: the output of one layer: ragged queries first, then starts of prompts, then later chunks."""
         # the ragged form also stores the keys and values of all positions, so it runs where no query is ragged too
         b = len(self._lengths_B)
         attended = self.pool.kernel.function(self, call)
@@ -305,6 +306,7 @@ class CachedLayout:
         return self._patterns[at]
 
     def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+        """The indices by which the sparse product and the embedding bag find their rows in the pool."""
         # With a window a query sees its last rows only: fewer of them, from a later place on.
         lengths_B = self._lengths_B if window is None else np.minimum(self._lengths_B, window)
         before_B = self._starts_B + self._lengths_B - lengths_B

@@ -25,6 +25,8 @@ LOOKED_AT = 64
 
 @dataclass(eq=False, slots=True)
 class _Node:
+    """One block of the tree, below its parent."""
+
     edge: tuple[int, bytes]
     """(serial of the parent, token ids of the block)"""
     serial: int
@@ -44,6 +46,7 @@ class Match:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the sequence whose keys and values are cached."""
         return len(self.blocks) * BLOCK + self.extra
 
 

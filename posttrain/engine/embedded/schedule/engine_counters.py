@@ -110,6 +110,7 @@ class EngineCounters:
         self._attention = self._attention[0], self._attention[1] - rejected
 
     def spent(self, name: str, seconds: float) -> None:
+        """Add to a measurement of `clock`: seconds, or bytes for `engine/freed`."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def clock(self) -> dict[str, float]:

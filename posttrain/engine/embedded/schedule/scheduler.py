@@ -93,6 +93,7 @@ class Scheduler:
         return len(np.unique(np.concatenate([spoken, *(p.blocks for p in waiting)])))
 
     def submit(self, request: GenerateCall) -> None:
+        """Put a request at the end of the queue."""
         request.number = self._arrived
         self._arrived += 1
         self._users[request.key] += 1
@@ -411,6 +412,7 @@ class Scheduler:
                 self._drop(self.prompts[key])
 
     def _count_down(self, key: bytes) -> None:
+        """One request fewer of this prompt has not begun."""
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
@@ -437,6 +439,7 @@ class Scheduler:
         return self.blocks.fits(n)
 
     def _blocks(self, n: int) -> np.ndarray:
+        """Take `n` blocks; see `take_blocks`."""
         return take_blocks(self.blocks, self.tree, n, self._grow)
 
     def _extend(self, at: np.ndarray) -> None:

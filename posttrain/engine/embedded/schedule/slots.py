@@ -60,6 +60,7 @@ class GenerateCall:
 
     @property
     def key(self) -> bytes:
+        """Its prompt's ids as bytes. Requests with equal keys share one `Prompt`."""
         return self.ids.tobytes()
 
     @property
@@ -89,6 +90,7 @@ class Prompt:
 
     @property
     def blocks(self) -> np.ndarray:
+        """The cache blocks of its rows."""
         return self.rows[::BLOCK] // BLOCK
 
 

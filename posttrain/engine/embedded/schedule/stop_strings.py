@@ -40,6 +40,7 @@ class Strings:
             self.wanted[s] = (sampling.stop, sampling.min_tokens)
 
     def clear(self, s: int) -> None:
+        """Slot `s` waits for no stop string."""
         self.wanted.pop(s, None)
 
     def ended(self, at: np.ndarray, ids: np.ndarray, said: np.ndarray) -> np.ndarray:

@@ -63,6 +63,7 @@ class Timeline:
         )
 
     def _add(self, event: dict[str, Any]) -> None:
+        """Keep an event, or count it where `MAX_EVENTS` are kept already."""
         if len(self._events) < MAX_EVENTS:
             self._events.append(event)
         else:

@@ -81,6 +81,7 @@ def met(
 
 
 def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) -> ProcessRanks:
+    """Meet the other ranks in the store, and make a group with them."""
     # torch's own meeting waits for each rank in turn and cannot be interrupted. All say that they are here first, so it
     # begins only when none is missing.
     store.set(HERE.format(rank), "1")
@@ -214,8 +215,10 @@ class RankOrders:
             self._store.set(f"failed/{self.ranks.rank}", why)
 
     def _note(self, words: str) -> None:
+        """Note the state of this rank in the store, for `standing`."""
         self._store.set(f"at/{self.ranks.rank}", words)
 
 
 def _key(number: int) -> str:
+    """The key that says that the order of this number exists."""
     return f"order/{number}"

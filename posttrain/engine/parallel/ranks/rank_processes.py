@@ -116,4 +116,5 @@ class RankProcesses:
         return ""
 
     def _log(self, rank: int) -> Path:
+        """The file with what a rank prints."""
         return self.folder / f"rank-{rank}"
