@@ -42,14 +42,14 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
         ConfigError: unknown name, setting or reward; a setting of the wrong type or out of range.
         DataError: the user's prompts cannot be read.
     """
-    # A class of the user's is loaded before anything else: only the class tells whether it reads rows.
-    own = _own(config.name) if is_own(config.name) else None
-    if config.name == "prompts" or config.data or own is not None:
+    # A class of the user's is loaded first, because only the class shows whether the environment reads rows.
+    own_class = _own(config.name) if is_own(config.name) else None
+    if config.name == "prompts" or config.data or own_class is not None:
         from posttrain.environment.rows.own_prompts import PromptsEnv, read_tasks
 
-        reads = PromptsEnv if config.name == "prompts" else own or SingleTurn
-        if issubclass(reads, PromptsEnv):
-            return read_tasks(config, checked(config.name, reads, config.args), seed, given, reads)
+        rows_class = PromptsEnv if config.name == "prompts" else own_class or SingleTurn
+        if issubclass(rows_class, PromptsEnv):
+            return read_tasks(config, checked(config.name, rows_class, config.args), seed, given, rows_class)
         if config.data:
             raise ConfigError(
                 f"env.prompts={config.prompts!r} is not read by the environment {config.name!r}: set env=prompts too,"
@@ -70,13 +70,13 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
         return Verifiers.of(config.name.removeprefix("verifiers:"), config.args, **common)
     if config.name in GALLERY:
         cls = gallery_class(config.name)
-    elif own is not None:
-        cls = own
+    elif own_class is not None:
+        cls = own_class
     else:
-        data = "/" in config.name or Path(config.name).suffix in (".jsonl", ".json", ".parquet")
-        way = f"rows of yours are env=prompts env.prompts={config.name}, from Python env=posttrain.prompts(...)"
-        way = way if data else nearest(config.name, names())
-        raise ConfigError(f"env.name={config.name!r} is no environment: {way}")
+        like_data = "/" in config.name or Path(config.name).suffix in (".jsonl", ".json", ".parquet")
+        suggestion = f"rows of yours are env=prompts env.prompts={config.name}, from Python env=posttrain.prompts(...)"
+        suggestion = suggestion if like_data else nearest(config.name, names())
+        raise ConfigError(f"env.name={config.name!r} is no environment: {suggestion}")
     return cls(**checked(config.name, cls, config.args), **common)
 
 
@@ -94,7 +94,7 @@ def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
         _complete(config.name, thing)
         return thing(**checked(config.name, thing, config.args), **common)
     if isinstance(thing, SingleTurn):
-        # The object's own rewards stay, and those of the configuration come behind them.
+        # The object keeps its own rewards, and the rewards of the configuration are added behind them.
         return replace(
             thing,
             **checked(config.name, type(thing), config.args),
@@ -125,8 +125,8 @@ def _own(name: str) -> type[SingleTurn]:
 def _complete(name: str, cls: type[SingleTurn]) -> None:
     """ConfigError if a user's class is no dataclass, lacks methods, or misspells one."""
     attribute = cls.__name__
-    # By `vars` and not `getattr`: that a base class is a dataclass does not make the fields of this one
-    # settings. They would be ignored without a word.
+    # `vars` and not `getattr`, so that only the class itself counts and no base class. Without the decorator on this
+    # class, its new fields would be no settings, and would be ignored silently.
     if vars(cls).get("__annotations__") and "__dataclass_params__" not in vars(cls):
         raise ConfigError(
             f"env.name={name}: write @dataclass(frozen=True, kw_only=True) above class {attribute}; its fields are its"
@@ -152,25 +152,26 @@ OPTIONAL = _OPTIONAL.split()
 def _meant(cls: type[SingleTurn], name: str) -> list[str]:
     """The name of `OPTIONAL` that `name` probably is a misspelling of; empty for known names and settings."""
     known = hasattr(SingleTurn, name) or name.startswith("_") or name in cls.settings()
-    # A high cutoff: a class may have helpers of any name, and only near misses of an optional member are meant.
+    # The cutoff is high, because a class may have helpers of any name. Only names that are nearly equal to an optional
+    # member are misspellings.
     return [] if known else difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)
 
 
 def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dict[str, Any]:
     """Settings by name, each of the type that its field declares. An int is accepted for a float."""
     hints = get_type_hints(cls)
-    out: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in args.items():
         if key not in cls.settings():
             raise ConfigError(
                 f"env.args.{key}: environment {name!r} has no such setting: {nearest(key, cls.settings())}"
             )
         wanted = hints[key]
-        # By exact type: True would pass as the whole number 1.
+        # The exact type is compared, because True would also be an instance of int.
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         if not fits:
             raise ConfigError(
                 f"env.args.{key}={value!r}: environment {name!r} wants {wanted.__name__}, got {type(value).__name__}"
             )
-        out[key] = float(value) if wanted is float else value
-    return out
+        settings[key] = float(value) if wanted is float else value
+    return settings

@@ -74,8 +74,9 @@ async def judged(env: Environment, task: Task, turns: Sequence[str]) -> tuple[Ju
 async def _played(
     env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop]
 ) -> tuple[Attempt, ScriptedPolicy]:
-    others = env.abilities.seats
-    # Other seats say what the environment holds for right, so the score depends on the tested turns alone.
-    talk = ScriptedPolicy(turns, stop, {} if others is None else others(task))
-    end = await env.play(task, talk)
-    return Attempt(task, tuple(talk.said), end, int, talk.state), talk  # in a script a character counts as a token
+    """The attempt of one scripted episode, and the policy that played it."""
+    other_seats = env.abilities.seats
+    # The other seats give right answers, so that the score depends only on the tested turns.
+    talk = ScriptedPolicy(turns, stop, {} if other_seats is None else other_seats(task))
+    ended = await env.play(task, talk)
+    return Attempt(task, tuple(talk.said), ended, int, talk.state), talk  # in a script a character counts as a token

@@ -1,4 +1,7 @@
-"""The base class of environments: settings as fields, a task source, one turn, and the user's own rewards."""
+"""The base class of environments, `SingleTurn`: settings as fields, one turn, and the user's own rewards.
+
+Also the two sources of tasks (`Generated`, `Listed`), and the settings that every environment gets from a run.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +92,8 @@ class SingleTurn(ABC):
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Names that `Env.args` may set."""
-        own = {f.name for f in fields(SingleTurn)}
-        return tuple(f.name for f in fields(cls) if f.name not in own)
+        common = {f.name for f in fields(SingleTurn)}
+        return tuple(f.name for f in fields(cls) if f.name not in common)
 
     def __init_subclass__(cls) -> None:
         """ConfigError if a class defines only one of `styles` and `demonstrate`: the other is missing or misspelt."""
@@ -208,7 +211,7 @@ class SingleTurn(ABC):
     @property
     def abilities(self) -> Abilities:
         """The methods above in the form that the rest of the library reads."""
-        # A property over a cached one: subclasses override either, and `_abilities` can be thrown away in `close`.
+        # The value is cached in `_abilities`, so that `close` can drop it. Subclasses override either property.
         return self._abilities
 
     @cached_property
@@ -238,29 +241,33 @@ class SingleTurn(ABC):
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         verdict = await self.verdict(attempt)
-        own = Judged(self.name, 1.0, verdict, resolution=self.resolution, measured=self.measured)
-        return (own, *self.steps(attempt), *await self.added(attempt))
+        judged = Judged(self.name, 1.0, verdict, resolution=self.resolution, measured=self.measured)
+        return (judged, *self.steps(attempt), *await self.added(attempt))
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
         """Verdicts about parts of the answer (`Judged.end`), for algorithms that assign credit to steps."""
         return ()
 
     async def added(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The verdicts of the user's rewards, which run concurrently. Those that judge whole groups are left out where
-        the group is judged later."""
+        """The verdicts of the user's rewards, which run concurrently.
+
+        If the group is judged together later, rewards that judge whole groups are left out here.
+        """
         asked = [s for s in self.rewards if not (attempt.batched and _batched(s))]
         return tuple(map(self._as_paid, await asyncio.gather(*(source(attempt) for source in asked))))
 
     def _as_paid(self, j: Judged) -> Judged:
+        """The verdict, marked as measured if its source is one of `measured_rewards`."""
         return replace(j, measured=True) if j.source in self.measured_rewards else j
 
     async def _together(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[tuple[Judged, ...]], Gauges]:
         """See `core.abilities.Together`."""
         asked = [s for s in self.rewards if isinstance(s, BatchSource) and s.batched]
-        found = await asyncio.gather(*(s.batch(attempts, at) for s in asked))
-        # `found` is by source and then by attempt; a caller wants all verdicts of each attempt.
-        verdicts = [tuple(self._as_paid(given[i]) for given, _ in found) for i in range(len(attempts))]
-        return verdicts, merge(*(logged for _, logged in found))
+        by_source = await asyncio.gather(*(s.batch(attempts, at) for s in asked))
+        # `by_source` has an entry for each source, with the verdicts on all attempts. The caller gets an entry for each
+        # attempt.
+        verdicts = [tuple(self._as_paid(judged[i]) for judged, _ in by_source) for i in range(len(attempts))]
+        return verdicts, merge(*(logged for _, logged in by_source))
 
     def gauges(self) -> Gauges:
         """Queue and latency of the verifiers that run in workers, since the last call."""
@@ -275,20 +282,21 @@ class SingleTurn(ABC):
 
 
 def _batched(source: Source) -> bool:
+    """Returns whether a source judges all answers of a group in one call."""
     return isinstance(source, BatchSource) and source.batched
 
 
 def common_settings(config: Env, rewards: Sequence[Checked], seed: int) -> dict[str, Any]:
     """The fields of `SingleTurn`, from a run's configuration and the reward sources made of it."""
-    # Rewards by a reward model are scored by the run and have no source here; the others stand in the order of
+    # The run itself scores rewards by a reward model, so they have no source here. The others are in the order of
     # `rewards`.
-    own = [r for r in config.rewards if not r.by_model]
+    with_source = [r for r in config.rewards if not r.by_model]
     return {
         "seed": seed,
         "heldout_count": config.heldout,
         "rewards": tuple(rewards),
         "measured": config.measured,
-        "measured_rewards": tuple(s.name for r, s in zip(own, rewards, strict=True) if r.measured),
+        "measured_rewards": tuple(s.name for r, s in zip(with_source, rewards, strict=True) if r.measured),
         "limits": config.limits,
         "sandbox": config.sandbox,
         "resolution": RESOLUTION if config.resolution is None else config.resolution,

@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 def read_row(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow | UnfitRow:
-    """One checked row, with what was judged in it; or why it is left out, where `leave_out` says so.
+    """One checked row with its judgement; or an `UnfitRow`, where `leave_out` leaves such rows out.
 
     Raises:
         DataError: the row is not what its columns say; the message has its place.
     """
-    # First the forms of known data sets, which name their columns otherwise; then the kind by the columns.
+    # First the forms of known data sets, which have other names of columns. Then the kind is found by the columns.
     data = c.with_fields(data)
     try:
         if format_of(data, c):
@@ -66,14 +66,14 @@ def kind_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str:
         return data.get(column) is not None
 
     sides = [c.chosen_column, c.rejected_column]
-    # From the most certain sign to the least: a pair has columns that nothing else has, while a label beside a
-    # completion may be any column of that name.
+    # The signs come in order, the most certain one first. Only a pair has columns such as `chosen`. A column `label`
+    # beside a completion may mean something else.
     if any(has(x) for x in sides):
         if missing := [x for x in sides if not has(x)]:
-            other = next(x for x in sides if x not in missing)
+            present = next(x for x in sides if x not in missing)
             raise DataError(
-                f"{place}: there is {other!r} and no {missing[0]!r}: give both sides of the pair (env.args."
-                f"chosen_column, env.args.rejected_column), or set env.args.judged=none if {other!r} is no judgement"
+                f"{place}: there is {present!r} and no {missing[0]!r}: give both sides of the pair (env.args."
+                f"chosen_column, env.args.rejected_column), or set env.args.judged=none if {present!r} is no judgement"
             )
         return "pair"
     if isinstance(data.get(c.completions_column), list):
@@ -88,26 +88,28 @@ def kind_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str:
 
 
 def misread(row: PromptRow, c: JudgedColumns) -> str:
-    """Returns the reason why a row that was not judged has a column of judgements; '' where it has none."""
-    info, good = row.task.info, "true or false, 1 or 0 (no text)"
-    wanted = {c.label_column: good, c.ratings_column: "an object of numbers", c.completions_column: "a list"}
-    for name, want in {**dict.fromkeys(c.rated, "a number"), **wanted}.items():
+    """Returns what is wrong with a column of judgements in a row that was read as not judged; '' without such a
+    column."""
+    info, truth = row.task.info, "true or false, 1 or 0 (no text)"
+    forms = {c.label_column: truth, c.ratings_column: "an object of numbers", c.completions_column: "a list"}
+    for name, form in {**dict.fromkeys(c.rated, "a number"), **forms}.items():
         if (value := info.get(name)) is not None:
-            alone = f"; and there is no {c.completion_column!r} (env.args.completion_column)"
-            more = "" if row.completion is not None or name == c.completions_column else alone
-            return f"{row.place}: {name!r} is {kind_words(value)} ({value!r:.40}), and a judgement is {want}{more}"
+            no_completion = f"; and there is no {c.completion_column!r} (env.args.completion_column)"
+            note = "" if row.completion is not None or name == c.completions_column else no_completion
+            return f"{row.place}: {name!r} is {kind_words(value)} ({value!r:.40}), and a judgement is {form}{note}"
     return ""
 
 
 def also_judged(row: PromptRow, c: JudgedColumns) -> str:
-    """The other kind as which a row could be read, by its columns; '' where there is none, or the settings say."""
+    """Another kind of judgement that the row's columns could mean; '' if there is none, or if the settings say the
+    kind."""
     if row.judged is None or c.judged != "auto":
         return ""
-    # The kind is asked for again without the columns that decided it. A pair may have a demonstration beside
-    # it, which was taken out of `info`, so an empty one stands for it.
-    single = row.completion is not None or row.task.info.get(c.completion_column) is not None
-    left = {k: v for k, v in row.task.info.items() if k not in (c.chosen_column, c.rejected_column)}
-    other = kind_of(row.place, {**left, **({c.completion_column: ""} if single else {})}, c)
+    # The kind is found again without the columns of the pair. A demonstration beside a pair was taken out of `info`, so
+    # an empty completion stands for it.
+    has_completion = row.completion is not None or row.task.info.get(c.completion_column) is not None
+    other_columns = {k: v for k, v in row.task.info.items() if k not in (c.chosen_column, c.rejected_column)}
+    other = kind_of(row.place, {**other_columns, **({c.completion_column: ""} if has_completion else {})}, c)
     return "" if other in ("none", row.judged.kind) else other
 
 
@@ -120,25 +122,26 @@ def number(place: Place, column: str, value: Any) -> float:
     if not _is_number(value):
         raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted a number")
     try:
-        found = float(value)
+        finite = float(value)
     except OverflowError:
         raise DataError(f"{place}: {column!r} is a whole number of {value.bit_length()} bits, too large") from None
-    if not math.isfinite(found):
+    if not math.isfinite(finite):
         raise DataError(
-            f"{place}: {column!r} is {found}, wanted a finite number; leave the row out, or give its number"
+            f"{place}: {column!r} is {finite}, wanted a finite number; leave the row out, or give its number"
         )
-    return found
+    return finite
 
 
 # --- each kind --------------------------------------------------------------------------------------------------------
 
 
 def _pair(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
+    """A row with a chosen and a rejected completion."""
     names = (c.chosen_column, c.rejected_column)
     for name in names:
         _required(place, data, name)
-    found = sides(place, _prompt(place, data, c), [(n, data[n]) for n in names], c.prompt_column)
-    chosen, rejected = found.completions
+    shared = sides(place, _prompt(place, data, c), [(n, data[n]) for n in names], c.prompt_column)
+    chosen, rejected = shared.completions
     if chosen == rejected:
         raise UnfitRow(place, "identical", f"{names[0]!r} and {names[1]!r} are the same text")
     margin, weight = (
@@ -147,27 +150,28 @@ def _pair(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
     for name, value in ((c.margin_column, margin), (c.weight_column, weight)):
         if value is not None and value < 0:
             raise DataError(f"{place}: {name!r} is {value:g}, below 0: the chosen side would count as the worse one")
-    judged = JudgedRow("pair", found.completions, (1.0, 0.0), margin=margin, weight=1.0 if weight is None else weight)
-    row = _row(place, data, c, found, judged, {*names, c.margin_column, c.weight_column, c.completion_column})
-    shown = data.get(c.completion_column)  # a demonstration beside the pair
-    return row if shown is None else replace(row, completion=completion_of(place, shown, c))
+    judged = JudgedRow("pair", shared.completions, (1.0, 0.0), margin=margin, weight=1.0 if weight is None else weight)
+    row = _row(place, data, c, shared, judged, {*names, c.margin_column, c.weight_column, c.completion_column})
+    demonstration = data.get(c.completion_column)
+    return row if demonstration is None else replace(row, completion=completion_of(place, demonstration, c))
 
 
 def _ranking(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
-    given = _several(place, data, c)
-    found = sides(place, _prompt(place, data, c), given, c.prompt_column)
+    """A row with several completions of one prompt, in order or with scores or ranks."""
+    completions = _several(place, data, c)
+    shared = sides(place, _prompt(place, data, c), completions, c.prompt_column)
     columns = [n for n in (c.scores_column, c.ranks_column) if data.get(n) is not None]
     if len(columns) > 1:
         raise DataError(f"{place}: there are {columns[0]!r} and {columns[1]!r}; give one of them")
-    # Without numbers the order of the list is the judgement: the first is worth most. Ranks count the other way
-    # round, so they are negated.
-    values = tuple(float(len(given) - i) for i in range(len(given)))
+    # Without numbers the order of the list is the judgement: the first completion is worth most. A lower rank is
+    # better, so ranks are negated.
+    values = tuple(float(len(completions) - i) for i in range(len(completions)))
     if columns:
-        order = _each(place, data, columns[0], len(given), lambda n, v: number(place, n, v))
-        values = tuple(order) if columns[0] == c.scores_column else tuple(-x for x in order)
-    # Equal texts of equal worth say nothing wrong; of different worth they contradict each other.
+        numbers = _each(place, data, columns[0], len(completions), lambda n, v: number(place, n, v))
+        values = tuple(numbers) if columns[0] == c.scores_column else tuple(-x for x in numbers)
+    # Equal texts may have equal values. With different values the row contradicts itself.
     worth: dict[str, float] = {}
-    for text, value in zip(found.completions, values, strict=True):
+    for text, value in zip(shared.completions, values, strict=True):
         if worth.setdefault(text, value) != value:
             raise UnfitRow(place, "identical", f"two of {c.completions_column!r} are the same text, judged differently")
     if len(set(values)) == 1:
@@ -175,21 +179,23 @@ def _ranking(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptR
             place, "unpaired", f"all of {columns[0]!r} are {number(place, columns[0], data[columns[0]][0]):g}"
         )
     scored = columns == [c.scores_column]
-    read = {c.completions_column, c.scores_column, c.ranks_column}
-    return _row(place, data, c, found, JudgedRow("ranking", found.completions, values, scored=scored), read)
+    columns_read = {c.completions_column, c.scores_column, c.ranks_column}
+    return _row(place, data, c, shared, JudgedRow("ranking", shared.completions, values, scored=scored), columns_read)
 
 
 def _label(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
-    found, column = _single(place, data, c)
+    """A row with one completion that is good or bad."""
+    shared, column = _single(place, data, c)
     good = data.get(c.label_column)
     if not isinstance(good, bool) and good not in (0, 1):
         raise DataError(f"{place}: {c.label_column!r} is {kind_words(good)}, wanted true or false, 1 or 0")
-    judged = JudgedRow("label", found.completions, (float(good),))
-    return _row(place, data, c, found, judged, {column, c.label_column})
+    judged = JudgedRow("label", shared.completions, (float(good),))
+    return _row(place, data, c, shared, judged, {column, c.label_column})
 
 
 def _rating(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
-    found, column = _single(place, data, c)
+    """A row with one completion and a number for each attribute."""
+    shared, column = _single(place, data, c)
     given = data.get(c.ratings_column)
     if given is None:
         given = {a: data[a] for a in c.rated if data.get(a) is not None}
@@ -199,16 +205,19 @@ def _rating(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRo
             " numbers (env.args.attributes)"
         )
     ratings = {without_halves(place, c.ratings_column, str(a)): number(place, str(a), v) for a, v in given.items()}
-    # Which attribute makes a completion better is only known where there is one, or where it was named.
-    # Otherwise the row is read, and no pair can be made of it.
-    by = c.attribute or (next(iter(ratings)) if len(ratings) == 1 else "")
-    if by and by not in ratings:
-        raise DataError(f"{place}: env.args.attribute={by!r} is not among the ratings {', '.join(ratings)}")
-    judged = JudgedRow("rating", found.completions, (ratings[by],) if by else (), scored=True, ratings=ratings)
-    return _row(place, data, c, found, judged, {column, c.ratings_column, *c.rated})
+    # Completions can be compared by an attribute if it is the only one, or if `attribute` names it. Otherwise the row
+    # is read without a value, and no pair can be made of it.
+    compared = c.attribute or (next(iter(ratings)) if len(ratings) == 1 else "")
+    if compared and compared not in ratings:
+        raise DataError(f"{place}: env.args.attribute={compared!r} is not among the ratings {', '.join(ratings)}")
+    judged = JudgedRow(
+        "rating", shared.completions, (ratings[compared],) if compared else (), scored=True, ratings=ratings
+    )
+    return _row(place, data, c, shared, judged, {column, c.ratings_column, *c.rated})
 
 
 def _steps(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
+    """A row with the steps of one completion and a label for each."""
     prompt = _prompt(place, data, c)
     if prompt is None:
         raise DataError(f"{place}: no column {c.prompt_column!r} (env.args.prompt_column); give the prompt")
@@ -220,9 +229,9 @@ def _steps(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow
     chances: list[float] = []
     if data.get(c.values_column) is not None:
         chances = _each(place, data, c.values_column, len(steps), lambda n, v: _chance(place, n, v))
-    found = SharedPrompt(prompt, tuple(steps))
-    judged = JudgedRow("steps", found.completions, labels=tuple(labels), chances=tuple(chances))
-    return _row(place, data, c, found, judged, {c.completions_column, c.labels_column, c.values_column})
+    shared = SharedPrompt(prompt, tuple(steps))
+    judged = JudgedRow("steps", shared.completions, labels=tuple(labels), chances=tuple(chances))
+    return _row(place, data, c, shared, judged, {c.completions_column, c.labels_column, c.values_column})
 
 
 READERS: dict[str, Callable[[Place, Mapping[str, Any], JudgedColumns], PromptRow]] = {
@@ -239,7 +248,7 @@ READERS: dict[str, Callable[[Place, Mapping[str, Any], JudgedColumns], PromptRow
 
 
 def _prompt(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str | tuple[Message, ...] | None:
-    """The row's own prompt; None where it stands in the completions alone."""
+    """The row's own prompt; None if the row has no column of it, because the completions begin with the prompt."""
     if data.get(c.prompt_column) is None:
         return None
     prompt, answer = prompt_of(place, data, c)
@@ -266,6 +275,8 @@ def _demonstration(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> P
 def _row(
     place: Place, data: Mapping[str, Any], c: JudgedColumns, found: SharedPrompt, judged: JudgedRow, read: set[str]
 ) -> PromptRow:
+    """The row of a prompt, its completions and their judgement. `read`: columns that are not part of the task's
+    info."""
     tools = _offered(place, data, c, found.prompt)
     task = replace(task_of(place, data, c, found.prompt, read | ({c.tools_column} if tools else set())), tools=tools)
     return PromptRow(task, None, digest(task.prompt, tools), place, judged)
@@ -274,7 +285,7 @@ def _row(
 def _offered(
     place: Place, data: Mapping[str, Any], c: JudgedColumns, prompt: str | tuple[Message, ...]
 ) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a row, whose prompt is messages."""
+    """The tools of a row. DataError if there are any and the prompt is text."""
     tools = tools_of(place, data, c)
     if tools and isinstance(prompt, str):
         raise DataError(
@@ -285,8 +296,10 @@ def _offered(
 
 
 def tools_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[Mapping[str, Any], ...]:
-    """The JSON schemas of the tools that a row offers: a list of objects with a name, flat or under `function`, or that
-    list as JSON text."""
+    """The JSON schemas of the tools that a row offers.
+
+    The column has a list of objects with a name, at the top or under `function`; or that list as JSON text.
+    """
     given: Any = data.get(c.tools_column) if c.tools_column else None
     if isinstance(given, str) and given.strip():
         try:
@@ -308,6 +321,7 @@ def tools_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[M
 
 
 def _required(place: Place, data: Mapping[str, Any], column: str) -> None:
+    """DataError if the row lacks a column."""
     if data.get(column) is None:
         raise DataError(f"{place}: no column {column!r}")
 
@@ -320,17 +334,18 @@ def _single(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[Sh
 
 
 def _several(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> list[tuple[str, Any]]:
+    """(name, value) of each completion of a ranking; at least two."""
     name = c.completions_column
-    given = _each(place, data, name, None, lambda _, value: value)
-    if len(given) < 2:
-        raise DataError(f"{place}: {name!r} has {len(given)} completions, and a ranking orders at least 2")
-    return [(f"{name}[{i}]", value) for i, value in enumerate(given)]
+    completions = _each(place, data, name, None, lambda _, value: value)
+    if len(completions) < 2:
+        raise DataError(f"{place}: {name!r} has {len(completions)} completions, and a ranking orders at least 2")
+    return [(f"{name}[{i}]", value) for i, value in enumerate(completions)]
 
 
 def _each(
     place: Place, data: Mapping[str, Any], column: str, count: int | None, read: Callable[[str, Any], T]
 ) -> list[T]:
-    """The entries of a list, each read with its name; `count`: how many there must be."""
+    """The entries of a list, each read by `read` with its name (`labels[0]`). `count`: how many there must be."""
     value = data.get(column)
     if not isinstance(value, list):
         raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted a list")
@@ -338,23 +353,26 @@ def _each(
         raise DataError(f"{place}: {column!r} has {len(value)} entries, and at most {MOST_COMPLETIONS} are read")
     if count is not None and len(value) != count:
         raise DataError(f"{place}: {column!r} has {len(value)} entries for {count} completions; give one for each")
-    return [read(f"{column}[{i}]", one) for i, one in enumerate(value)]
+    return [read(f"{column}[{i}]", entry) for i, entry in enumerate(value)]
 
 
 def _step(place: Place, name: str, value: Any) -> str:
+    """The text of a step."""
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted the text of a step")
     return without_halves(place, name, value)
 
 
 def _chance(place: Place, name: str, value: Any) -> float:
-    found = number(place, name, value)
-    if not 0 <= found <= 1:
-        raise DataError(f"{place}: {name!r} is {found:g}, wanted a chance from 0 to 1 (env.args.values_column)")
-    return found
+    """The chance of a right answer after a step, in [0, 1]."""
+    chance = number(place, name, value)
+    if not 0 <= chance <= 1:
+        raise DataError(f"{place}: {name!r} is {chance:g}, wanted a chance from 0 to 1 (env.args.values_column)")
+    return chance
 
 
 def _step_label(place: Place, name: str, value: Any, c: JudgedColumns) -> int:
+    """The label of a step: 1 right, 0 neutral, -1 wrong."""
     if isinstance(value, bool):
         return 1 if value else -1
     if type(value) is not int or value not in (-1, 0, 1):

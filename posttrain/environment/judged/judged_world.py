@@ -19,15 +19,15 @@ def inner_world(
     Args:
         env: the environment whose setting `world` this is, for the error.
         more: further settings of the world.
-        hint: what the error says besides.
+        hint: text at the end of the error's message.
 
     Raises:
         ConfigError: there is none of that name, or a setting is wrong.
     """
     from posttrain.environment.make import environment
 
-    name, *given = words.split() or [""]
-    settings = {k: scalar(v) for k, _, v in (w.partition("=") for w in given)}
+    name, *pairs = words.split() or [""]
+    settings = {k: scalar(v) for k, _, v in (w.partition("=") for w in pairs)}
     try:
         return environment(Env(name=name, args={**settings, **(more or {})}, heldout=heldout), seed=seed)
     except ConfigError as error:

@@ -1,5 +1,7 @@
-"""The prompt that several completions share, and their texts: given apart, or as the shared beginning of whole texts or
-conversations."""
+"""The prompt that several completions share, and the texts of the completions.
+
+The prompt is a column of its own, or the beginning that whole texts or conversations share.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ from posttrain.environment.rows.row_reader import Place, kind_words, message_of,
 from posttrain.system.errors import DataError
 
 ANSWERS = "\n\nAssistant:"
-"""Text before an answer in texts of two voices, such as HH-RLHF's; a prompt ends with the last of them."""
+"""Text before each answer in a dialogue that is one text, as in HH-RLHF. A prompt ends with the last one of them."""
 
 
 CONTINUES = ("assistant", "tool")
-"""Roles with which no conversation begins: a list that begins with one goes on after the row's prompt."""
+"""Roles with which no conversation begins. A list of messages that begins with one of them continues the row's
+prompt."""
 
 
 class UnfitRow(DataError):
@@ -44,9 +47,9 @@ def sides(
 ) -> SharedPrompt:
     """The prompt and the texts of `completions`, each given with the name of its column.
 
-    A completion is text, a list with the assistant's message, or the whole conversation that ends with it. Without
-    a prompt, it is the beginning that the completions share. With conversations and a prompt, they must begin with it,
-    or go on after it; turns that all completions share belong to the prompt.
+    A completion is text, a list with the assistant's message, or a whole conversation that ends with that message. If
+    the row has no prompt, the prompt is the beginning that the completions share. If it has one, conversations must
+    begin with the prompt, or continue it. Turns that all completions share belong to the prompt.
 
     Args:
         prompt: the row's own; None where it has none.
@@ -60,18 +63,22 @@ def sides(
     if not texts:
         return _talks(place, prompt, completions, column)
     if len(texts) < len(completions):
-        other = next(name for name, value in completions if not isinstance(value, str))
-        raise DataError(f"{place}: one completion is text, and {other!r} is not: write all as text or all as messages")
+        not_text = next(name for name, value in completions if not isinstance(value, str))
+        raise DataError(
+            f"{place}: one completion is text, and {not_text!r} is not: write all as text or all as messages"
+        )
     if prompt is None:
         prompt, texts = _split(place, texts, [name for name, _ in completions], column)
     return SharedPrompt(prompt, tuple(texts))
 
 
 def _text(place: Place, name: str, value: str) -> str:
+    """A completion as text, checked."""
     return without_halves(place, name, _some(place, name, value))
 
 
 def _some(place: Place, name: str, value: str) -> str:
+    """The text itself. DataError if it is empty."""
     if not value.strip():
         raise DataError(f"{place}: {name!r} is empty; a completion has at least one character that is no space")
     return value
@@ -81,37 +88,45 @@ def _some(place: Place, name: str, value: str) -> str:
 
 
 def _split(place: Place, texts: list[str], names: list[str], column: str) -> tuple[str, list[str]]:
-    """The shared beginning of whole texts, and the rests. It ends with the last `ANSWERS`, else before a word."""
+    """(the prompt that whole texts share, their rests). The prompt ends with the last shared `ANSWERS`, else before a
+    word."""
     start = "a row without a prompt has texts that begin with it"
     if len(texts) < 2:
         raise DataError(f"{place}: no column {column!r} (env.args.prompt_column); give the prompt")
-    low, high = min(texts), max(texts)  # in alphabetical order these two share least
+    # What the first and the last text in alphabetical order share, all texts share.
+    low, high = min(texts), max(texts)
     shared = low[: next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))]
     if len(set(texts)) < len(texts):
-        same = [n for n, t in zip(names, texts, strict=True) if texts.count(t) > 1]
-        raise UnfitRow(place, "identical", f"{same[0]!r} and {same[1]!r} are the same text, and there is no prompt")
-    # The last one: earlier ones belong to turns of the conversation that all completions share.
+        equal_names = [n for n, t in zip(names, texts, strict=True) if texts.count(t) > 1]
+        raise UnfitRow(
+            place, "identical", f"{equal_names[0]!r} and {equal_names[1]!r} are the same text, and there is no prompt"
+        )
+    # The last `ANSWERS` counts, because earlier ones belong to turns that all completions share.
     cut = shared.rfind(ANSWERS)
     cut = cut + len(ANSWERS) if cut >= 0 else _before_a_word(texts, shared)
     prompt, rests = shared[:cut], [t[cut:] for t in texts]
     if not prompt.strip():
         raise UnfitRow(place, "drift", f"{start}, and {names[0]!r} and {names[1]!r} share no beginning")
-    if empty := [n for n, r in zip(names, rests, strict=True) if not r.strip()]:
-        raise UnfitRow(place, "drift", f"{start}, and {empty[0]!r} has nothing after the beginning that it shares")
+    if without_rest := [n for n, r in zip(names, rests, strict=True) if not r.strip()]:
+        raise UnfitRow(
+            place, "drift", f"{start}, and {without_rest[0]!r} has nothing after the beginning that it shares"
+        )
     return prompt, rests
 
 
 def _before_a_word(texts: Sequence[str], shared: str) -> int:
-    """Returns the position where the shared beginning ends so that no word is cut. The spaces before the next word
-    belong to the rest."""
+    """Returns the position at which the prompt ends so that no word is cut. Spaces before the next word belong to the
+    rest."""
 
-    def apart(cut: int) -> bool:
+    def between_words(cut: int) -> bool:
         return shared[cut - 1].isspace() or all(len(t) > cut and t[cut].isspace() for t in texts)
 
-    cut = next((c for c in range(len(shared), 0, -1) if apart(c)), 0)
+    cut = next((c for c in range(len(shared), 0, -1) if between_words(c)), 0)
     while cut and shared[cut - 1] == " ":
         cut -= 1
-    return cut or len(shared) - any(len(t) == len(shared) for t in texts)  # a script without spaces
+    # In a script without spaces there is no such position: the whole shared beginning is cut off, less one character if
+    # a text would be left empty.
+    return cut or len(shared) - any(len(t) == len(shared) for t in texts)
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
@@ -121,43 +136,43 @@ def _talks(
     place: Place, prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
 ) -> SharedPrompt:
     """Completions that are messages or whole conversations."""
-    found = [(name, *_ended(place, name, value)) for name, value in completions]
-    texts = tuple(_some(place, name, text) for name, _, text in found)
-    began = [(name, before) for name, before, _ in found if before]
-    if not began:
+    parts = [(name, *_ended(place, name, value)) for name, value in completions]
+    texts = tuple(_some(place, name, text) for name, _, text in parts)
+    conversations = [(name, before) for name, before, _ in parts if before]
+    if not conversations:
         if prompt is None:
             raise DataError(
-                f"{place}: no column {column!r} (env.args.prompt_column), and {found[0][0]!r} is one message: give the"
+                f"{place}: no column {column!r} (env.args.prompt_column), and {parts[0][0]!r} is one message: give the"
                 " prompt, or whole conversations"
             )
         return SharedPrompt(prompt, texts)
-    # All completions have messages before their last one from here on, or the row mixes two forms.
-    if len(began) < len(found):
-        alone = next(name for name, before, _ in found if not before)
-        raise DataError(f"{place}: {alone!r} is one message, and another completion is a whole conversation")
-    first = began[0][1]
-    for name, before in began[1:]:
+    # At least one completion has messages before its last one. If some do not, the row mixes two forms.
+    if len(conversations) < len(parts):
+        single = next(name for name, before, _ in parts if not before)
+        raise DataError(f"{place}: {single!r} is one message, and another completion is a whole conversation")
+    first = conversations[0][1]
+    for name, before in conversations[1:]:
         if before != first:
             at = _parting(first, before)
             raise UnfitRow(
                 place,
                 "drift",
-                f"before their last messages, {began[0][0]!r} and {name!r} differ at message {at}, and a judged"
+                f"before their last messages, {conversations[0][0]!r} and {name!r} differ at message {at}, and a judged"
                 " completion is one message after a conversation that is the same on all sides. If the messages"
                 f" {at} were judged, end the conversations with them",
             )
-    # No conversation begins with these roles, so the messages go on after the row's prompt. Others repeat the prompt.
+    # Messages that begin with such a role continue the row's prompt. Other conversations have to repeat the prompt.
     if first[0]["role"] in CONTINUES:
-        return SharedPrompt(_continued(place, prompt, first, column, began[0][0]), texts)
+        return SharedPrompt(_continued(place, prompt, first, column, conversations[0][0]), texts)
     if prompt is not None:
-        _same_prompt(place, prompt, first, column, began[0][0])
+        _same_prompt(place, prompt, first, column, conversations[0][0])
     return SharedPrompt(first, texts)
 
 
 def _continued(
     place: Place, prompt: str | tuple[Message, ...] | None, first: tuple[Message, ...], column: str, name: str
 ) -> tuple[Message, ...]:
-    """The prompt with the turns that all completions go on with before their last message."""
+    """The prompt and then the turns that all completions share, `first`."""
     if prompt is None:
         raise DataError(
             f"{place}: {name!r} begins with a message of the {first[0]['role']}, and there is no column {column!r}"
@@ -168,7 +183,8 @@ def _continued(
 
 
 def _ended(place: Place, name: str, value: Any) -> tuple[tuple[Message, ...], str]:
-    """The messages before the last one, and the text of that, which is the assistant's."""
+    """(the messages before the last one, the text of the last one). DataError if the last one is not the
+    assistant's."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted text or a list of messages")
     messages = [message_of(place, name, i, m) for i, m in enumerate(value)]

@@ -1,9 +1,8 @@
-"""Judges whose taste is known: completions are judged by a weighted sum of features, with the errors that people make.
+"""Judgements whose truth is known: by a taste (`Taste`), or made of right and false demonstrations (`judgements_of`).
 
-Also judgements made of demonstrations: the right text of a task is preferred to a false one.
-
-Real judgements do not say what the judge wanted. These do (`Taste.utility`), so what a preference loss or a reward
-model learned can be compared with the truth.
+A taste judges completions by a weighted sum of features, with the errors that people make. Real judgements do not say
+what the judge wanted. Here `Taste.utility` does, so what a preference loss or a reward model learned can be compared
+with the truth.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ ANNOTATORS_SEED = 20_240_301
 LEAST = 0.05
 """The least weight of a feature for any annotator, or half of the true weight where that is less."""
 TRIES = 1000
-"""Completions that are written for one judgement before the error says that they are all alike."""
+"""After this many completions for one judgement, an error says that they do not differ enough."""
 SCALE = 4
 """Ratings are whole numbers from 0 to this."""
+# The kinds of judgement that a taste gives.
 KINDS: tuple[Kind, ...] = ("pair", "ranking", "label", "rating")
 
 
@@ -89,16 +89,16 @@ class Taste:
     def annotator_weights(self) -> tuple[Mapping[str, float], ...]:
         """The weights of each annotator. Each sums to 1, none is negative, and their mean is the truth."""
         truth = np.array(list(self.weights.values()))
-        each = (generator(ANNOTATORS_SEED, "taste/annotators", k) for k in range(self.annotators))
-        # `away` [annotators, features] sums to 0 in both directions: each row of `drawn` sums to 1, and the
-        # mean row is taken off. So truth + s * away has rows that sum to 1 and the truth as their mean, for any
-        # s. s is the largest one up to 1 with which no weight falls below `least`.
-        drawn = np.array([rng.dirichlet(np.full(len(truth), 2.0)) for rng in each])
+        generators = (generator(ANNOTATORS_SEED, "taste/annotators", k) for k in range(self.annotators))
+        # Each row of `drawn` [annotators, features] sums to 1. `away` is `drawn` minus its mean row, so its rows and
+        # its columns sum to 0. For any factor s, the rows of truth + s * away sum to 1 and their mean is the truth. The
+        # factor is the largest one up to 1 with which no weight falls below `least`.
+        drawn = np.array([rng.dirichlet(np.full(len(truth), 2.0)) for rng in generators])
         away = drawn - drawn.mean(0)
         least = np.minimum(truth / 2, LEAST)
-        room = (truth - least)[None] / np.maximum(-away, 1e-12)
-        own = truth + min(1.0, float(room.min())) * away
-        return tuple(dict(zip(self.weights, (float(w) for w in row), strict=True)) for row in own)
+        largest_factors = (truth - least)[None] / np.maximum(-away, 1e-12)
+        weights = truth + min(1.0, float(largest_factors.min())) * away
+        return tuple(dict(zip(self.weights, (float(w) for w in row), strict=True)) for row in weights)
 
     # --- the judgements ----------------------------------------------------------------------------------------------
 
@@ -132,14 +132,17 @@ class Taste:
                 raise ConfigError(f"a taste gives judgements of the kinds {', '.join(KINDS)}, not {kind!r}")
 
     def _value(self, task: Task, text: str, weights: Mapping[str, float]) -> float:
-        found = self.features(task, text)
-        return float(sum(weight * found[name] for name, weight in weights.items()))
+        """The utility of a completion with these weights."""
+        features = self.features(task, text)
+        return float(sum(weight * features[name] for name, weight in weights.items()))
 
     def _written(
         self, task: Task, count: int, weights: Mapping[str, float], rng: np.random.Generator, write: Writer
     ) -> tuple[list[str], list[float]]:
-        """Different completions with what they are worth to this annotator. Without temperature no two are worth the
-        same, because nothing would say which is better."""
+        """(different completions, the utility of each to this annotator).
+
+        With temperature 0 no two utilities are equal, because nothing would decide which completion is better.
+        """
         texts: list[str] = []
         values: list[float] = []
         for _ in range(TRIES):
@@ -158,18 +161,20 @@ class Taste:
 
     def _order(self, values: list[float], rng: np.random.Generator) -> list[int]:
         """Indices of the completions, the preferred one first, after the judge's errors."""
-        # The order of u / temperature + Gumbel noise is distributed as Plackett-Luce; of two it is
-        # Bradley-Terry. Multiplied by the temperature the formula holds for 0 too, where only the values order.
-        seen = np.array(values) + self.temperature * rng.gumbel(size=len(values))
-        order = [int(i) for i in np.argsort(-seen, kind="stable")]
+        # Sorted by u / temperature + Gumbel noise, the completions have the distribution of Plackett-Luce, which is
+        # Bradley-Terry for two. Here both terms are multiplied by the temperature, so that 0 is allowed too: then the
+        # values alone decide.
+        noisy = np.array(values) + self.temperature * rng.gumbel(size=len(values))
+        order = [int(i) for i in np.argsort(-noisy, kind="stable")]
         if rng.random() < self.noise:
             i, j = (int(k) for k in rng.choice(len(order), size=2, replace=False))
             order[i], order[j] = order[j], order[i]
         return order
 
     def _good(self, value: float, rng: np.random.Generator) -> bool:
-        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Both numbers
-        # are always drawn, so a change of one setting leaves the other's draws as they were.
+        """Whether the annotator calls a completion of this utility good, after the annotator's errors."""
+        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Both random numbers
+        # are always drawn, so that a change of `noise` or `temperature` does not change the draws of the other.
         drawn, flipped = rng.logistic(), rng.random() < self.noise
         return bool(value + self.temperature * drawn >= self.good) != flipped
 
@@ -179,18 +184,19 @@ class Taste:
         """Each feature and `overall`, in whole numbers from 0 to `SCALE`."""
         values = {**self.features(task, text), "overall": self._value(task, text, weights)}
         flipped = rng.random() < self.noise
-        out: dict[str, float] = {}
+        ratings: dict[str, float] = {}
         for name, value in values.items():
             rated = float(np.clip(np.rint(SCALE * (value + self.temperature * rng.normal())), 0, SCALE))
-            out[name] = SCALE - rated if flipped else rated
-        return out
+            ratings[name] = SCALE - rated if flipped else rated
+        return ratings
 
 
+# The kinds of judgement that demonstrations give.
 DEMONSTRATED: tuple[Kind, ...] = ("pair", "label")
 
 
 def judgements_of(write: Write, style: str) -> Judgements:
-    """Pairs of a right and a false demonstration of one style, and single ones with the label of what they are.
+    """Judgements of the demonstrations of one style: pairs of a right and a false one, and labels of single ones.
 
     Both texts of a pair are written with the same random numbers, so that they differ by the error alone.
     """
@@ -198,7 +204,8 @@ def judgements_of(write: Write, style: str) -> Judgements:
     def draw(task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
         if kind not in DEMONSTRATED:
             raise ConfigError(f"demonstrations give judgements of kind {' and '.join(DEMONSTRATED)}, and not {kind!r}")
-        # One seed for both texts: a pair that also differed in style would teach that style.
+        # Both texts are written with one seed. If they differed in more than the error, a pair would teach that
+        # difference.
         seed = int(rng.integers(1 << 62))
         right, false = (_text(write, task, style, seed, wrong) for wrong in (0.0, 1.0))
         if kind == "label":
@@ -212,6 +219,7 @@ def judgements_of(write: Write, style: str) -> Judgements:
 
 
 def _text(write: Write, task: Task, style: str, seed: int, wrong: float) -> str:
+    """The text of a demonstration with this seed."""
     _, completion = write(task, style, np.random.default_rng(seed), wrong)
     if not isinstance(completion, str):
         raise InvariantError(

@@ -18,6 +18,7 @@ from posttrain.verifier.thoughts import spoken
 
 RIGHT, WRONG = "ok", "no"
 """Words that a verifier writes behind a step that it checked."""
+# `\boxed{Yes}` or `\boxed{No}`.
 _BOXED_YES = re.compile(rf"\\boxed\{{({YES}|{NO})\}}")
 
 
@@ -27,8 +28,8 @@ def read_boxed_yes(text: str) -> Scores | None:
     >>> read_boxed_yes(r"7+5=12 \boxed{Yes}"), read_boxed_yes("Yes")
     ((1.0,), None)
     """
-    said = _BOXED_YES.findall(spoken(text))[-1:]
-    return (float(said[0] == YES),) if said else None
+    last_box = _BOXED_YES.findall(spoken(text))[-1:]
+    return (float(last_box[0] == YES),) if last_box else None
 
 
 def chance_of_yes(logp_yes: float, logp_no: float) -> float:
@@ -37,7 +38,7 @@ def chance_of_yes(logp_yes: float, logp_no: float) -> float:
     >>> round(chance_of_yes(math.log(0.6), math.log(0.2)), 12)
     0.75
     """
-    # sigmoid(-gap) in the form whose exponential cannot overflow.
+    # The result is sigmoid(-gap). Of its two forms, the one whose exponential cannot overflow is used.
     gap = logp_no - logp_yes
     return 1 / (1 + math.exp(gap)) if gap < 0 else math.exp(-gap) / (1 + math.exp(-gap))
 
@@ -49,7 +50,7 @@ class VerifyFormat:
     name: str
     paper: str
     every: bool
-    """Whether all steps are checked in order, up to the first wrong one. Otherwise the last step alone is checked, and
+    """True if all steps are checked in order, up to the first wrong one. False if only the last step is checked, and
     the steps before it are taken as right."""
     read: Callable[[str], Scores | None]
     """The score in a text's verdict, 1 or 0; None where there is none."""
@@ -57,8 +58,10 @@ class VerifyFormat:
     """The verdicts: the step is right, it is not."""
 
     def critique(self, said: Sequence[str], own: Sequence[str]) -> str:
-        """Returns the text that is written before the verdict: the verifier's own form of the steps that it checks,
-        each with whether the answer says the same.
+        """Returns the text that is written before the verdict.
+
+        It has the right form (`own`) of each step that is checked. With `every`, a word behind each says whether the
+        answer (`said`) has the same step.
 
         >>> FORMATS["thinkprm"].critique(["3+4=7", "7+5=13", "13+1=14"], ["3+4=7", "7+5=12", "12+1=13"])
         '3+4=7 ok 7+5=12 no'

@@ -47,16 +47,16 @@ class Columns:
     def with_fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """The row with a column for each field of an object that a name with dots means (`reward_model.ground_truth`).
         A column that has the whole name itself stays."""
-        out: dict[str, Any] = {}
+        inner_columns: dict[str, Any] = {}
         for setting in fields(self):
             name = getattr(self, setting.name) if setting.name.endswith("_column") else ""
-            # None where a part is missing: the reader then says that the column is not there, as of any other name.
+            # If a part is missing the value is None, and the reader reports a missing column, as for any other name.
             if "." in name and name not in row:
                 value: Any = row
                 for part in name.split("."):
                     value = value.get(part) if isinstance(value, Mapping) else None
-                out[name] = value
-        return {**row, **out} if out else row
+                inner_columns[name] = value
+        return {**row, **inner_columns} if inner_columns else row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,4 +130,5 @@ class JudgedColumns(Columns):
 
 
 def _words(text: str) -> tuple[str, ...]:
+    """The words of a text, separated by commas."""
     return tuple(word for part in text.split(",") if (word := part.strip()))

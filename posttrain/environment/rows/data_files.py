@@ -20,7 +20,7 @@ PACKED = {
     b"\xff\xfe": "UTF-16: save it as UTF-8",
     b"\xfe\xff": "UTF-16: save it as UTF-8",
 }
-"""Kind of a file that begins with these bytes, and what to do."""
+"""First bytes of files that are no JSON -> the kind of the file, and what to do."""
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
 MARK = b"\xef\xbb\xbf"
 """UTF-8's byte-order mark."""
@@ -35,8 +35,11 @@ ROWS_AT_ONCE = 16
 
 
 def json_rows(path: Path) -> Rows:
-    """JSON lines or one JSON array, in UTF-8 with or without a byte-order mark, with any line ends. Blank lines are
-    skipped. Lines are read one at a time, and a line longer than `LONGEST_ROW` is refused before it is read."""
+    """The rows of JSON lines or of one JSON array, in UTF-8 with or without a byte-order mark, with any line ends.
+
+    Blank lines are skipped. Lines are read one at a time, and a line longer than `LONGEST_ROW` is refused before it is
+    read.
+    """
     with read_untrusted.opened(path, DataError) as file:
         start = file.read(1 << 16)
     if found := next((words for bytes_, words in PACKED.items() if start.startswith(bytes_)), ""):
@@ -51,13 +54,14 @@ def json_rows(path: Path) -> Rows:
         return
     for number, line in read_untrusted.read_lines(path, LONGEST_ROW, DataError):
         place = f"{path}:{number}"
-        # Only at the beginning of a file is it a byte-order mark; elsewhere the character is text.
+        # These bytes are a byte-order mark only at the beginning of a file. Elsewhere they are text.
         line = line.removeprefix(MARK) if number == 1 else line
         if line.strip():
             yield place, _bounded(place, _object(place, _parse(place, line.rstrip(b"\r\n"))))
 
 
 def _array(path: Path) -> Rows:
+    """The rows of a file that is one JSON array."""
     raw = read_untrusted.read_bytes(path, LARGEST_ARRAY, DataError).removeprefix(MARK)
     for number, value in enumerate(_parse(str(path), raw), 1):
         place = f"{path} row {number}"
@@ -65,6 +69,7 @@ def _array(path: Path) -> Rows:
 
 
 def _parse(place: str, raw: bytes) -> Any:
+    """The JSON value of these bytes. DataError with the place, if they are none."""
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _once(place, pairs))
     except UnicodeDecodeError as error:
@@ -82,16 +87,17 @@ def _parse(place: str, raw: bytes) -> Any:
 
 def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs. DataError if a key occurs twice: JSON allows it, but would lose a value."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         keys = [k for k, _ in pairs]
         raise DataError(
             f"{place}: key {next(k for k in keys if keys.count(k) > 1)!r} is given twice; keep one of the two"
         )
-    return made
+    return values
 
 
 def _object(place: str, value: Any) -> Mapping[str, Any]:
+    """The row itself, checked to be an object."""
     if not isinstance(value, dict):
         raise DataError(f'{place}: a row is an object such as {{"prompt": "..."}}, but this is {type(value).__name__}')
     return value
@@ -100,10 +106,10 @@ def _object(place: str, value: Any) -> Mapping[str, Any]:
 def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The row. DataError if it is larger or more deeply nested than allowed."""
     size = 0
-    # A stack and no recursion: the depth is what has to be bounded.
-    rest: list[tuple[Any, int]] = [(row, 1)]
-    while rest:
-        value, depth = rest.pop()
+    # A stack instead of recursion, because a deeply nested row would overflow the recursion.
+    waiting: list[tuple[Any, int]] = [(row, 1)]
+    while waiting:
+        value, depth = waiting.pop()
         if depth > DEEPEST:
             raise DataError(
                 f"{place}: lists and objects in lists and objects, more than {DEEPEST} deep; make the row flatter"
@@ -111,9 +117,9 @@ def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
         size += len(value) if isinstance(value, str | bytes) else 8
         if isinstance(value, Mapping):
             size += sum(len(str(name)) for name in value)
-            rest += [(v, depth + 1) for v in value.values()]
+            waiting += [(v, depth + 1) for v in value.values()]
         elif isinstance(value, list | tuple):
-            rest += [(v, depth + 1) for v in value]
+            waiting += [(v, depth + 1) for v in value]
         if size > LONGEST_ROW:
             raise DataError(f"{place}: the row has more than {LONGEST_ROW:,} characters; shorten it or leave it out")
     return row
@@ -122,7 +128,7 @@ def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
 def parquet(path: Path) -> Rows:
     """A parquet file, a few rows at a time."""
     reader = _package("pyarrow.parquet", "pyarrow", f"reading {path}")
-    # Says in our words what is wrong with the file itself; pyarrow opens it again.
+    # Opened here only for our own error message where the file cannot be read. pyarrow opens it again.
     with read_untrusted.opened(path, DataError):
         pass
     number = 0
@@ -131,7 +137,7 @@ def parquet(path: Path) -> Rows:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path} row {number}", _bounded(f"{path} row {number}", row)
-    # Of `_bounded`: it says already what is wrong and where.
+    # An error of `_bounded` already says what is wrong and where.
     except DataError:
         raise
     except Exception as error:
@@ -165,11 +171,13 @@ def hub(name: str, split: str) -> Rows:
 
 
 def _numbered(name: str, rows: Any) -> Rows:
+    """The rows of a data set, each with its place."""
     for number, row in enumerate(rows, 1):
         yield f"{name} row {number}", _bounded(f"{name} row {number}", row)
 
 
 def _package(module: str, package: str, purpose: str) -> ModuleType:
+    """A module. ConfigError, which says what needs it, if its package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,7 @@
-"""Reads all rows of the user's data: ids, equal prompts with other answers, rows that are left out."""
+"""Reads all rows of the user's data. It checks what concerns several rows: ids, equal prompts, kinds of judgement.
+
+`row_reader` and `judged_rows` read and check single rows.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +32,27 @@ class DataRows:
 
 
 def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> DataRows:
-    """The rows of `env.prompts`, and behind them those of `env.mix`.
+    """The rows of `env.prompts`, followed by those of `env.mix`.
 
     Raises:
         DataError: as of `read_rows`; or rows of two sets were judged in different ways.
     """
-    found = [read_rows(path, columns, given) for path, _ in config.data]
-    if len(found) == 1:
-        return found[0]
+    data_sets = [read_rows(path, columns, given) for path, _ in config.data]
+    if len(data_sets) == 1:
+        return data_sets[0]
     rows: list[PromptRow] = []
-    taken: set[str] = set()
-    for number, one in enumerate(found):
-        # Within a set all rows are of one kind already, so comparing their first ones is enough.
-        _same_kind(found[0].rows[0], one.rows[0], columns)
-        for row in one.rows:
-            # Ids are unique within a set. In two sets they may meet, and a number tells them apart.
-            name = row.task.id if row.task.id not in taken else f"{row.task.id}@{number}"
+    used_ids: set[str] = set()
+    for number, data_set in enumerate(data_sets):
+        # All rows of one set are of one kind, so it is enough to compare the first rows of two sets.
+        _same_kind(data_sets[0].rows[0], data_set.rows[0], columns)
+        for row in data_set.rows:
+            # Ids are unique within a set. Two sets may have the same id, so the second one gets the number of its set.
+            name = row.task.id if row.task.id not in used_ids else f"{row.task.id}@{number}"
             rows.append(replace(row, task=replace(row.task, id=name)))
-        taken.update(r.task.id for r in rows[-len(one.rows) :])
-    sizes = zip(found, config.data, strict=True)
-    without = tuple(line for one in found for line in one.without)
-    return DataRows(tuple(rows), without, tuple((len(one.rows), weight) for one, (_, weight) in sizes))
+        used_ids.update(r.task.id for r in rows[-len(data_set.rows) :])
+    sizes = zip(data_sets, config.data, strict=True)
+    without = tuple(line for data_set in data_sets for line in data_set.without)
+    return DataRows(tuple(rows), without, tuple((len(data_set.rows), weight) for data_set, (_, weight) in sizes))
 
 
 def read(
@@ -85,8 +88,8 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
         name = row.task.id
         if not name:
             repeats[row.key] = repeats.get(row.key, 0) + 1
-            # A made id comes of the prompt alone. So it stays when the file is ordered anew; only rows with
-            # equal prompts are numbered in their order.
+            # A made id depends on the prompt alone, so it does not change with the order of the file. Only rows with
+            # equal prompts get numbers, in their order.
             name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
             row = replace(row, task=replace(row.task, id=name))
         if name in places:
@@ -97,8 +100,8 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
         places[name] = place
         rows.append(row)
     if not rows:
-        left = f", but {len(unfit)} that were left out (env.args.leave_out)" if unfit else ""
-        raise DataError(f"{path} has no rows{left}")
+        note = f", but {len(unfit)} that were left out (env.args.leave_out)" if unfit else ""
+        raise DataError(f"{path} has no rows{note}")
     return _together(path, rows, unfit, columns)
 
 
@@ -111,27 +114,28 @@ def checked_rows(
 
 
 def _together(path: str, rows: list[PromptRow], unfit: list[tuple[str, Place]], columns: JudgedColumns) -> DataRows:
-    """The rows, after what only all of them together show."""
-    # Whether a pair can be made depends on the other rows with the same prompt, so it is known only now.
+    """The rows, after the checks that need all of them."""
+    # Whether a pair can be made of a row depends on the other rows with its prompt, so it is known only here.
     kind = rows[0].judged.kind if rows[0].judged is not None else None
     if kind in ("label", "rating") and "unpaired" in columns.left_out:
-        out = {r.task.id: r for r in JudgedData(tuple(rows), columns).unpaired}
-        if len(out) == len(rows):
+        unpaired = {r.task.id: r for r in JudgedData(tuple(rows), columns).unpaired}
+        if len(unpaired) == len(rows):
             raise DataError(_nothing_paired(path, rows, columns))
-        rows = [r for r in rows if r.task.id not in out]
-        unfit = [*unfit, *(("unpaired", r.place) for r in out.values())]
+        rows = [r for r in rows if r.task.id not in unpaired]
+        unfit = [*unfit, *(("unpaired", r.place) for r in unpaired.values())]
     if kind == "steps" and not columns.zero_label:
         _zero_is_clear(rows, columns)
     lines = list(_left_out_words(unfit, len(rows) + len(unfit)))
-    if other := also_judged(rows[0], columns):
+    if other_kind := also_judged(rows[0], columns):
         lines.append(
-            f"rows are read as judged by {kind}, and their columns could be read as {other} too: say which with"
-            f" env.args.judged={kind} or env.args.judged={other}"
+            f"rows are read as judged by {kind}, and their columns could be read as {other_kind} too: say which with"
+            f" env.args.judged={kind} or env.args.judged={other_kind}"
         )
     return DataRows(tuple(rows), tuple(lines))
 
 
 def _nothing_paired(path: str, rows: list[PromptRow], columns: JudgedColumns) -> str:
+    """The message for judged rows of which no pair can be made."""
     rated = next((r.judged.ratings for r in rows if r.judged is not None and r.judged.ratings), {})
     if len(rated) > 1 and not columns.attribute:
         return f"{path}: the ratings are {', '.join(rated)}; say by which of them pairs are made: env.args.attribute"
@@ -139,17 +143,19 @@ def _nothing_paired(path: str, rows: list[PromptRow], columns: JudgedColumns) ->
 
 
 def _left_out_words(unfit: list[tuple[str, Place]], count: int) -> Iterator[str]:
+    """A line for each reason why rows were left out, with their number and the first places."""
     for finding in dict.fromkeys(f for f, _ in unfit):
-        at = [place for f, place in unfit if f == finding]
-        more = "" if len(at) <= NAMED else f" and {len(at) - NAMED} more"
-        yield (f"left out {len(at)} of {count} rows as {finding} ({UNFIT[finding]}): {', '.join(at[:NAMED])}{more}")
+        places = [place for f, place in unfit if f == finding]
+        more = "" if len(places) <= NAMED else f" and {len(places) - NAMED} more"
+        yield (
+            f"left out {len(places)} of {count} rows as {finding} ({UNFIT[finding]}): {', '.join(places[:NAMED])}{more}"
+        )
 
 
 def _zero_is_clear(rows: list[PromptRow], columns: JudgedColumns) -> None:
     """DataError where a label 0 may mean wrong or neutral."""
     labels = {x for r in rows if r.judged is not None and not r.judged.zero_is_neutral for x in r.judged.labels}
-    # With -1 in the data the 0 between -1 and 1 is neutral. Without it 0 may be the other class, and wrong
-    # steps would then be read as neutral ones.
+    # If the data have -1, 0 means neutral. Without -1, 0 may mean wrong, and wrong steps would be read as neutral ones.
     if 0 in labels and -1 not in labels:
         place = next(r.place for r in rows if r.judged is not None and 0 in r.judged.labels)
         raise DataError(
@@ -175,10 +181,9 @@ def _same_kind(first: PromptRow, row: PromptRow, columns: JudgedColumns) -> None
 
 
 def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
-    """DataError if an earlier row has the same prompt and another answer: any response would be wrong by one of
-    them."""
+    """DataError if an earlier row has the same prompt and another answer: every response would be wrong for one row."""
     one, other = first.task.answer, row.task.answer
-    # 12 and "12" are the same answer: some files write numbers as text.
+    # 12 and "12" are the same answer, because some files write numbers as text.
     if one != other and str(one) != str(other):
         raise DataError(
             f"{row.place}: {column!r} is {other!r:.80}, and the same prompt has {one!r:.80} at {first.place}: one of"

@@ -10,8 +10,9 @@ from posttrain.core.types import Task
 
 @dataclass(frozen=True)
 class MixedTasks:
-    """Tasks of several lists, without end: of the first n draws each list has its share, to within one draw. Each list
-    is shuffled anew whenever it has been gone through.
+    """An endless source of the tasks of several lists.
+
+    Of the first n draws each list has its share, up to one draw. Each pass through a list has a new order.
 
     >>> few, many = (tuple(Task(id=f"{n}{i}", prompt="p") for i in range(c)) for n, c in (("a", 2), ("b", 9)))
     >>> mixed = MixedTasks((few, many), (1.0, 3.0), seed=0)
@@ -23,10 +24,11 @@ class MixedTasks:
     weights: tuple[float, ...]
     seed: int
     _places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(list, how many of it were drawn before) of each draw that was asked for."""
+    """(list, how many of it were drawn before) of each draw, as far as draws were asked for."""
     _drawn: dict[int, int] = field(default_factory=dict[int, int])
+    """How many draws of `_places` are of each list."""
     _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict[int, tuple[int, list[int]]])
-    """(epoch, its order) of each list, of the epoch that was asked for last."""
+    """(epoch, the order of the list in it) of each list, for the epoch that was asked for last."""
 
     @property
     def count(self) -> int | None:
@@ -36,13 +38,13 @@ class MixedTasks:
         if index < 0:
             raise IndexError(f"task index {index} is negative")
         which, drawn = self._place(index)
-        # The order of each pass has a generator of its own, so task i is a function of the seed and i, whatever
-        # was asked before.
-        epoch, at = divmod(drawn, len(self.lists[which]))
+        # The order of each pass has its own generator, so task i depends on the seed and i alone, and not on the calls
+        # before.
+        epoch, position = divmod(drawn, len(self.lists[which]))
         if self._orders.get(which, (-1, []))[0] != epoch:
             rng = seeds.generator(self.seed, f"mixed/{which}", epoch)
             self._orders[which] = epoch, rng.permutation(len(self.lists[which])).tolist()
-        return self.lists[which][self._orders[which][1][at]]
+        return self.lists[which][self._orders[which][1][position]]
 
     def visit(self, index: int) -> int:
         """Returns the number of times that the task of this draw was drawn before."""
@@ -55,10 +57,11 @@ class MixedTasks:
         return [(draws * w / total / count, count) for w, count in each]
 
     def _place(self, index: int) -> tuple[int, int]:
+        """(list, how many of it were drawn before) of a draw."""
         total = sum(self.weights)
         while len(self._places) <= index:
-            # After n draws a list is due w / total * n of them; the one that is furthest behind is next. Places
-            # are kept, because each depends on all before it.
+            # Of n draws a list should have w / total * n. The list that is furthest behind is drawn next. All places
+            # are kept, because each depends on those before it.
             n = len(self._places) + 1
             due = [w / total * n - self._drawn.get(i, 0) for i, w in enumerate(self.weights)]
             which = due.index(max(due))

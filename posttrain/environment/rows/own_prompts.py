@@ -72,7 +72,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @cached_property
     def _held(self) -> frozenset[str]:
-        """The prompts with the smallest digests, of each data set its share."""
+        """The digests of the held-out prompts: the smallest ones, of each data set its share."""
         if self.mixed:
             # Each set has a share by its weight, and at least one prompt, so every set is evaluated.
             total = sum(w for _, w in self.mixed)
@@ -88,14 +88,15 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return [self.rows[end - n : end] for end, (n, _) in zip(ends, self.mixed, strict=True)]
 
     def _smallest(self, rows: Sequence[PromptRow], count: int) -> frozenset[str]:
+        """The `count` smallest digests of these rows, at most one in `HELDOUT_SHARE`."""
         distinct = sorted({r.key for r in rows})
         if count and len(distinct) == 1:
             raise ConfigError(
                 "there is one distinct prompt, so none can be held out: set env.heldout=0 to train on it without"
                 " evaluation"
             )
-        # Digests are as good as random numbers, so the smallest ones are a random choice; it depends on no
-        # order of the rows, and a further row changes little of it.
+        # Digests are like random numbers, so the smallest ones are a random choice. It does not depend on the order of
+        # the rows, and a further row hardly changes it.
         return frozenset(distinct[: min(count, max(1, len(distinct) // HELDOUT_SHARE))])
 
     @cached_property
@@ -117,7 +118,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         """Every character of prompts, answers and completions. Empty where a row is a chat: its template adds more."""
         if any(r.conversation is not None or not isinstance(r.task.prompt, str) for r in self.rows):
             return ""
-        # A character tokenizer is built from this, and it cannot write what it has not seen: the hint counts too.
+        # A character tokenizer is built from this alphabet, so the text of the hint has to be in it too.
         texts = self.hint.split("{answer}")
         for r in self.rows:
             texts += [*texts_of(r.task.prompt), str(r.task.answer or ""), r.completion or ""]
@@ -145,8 +146,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @property
     def contained(self) -> tuple[str, ...]:
-        own = self._offered.contained if self._offered is not None else ()
-        return tuple(sorted({*super().contained, *own}))
+        of_tools = self._offered.contained if self._offered is not None else ()
+        return tuple(sorted({*super().contained, *of_tools}))
 
     @cached_property
     def _loop(self) -> Loop:
@@ -160,7 +161,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return () if isinstance(task.prompt, str) else self._offered.box(task).schemas
 
     def _with_tools(self, task: Task) -> Task:
-        """The task with the tools that its prompt offers, so that what imitates shows them as a rollout does."""
+        """The task with the tools that its prompt offers, so that learning from its completion shows the same tools as
+        a rollout."""
         return task if self._offered is None else replace(task, tools=tuple(self.tools_of(task)))
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -180,18 +182,19 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     @property
     def _verifies(self) -> bool:
         """True where this is a class of the user with a verdict of its own."""
-        own = type(self)
-        return own.verify is not PromptsEnv.verify or own.verdict is not PromptsEnv.verdict
+        own_class = type(self)
+        return own_class.verify is not PromptsEnv.verify or own_class.verdict is not PromptsEnv.verdict
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The user's rewards, behind the verdict of a class of the user's that has one."""
+        """The verdicts of the user's rewards. The user's own class may give a verdict before them."""
         return await super().judge(attempt) if self._verifies else await self.added(attempt)
 
     def verify(self, attempt: Attempt) -> Verdict:
         return Verdict.abstain("a user's prompt is judged by the user's rewards")
 
     def key(self, task: Task) -> Hashable:
-        # Rows that are texts have no prompt; by their empty prompt all of them would be the same task.
+        # Rows that are texts have an empty prompt, by which all of them would be the same task. Their ids tell them
+        # apart.
         return digest(task.prompt, task.tools) if task.prompt else task.id
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -214,13 +217,13 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         answer."""
         if task.answer is None:
             return None
-        said, prompt = self.hint.replace("{answer}", answer_text(task.answer)), task.prompt
+        hint, prompt = self.hint.replace("{answer}", answer_text(task.answer)), task.prompt
         if isinstance(prompt, str):
-            return prompt + said
+            return prompt + hint
         *before, last = prompt
         content = last["content"]
-        told = content + said if isinstance(content, str) else (*content, ContentPart("text", said))
-        return (*before, cast("Message", {**last, "content": told}))
+        content_with_hint = content + hint if isinstance(content, str) else (*content, ContentPart("text", hint))
+        return (*before, cast("Message", {**last, "content": content_with_hint}))
 
     def completion(self, task: Task) -> str | None:
         """The row's demonstration, or None."""
@@ -228,8 +231,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @property
     def abilities(self) -> Abilities:
-        """As the base class, with the rows, what was judged in them, and the tools. All completions are taken as right,
-        so none can be false."""
+        """The abilities of the base class, and the rows, their judgements and their tools. All completions are taken as
+        right, so none can be false."""
         base = super().abilities
         texts = base.demonstrations and replace(
             base.demonstrations, false=False, conversation=lambda task, style: self._talks.get((task.id, style))
@@ -250,8 +253,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @cached_property
     def _rows_have_tools(self) -> bool:
-        """True where any row brings its own tools. The value is kept, because `abilities` is asked for once for each
-        task."""
+        """True where any row has its own tools. The value is kept, because `abilities` is read once for each task."""
         return any(r.task.tools for r in self.rows)
 
     @cached_property
@@ -283,9 +285,9 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     ) -> tuple[str | tuple[Message, ...], str]:
         """The row's own completion, or its chosen one. The data has no false completions, so `wrong` must be 0."""
         if style not in self.styles:
-            absent = f"the data has no column {self.completion_column!r} (env.args.completion_column)"
-            known = nearest(style, self.styles) if self.styles else absent
-            raise ConfigError(f"prompts cannot write style {style!r}: {known}")
+            no_column = f"the data has no column {self.completion_column!r} (env.args.completion_column)"
+            reason = nearest(style, self.styles) if self.styles else no_column
+            raise ConfigError(f"prompts cannot write style {style!r}: {reason}")
         if wrong:
             raise ConfigError(f"wrong={wrong}: your data has only its own completions; set wrong=0")
         texts = self._judged.chosen if style == "chosen" and self._judged is not None else self._completions
@@ -310,12 +312,12 @@ def read_tasks(
         raise ConfigError(
             f"env.name={config.name!r} needs env.prompts: a JSONL file, or a data set (local folder or hub id)"
         )
-    shape = cls(**args)
-    data = read_all(config, shape, given)
-    if config.rewards and (texts := [r.place for r in data.rows if not r.task.prompt]):
+    without_rows = cls(**args)
+    data = read_all(config, without_rows, given)
+    if config.rewards and (text_rows := [r.place for r in data.rows if not r.task.prompt]):
         raise DataError(
-            f"{texts[0]}: the row is a text, to which nothing can be answered, and env.rewards judge answers: leave"
-            f" env.rewards out (env.rewards=none), or give the row a column {shape.prompt_column!r}"
+            f"{text_rows[0]}: the row is a text, to which nothing can be answered, and env.rewards judge answers: leave"
+            f" env.rewards out (env.rewards=none), or give the row a column {without_rows.prompt_column!r}"
         )
     rewards = sources(config.rewards, where=config.sandbox, given=given)
     for source in rewards:
@@ -329,7 +331,7 @@ def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
     try:
         source.check([r.task for r in rows])
     except (ConfigError, DataError) as error:
-        # The whole list was refused; the rows one by one show which of them is to blame.
+        # The whole list was refused. The rows are checked one by one to find the one that is to blame.
         for row in rows:
             try:
                 source.check([row.task])

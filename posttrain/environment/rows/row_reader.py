@@ -1,4 +1,7 @@
-"""Rows of the user's data, read strictly: an error names the file and the line."""
+"""Single rows of the user's data, read strictly: prompts, messages, answers and completions. Errors name the place.
+
+`row_of` reads a row, and `source_rows` finds the rows of a file or a data set.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that chat templates accept."""
 
 BESIDE: Mapping[str, tuple[str, ...]] = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
-"""Fields of a message beside role and content, by its role: calls of tools as objects, and whose result it is."""
+"""Fields that a message may have beside role and content, by its role: calls of tools, or the call that it answers."""
 
 CONVERSATIONS = "conversations"
-"""The column of messages in data of the form that is called ShareGPT."""
+"""The column of messages in data of the form ShareGPT."""
 SPEAKERS: Mapping[str, str] = {
     "human": "user",
     "gpt": "assistant",
@@ -34,7 +37,7 @@ SPEAKERS: Mapping[str, str] = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Roles by the names that ShareGPT's `from` has for them, beside `ROLES`."""
+"""ShareGPT's names of speakers (its field `from`) -> roles. `ROLES` may stand there too."""
 
 Place = str
 """The place of a row in the data, for error messages: `file:line`, or `name row n`."""
@@ -48,13 +51,14 @@ class JudgedRow:
     completions: tuple[str, ...]
     """One completion, or several; or the steps of one."""
     values: tuple[float, ...] = ()
-    """How good each completion is, higher is better; only their order is known where the data has no numbers."""
+    """How good each completion is; higher is better. Without numbers in the data only their order has a meaning."""
     scored: bool = False
-    """Whether `values` are numbers of the data."""
+    """True if `values` are numbers of the data."""
     margin: float | None = None
     weight: float = 1.0
     ratings: Mapping[str, float] = field(default_factory=dict[str, float])
     labels: tuple[int, ...] = ()
+    """Label of each step: 1 right, 0 neutral, -1 wrong."""
     chances: tuple[float, ...] = ()
     """Chance of a right answer after each step, where steps were judged; empty where the data has none."""
     zero_is_neutral: bool = False
@@ -84,7 +88,7 @@ def placed(place: Place) -> Iterator[None]:
 
 
 def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """16 hex digits that depend on the prompt and the tools that it offers alone, so equal ones have equal digests."""
+    """16 hex digits that depend only on the prompt and the tools that it offers. Equal prompts have equal digests."""
     text = prompt if isinstance(prompt, str) else ""
     if not isinstance(prompt, str):
         text = json.dumps([[m["role"], shown(m["content"]), *m.get("tool_calls", ())] for m in prompt])
@@ -96,29 +100,30 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
 def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
     column = _asking(data, c)
-    # A prompt is stronger than messages, and both are stronger than a text: a row may have the other columns as well.
+    # A row may have several of these columns. A prompt is read before messages, and both are read before a text.
     if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
         text = without_halves(place, c.text_column, text)
         task = task_of(place, data, c, "", {c.text_column})
         return PromptRow(task, text, digest(text), place, conversation=LearnedConversation(text, (1.0,)))
-    given = data.get(column) if column is not None else None
-    weights = weights_of(place, column or "", given)
+    prompt_value = data.get(column) if column is not None else None
+    weights = weights_of(place, column or "", prompt_value)
     prompt, completion = prompt_of(place, data, c)
-    # The last message is needed in two forms: as text that is imitated, and as a message whose calls a template
-    # writes.
-    said = () if completion is None else (_last(place, column or "", given),)
+    # A completion is needed in two forms: as text to imitate (`completion`), and as messages whose calls a template
+    # writes (`turns`).
+    turns = () if completion is None else (_last(place, column or "", prompt_value),)
     if (written := data.get(c.completion_column)) is not None:
-        completion, said = completion_of(place, written, c), _said(place, written, c)
-        # With a completion of its own nothing of the prompt is learned, its assistant's messages included.
+        completion, turns = completion_of(place, written, c), _said(place, written, c)
+        # If the row has a completion of its own, nothing of the prompt is learned, not even the assistant's messages in
+        # it.
         weights = (*(0.0 for _ in prompt), *weights_of(place, c.completion_column, written))
-        if isinstance(prompt, str) and len(said) > 1:
+        if isinstance(prompt, str) and len(turns) > 1:
             raise DataError(
-                f"{place}: {c.completion_column!r} is {len(said)} messages and {column!r} is text: write the prompt as"
+                f"{place}: {c.completion_column!r} is {len(turns)} messages and {column!r} is text: write the prompt as"
                 ' messages too, [{"role": "user", "content": ...}]'
             )
     task = task_of(place, data, c, prompt, {c.completion_column})
-    talk = None if isinstance(prompt, str) or not any(weights) else LearnedConversation((*prompt, *said), weights)
-    return PromptRow(task, completion, digest(prompt), place, conversation=talk)
+    learned = None if isinstance(prompt, str) or not any(weights) else LearnedConversation((*prompt, *turns), weights)
+    return PromptRow(task, completion, digest(prompt), place, conversation=learned)
 
 
 def _asking(data: Mapping[str, Any], c: Columns) -> str | None:
@@ -127,33 +132,38 @@ def _asking(data: Mapping[str, Any], c: Columns) -> str | None:
 
 
 def weights_of(place: Place, column: str, value: Any) -> tuple[float, ...]:
-    """Returns the weight of each message of a list: of an assistant's its `weight`, else 1; of any other 0. A text has
-    weight 1."""
+    """Returns the weight of each message of a list. A text has the weight 1.
+
+    An assistant's message has its field `weight`, else 1. Other messages have 0.
+    """
     if not isinstance(value, list):
         return (1.0,)
     return tuple(_weight(f"{place}: message {i} of {column!r}", m) for i, m in enumerate(value, 1))
 
 
 def _weight(where: str, message: Any) -> float:
+    """The weight of one message."""
     if not isinstance(message, Mapping):
         return 0.0
-    own = _role(message) == "assistant"
-    given = message.get("weight")
-    if given is None:
-        return float(own)
-    if not own:
+    assistant = _role(message) == "assistant"
+    weight = message.get("weight")
+    if weight is None:
+        return float(assistant)
+    if not assistant:
         raise DataError(f"{where} has 'weight', and only the assistant's messages are learned: leave it out")
-    if not isinstance(given, int | float) or not 0 <= given < math.inf:
-        raise DataError(f"{where}: 'weight' is {given!r:.40}, wanted a number: 0 masks the message, 1 is usual")
-    return float(given)
+    if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise DataError(f"{where}: 'weight' is {weight!r:.40}, wanted a number: 0 masks the message, 1 is usual")
+    return float(weight)
 
 
 def _role(message: Mapping[str, Any]) -> Any:
+    """The role of a message, or the word that stands in its place; None without one."""
     role = message.get("role", message.get("from"))
     return SPEAKERS.get(role, role) if isinstance(role, str) else role
 
 
 def _last(place: Place, column: str, value: Any) -> Message:
+    """The last message of a list, checked."""
     return message_of(place, column, len(value) - 1, value[-1], weighs=True)
 
 
@@ -171,21 +181,21 @@ def task_of(
     """The task of a row with this prompt; its further columns but those in `read` are its info."""
     known = {c.prompt_column, c.messages_column, c.id_column, *read}
     known |= {CONVERSATIONS} if _asking(data, c) == CONVERSATIONS else set[str]()
-    # `answer` is left out because rewards get the answer under this name; where another column is the answer,
-    # the row's own `answer` is one of its further columns.
+    # Rewards get the answer under the name `answer`, so it is not in `info` too. If another column is the answer, the
+    # row's column `answer` is one of the further columns.
     info = {k: v for k, v in data.items() if k not in known and k != "answer"}
     if c.answer_column != "answer" and "answer" in data:
         info["answer"] = data["answer"]
     answer = data.get(c.answer_column)
     if answer is not None and not isinstance(answer, str | int | float | bool | list):
-        fields = [f"{c.answer_column}.{k}" for k in answer] if isinstance(answer, Mapping) else []
-        inner = f"; name a field of it: env.args.answer_column={' or '.join(fields[:8])}" if fields else ""
-        raise DataError(f"{place}: {c.answer_column!r} is {kind_words(answer)}, wanted text, a number or a list{inner}")
-    if strange := [
+        inner_fields = [f"{c.answer_column}.{k}" for k in answer] if isinstance(answer, Mapping) else []
+        note = f"; name a field of it: env.args.answer_column={' or '.join(inner_fields[:8])}" if inner_fields else ""
+        raise DataError(f"{place}: {c.answer_column!r} is {kind_words(answer)}, wanted text, a number or a list{note}")
+    if not_finite := [
         a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)
     ]:
         raise DataError(
-            f"{place}: {c.answer_column!r} is {strange[0]}, which nothing equals; leave the row out, or give it its"
+            f"{place}: {c.answer_column!r} is {not_finite[0]}, which nothing equals; leave the row out, or give it its"
             " answer"
         )
     answer = [_whole(a) for a in answer] if isinstance(answer, list) else _whole(answer)
@@ -198,12 +208,13 @@ def answer_text(answer: Any) -> str:
 
 
 def _whole(answer: Any) -> Any:
-    """A float without a fraction as the integer: tables make floats of integers where a row has none."""
-    # From 2**53 on not every integer is a float, so it is not known which one was meant.
+    """A whole float as an integer; anything else as it is. Tables turn a column of integers with gaps into floats."""
+    # From 2**53 on a float may stand for several integers, so it stays as it is.
     return int(answer) if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53 else answer
 
 
 def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
+    """The row's own name; '' if it has none."""
     name = data.get(c.id_column)
     if name is None:
         return ""
@@ -213,7 +224,7 @@ def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
 
 
 def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message, ...], str | None]:
-    """The prompt of a row; and the text of the assistant's message behind it, if there is one."""
+    """(the prompt of a row, the text of the assistant's message behind it or None)."""
     column = _asking(data, c)
     if column is None:
         have = sorted(k for k, v in data.items() if v is not None)
@@ -231,7 +242,7 @@ def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | 
         raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted text or a list of messages")
     messages = [message_of(place, column, i, m, weighs=True) for i, m in enumerate(value)]
     completion = None
-    # An assistant's message at the end is not asked for but shown how to answer; earlier ones are part of the prompt.
+    # An assistant's message at the end is a completion. Earlier ones are part of the prompt.
     if messages and messages[-1]["role"] == "assistant":
         completion = said_of(f"{place}: the last message of {column!r}", messages.pop())
     if not messages:
@@ -250,20 +261,20 @@ def message_of(place: Place, column: str, index: int, value: Any, *, weighs: boo
     if role not in ROLES:
         known = ROLES if body == "content" else (*ROLES, *SPEAKERS)
         raise DataError(f"{where} has role {role!r}, which chat templates do not know: {nearest(role, known)}")
-    read = ("role", "content") if body == "content" else ("from", "value")
-    read = (*read, "weight") if weighs else read
-    # Tables write every field that any row has; an empty one means that it is absent.
-    beside = {k: v for k, v in value.items() if v not in (None, []) and k not in read}
+    known_fields = ("role", "content") if body == "content" else ("from", "value")
+    known_fields = (*known_fields, "weight") if weighs else known_fields
+    # In a table every row has every field. An empty field counts as absent.
+    beside = {k: v for k, v in value.items() if v not in (None, []) and k not in known_fields}
     # A message that only calls tools may have no content.
-    given = "" if value.get(body) is None and "tool_calls" in beside else value.get(body)
-    if not isinstance(given, str | list) or given == []:
-        raise DataError(f"{where}: {body!r} is {kind_words(given)}, wanted text or a list of parts")
+    body_value = "" if value.get(body) is None and "tool_calls" in beside else value.get(body)
+    if not isinstance(body_value, str | list) or body_value == []:
+        raise DataError(f"{where}: {body!r} is {kind_words(body_value)}, wanted text or a list of parts")
     known = BESIDE.get(role, ())
     if extra := sorted(beside.keys() - {*known}):
-        also = f", and with role {role} {' or '.join(known)}" if known else ""
-        raise DataError(f"{where} has {extra[0]!r}; messages are role and content{also}")
+        note = f", and with role {role} {' or '.join(known)}" if known else ""
+        raise DataError(f"{where} has {extra[0]!r}; messages are role and content{note}")
     with placed(where):
-        content = content_of(given)
+        content = content_of(body_value)
     message = Message(role=role, content=mapped(content, lambda text: without_halves(place, column, text)))
     if "tool_calls" in beside:
         message["tool_calls"] = _calls(where, beside["tool_calls"])
@@ -290,23 +301,24 @@ def _calls(where: str, given: Any) -> list[dict[str, Any]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Objects without the fields that are null. Tables write every field that any row has, and a template would show
-    those of others; TRL leaves them out too."""
+    """The value without null fields of its objects.
+
+    In a table every object has the fields of all others, and a template would write them. TRL leaves them out too.
+    """
     if isinstance(value, Mapping):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def said_of(where: str, message: Message) -> str:
-    """The text of a message that is learned from; with calls as objects in the form that the chat template of the
-    model writes."""
+    """The text of a message that is learned from. Calls as objects are kept in it behind `MARK`, for the template."""
     with placed(where):
         content = text_of(message["content"])
         return kept(content, message["tool_calls"]) if "tool_calls" in message else content
 
 
 def completion_of(place: Place, value: Any, c: Columns) -> str:
-    """The text of a demonstration: given as such, or that of its last message, which is the assistant's."""
+    """The text of a demonstration: the value itself, or the text of its last message, which is the assistant's."""
     name = c.completion_column
     if isinstance(value, str):
         return without_halves(place, name, value)
@@ -321,8 +333,10 @@ def completion_of(place: Place, value: Any, c: Columns) -> str:
 
 
 def without_halves(place: Place, column: str, value: str) -> str:
-    """The text, if UTF-8 can encode it and it is text. JSON may contain half of a surrogate pair, which no tokenizer
-    accepts; and `MARK` would begin tool calls."""
+    """The text itself. DataError if it has half of a surrogate pair, or `MARK`.
+
+    JSON may contain half of a surrogate pair, which no tokenizer accepts. `MARK` would begin tool calls.
+    """
     if MARK in value:
         raise DataError(f"{place}: {column!r} has the character U+FDD1, which Unicode keeps for programs: take it out")
     try:
@@ -342,6 +356,7 @@ def kind_words(value: Any) -> str:
 
 
 def texts_of(prompt: str | Sequence[Message]) -> Iterable[str]:
+    """The texts of a prompt."""
     return [prompt] if isinstance(prompt, str) else [shown(m["content"]) for m in prompt]
 
 
@@ -359,8 +374,8 @@ def source_rows(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any
     if there:
         return data_files.parquet(file) if file.suffix == ".parquet" else data_files.json_rows(file)
     if (
-        # A name with at most one slash may be an id of the hub. What looks like a path is never asked there: a
-        # misspelt file name would leave this machine.
+        # A name with at most one slash may be an id of the hub. What looks like a path is not looked up there, so that
+        # a misspelt file name does not leave this machine.
         file.suffix in (".jsonl", ".json", ".parquet", ".ndjson", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".zip")
         or path.startswith((".", "/", "~"))
         or path.count("/") > 1

@@ -1,9 +1,9 @@
-"""A chat template, rendered turn by turn: the text it writes between two turns of the policy, if it can be appended.
+"""A chat template, rendered turn by turn: the text that it writes between two turns of the policy.
 
 The policy's turn stays as its own tokens. So the template gives only the text *after* the turn: the end of the turn,
 the new messages and the next generation prompt. This text can be appended if the template does not change anything
-before it. `Chat.proof` tests that with plain turns, reasoning and tool calls. If the test passes, the policy's text is
-never rendered by the template (`Chat.between`), so no text of the policy can break the rendering.
+before it. `Chat.proof` tests that with plain turns, reasoning and tool calls. If the test passes, the template never
+renders the policy's text (`Chat.between`), so no text of the policy can break the rendering.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MARKS = (
 )
 """A turn with many characters at which a template might split it."""
 THOUGHT, THOUGHT_ON = "<think>\nwhy\n</think>\n\nok", "why\n</think>\n\nok"
-"""A turn with reasoning, as most model families write it; and the same if the prompt ends with the opening tag."""
+"""A turn with reasoning, as most model families write it; and the same turn behind a prompt that has the opening
+tag."""
 REASONED = {
     "</think>": THOUGHT,
     "[/THINK]": "[THINK]why[/THINK]ok",
@@ -50,15 +51,16 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class TurnEnding:
-    """The part after an assistant's turn: the `text` after it, and the `turn` as a message of the history."""
+    """The `text` that a template writes after an assistant's turn, and the `turn` itself as a message of the
+    history."""
 
     text: str
     turn: Message
 
 
 SHIELD = "\ufdd0"
-"""Is put into a special token's name that occurs in a text, so that it is not encoded as that token. It is a
-noncharacter of Unicode, so no text contains it."""
+"""A character that is put inside the name of a special token where that name occurs in a text. Then the name is not
+encoded as that token. It is a noncharacter of Unicode, so no text contains it."""
 
 
 class Chat:
@@ -75,12 +77,12 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self.stops = tuple(stops)
-        # Longer names first: one name may contain another, and a shield inside the shorter one would hide the
-        # longer one.
+        # Longer names come first. One name may contain another, and with a shield inside the shorter one the longer one
+        # would not be found.
         self._specials = sorted(
             (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True
         )
-        # False: not looked for yet. None: looked for, and there is none.
+        # False: not determined yet. None: the template writes no calls in a known format.
         self._format: str | bool | None = False
         self._arguments: Any = {"city": "a b"}
         """Arguments of a probing call: an object, or JSON for templates that require it."""
@@ -108,10 +110,10 @@ class Chat:
         except PosttrainError:
             raise
         except Exception as error:
-            own = isinstance(error, template_process.RefusedError)
-            told = str(error) if own else f"{type(error).__name__}: {error}"
+            by_template = isinstance(error, template_process.RefusedError)
+            reason = str(error) if by_template else f"{type(error).__name__}: {error}"
             raise DataError(
-                f"the chat template refused messages with roles {[m['role'] for m in messages]}: {told}"
+                f"the chat template refused messages with roles {[m['role'] for m in messages]}: {reason}"
             ) from error
 
     def readable(self, messages: Sequence[Message]) -> list[Message]:
@@ -120,21 +122,21 @@ class Chat:
         Raises:
             DataError: a part is not text or is malformed. The error names the number of the message.
         """
-        out: list[Message] = []
+        readable_messages: list[Message] = []
         for number, message in enumerate(messages, 1):
-            found = message.get("content")
-            if found is not None and not isinstance(found, str):
+            content = message.get("content")
+            if content is not None and not isinstance(content, str):
                 try:
-                    several = content_of(found)
-                    # Both forms are made, whichever is used: so a part that is not text is refused with every
-                    # template.
+                    several = content_of(content)
+                    # Both forms are made, although only one is used, so that a part that is not text is refused with
+                    # every template.
                     joined = text_of(several)
-                    found = several if self.reads_parts else joined
+                    content = several if self.reads_parts else joined
                 except DataError as error:
                     raise DataError(f"message {number}: {error}") from error
-                message = cast("Message", {**message, "content": found})
-            out.append(message)
-        return out
+                message = cast("Message", {**message, "content": content})
+            readable_messages.append(message)
+        return readable_messages
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -142,26 +144,27 @@ class Chat:
         return parts.read_by(self._tokenizer)
 
     def _shielded(self, message: Message) -> Message:
-        found = message.get("content")
-        # An assistant's message is what a policy may say, special tokens included; it stays as it is.
-        if message["role"] == "assistant" or found is None or not self._specials:
+        """A message with `SHIELD` inside the names of special tokens. An assistant's message stays as it is."""
+        content = message.get("content")
+        # A policy may say special tokens, so an assistant's message stays as it is.
+        if message["role"] == "assistant" or content is None or not self._specials:
             return message
-        if isinstance(found, str) and not any(s in found for s in self._specials):
+        if isinstance(content, str) and not any(s in content for s in self._specials):
             return message
-        return cast("Message", {**message, "content": parts.shielded(found, self._specials, SHIELD)})
+        return cast("Message", {**message, "content": parts.shielded(content, self._specials, SHIELD)})
 
     def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
-        """The text that the template writes after any assistant's turn if `new` messages follow, and a message that
-        stands for the turn.
+        """The text that the template writes after any turn of the assistant if `new` messages follow, with a message in
+        place of the turn.
 
         Raises:
             DataError: the template refuses the messages.
         """
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
-        # Some templates refuse results of tools without calls before them, others take one call only, or none.
-        # The first form that renders is used. If all fail, the first error is the most telling: it is of the
-        # form that matches the messages.
+        # Some templates refuse results of tools without calls before them. Others accept only one call in a turn, or
+        # none. The first number of calls that renders is used. If all fail, the error of the first one is raised,
+        # because that number matches the messages.
         for calls in _call_counts(new):
             try:
                 return TurnEnding(
@@ -193,7 +196,7 @@ class Chat:
         raise problems[0]
 
     def rewritten(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
-        """The whole conversation as the template writes it now. It is a new prompt, whatever was rendered before."""
+        """The whole conversation as the template writes it now, to be used as a new prompt."""
         problems: list[DataError] = []
         turns = [self._turn(said, calls, new) for calls in _call_counts(new)]
         for turn in [*turns, self._structured(said)]:
@@ -219,9 +222,9 @@ class Chat:
             return self._behind(
                 history, before, [self._turn(said, calls, new) for said in ("", *self._reasoned)], new, tools
             )
-        # A known turn is put where the policy's turn will be, and what stands behind it is the text to append.
-        # Some templates write a turn as it is only if it has reasoning, or only if it goes on behind a thought
-        # that the prompt has opened.
+        # A known turn is put in the place of the policy's turn, and the text behind it is the text to append. Some
+        # templates write a turn unchanged only if it has reasoning, or only if it continues a thought that the prompt
+        # has opened.
         for content in (PROBE, THOUGHT, THOUGHT_ON):
             whole = self.render(
                 [*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools
@@ -233,41 +236,47 @@ class Chat:
     def _behind(
         self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> str:
-        """The text from the end of a turn, if the template may write the turn in its own form. The turn ends at its
-        last stop token. The first of `turns` is used that is rendered alike with and without `new`, because some
-        templates add an empty thought to a last turn without reasoning."""
-        problem = ""
+        """The text from the end of a turn on, for a template that may write the turn in its own form.
+
+        The turn ends at its last stop token. Of `turns`, the first one is used that is rendered alike with and without
+        `new`. Some templates add an empty thought to a last turn without reasoning, so not every turn is.
+        """
+        first_reason = ""
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
             whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
-            # Looked for behind the history only, which has stop tokens of its own. The last one counts: a turn
-            # with calls may have several.
+            # The stop token is searched behind the history, which has stop tokens too. The last one counts, because a
+            # turn with calls may have several.
             at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
-            # Two conditions: nothing before the turn is changed, and the turn itself is the same with and
-            # without what follows.
+            # Two conditions: the template does not change the text before the turn, and it writes the turn alike with
+            # and without the messages that follow.
             if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
                 return whole[at:]
             if at < 0:
                 stops = ", ".join(self.stops)
-                why = f"the chat template ends an assistant's turn with none of the stop tokens {stops}"
+                reason = f"the chat template ends an assistant's turn with none of the stop tokens {stops}"
             else:
-                why = differs(alone[:at], whole) if whole.startswith(before) else differs(before, whole)
-            problem = problem or why
-        raise DataError(problem)
+                reason = differs(alone[:at], whole) if whole.startswith(before) else differs(before, whole)
+            first_reason = first_reason or reason
+        raise DataError(first_reason)
 
     def _keeps(self, before: str, whole: str, said: str, calls: int, new: Sequence[Message]) -> None:
-        """DataError if the text that the policy saw, or its turn, is changed. White space around and in the turn may
-        differ. In a turn with calls only the reasoning is compared, because the template writes the calls itself."""
+        """DataError if the template changes the text that the policy saw, or the policy's turn.
+
+        White space in and around the turn may differ. In a turn with calls only the reasoning is compared, because the
+        template writes the calls itself.
+        """
         if not whole.startswith(before):
             raise DataError(differs(before, whole))
-        # Without white space, because templates trim turns, and the tokens of the turn stay the policy's in any case.
+        # Compared without white space, because templates trim turns. The tokens of the turn stay the policy's in any
+        # case.
         rest = squeezed(whole[len(before) :])
-        thought = not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
-        if not (thought if calls else rest.startswith(squeezed(said))):
-            follow = new[0]["role"] if new else "nothing"
+        reasoning_kept = not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
+        if not (reasoning_kept if calls else rest.startswith(squeezed(said))):
+            next_role = new[0]["role"] if new else "nothing"
             raise DataError(
                 f"{REWRITES} (a turn that said {said[:60]!r} is written as {whole[len(before) :][:60]!r} once a"
-                f" {follow} message follows)"
+                f" {next_role} message follows)"
             )
 
     def _turn(self, said: str, calls: int, new: Sequence[Message]) -> Message:
@@ -275,17 +284,18 @@ class Chat:
         placeholders for those that the policy wrote."""
         if not calls:
             return Message(role="assistant", content=said)
-        # Templates may compare ids of calls and results, so placeholders take those of the results.
+        # Templates may compare the ids of calls with those of results, so the placeholders have the ids of the results.
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
-        listed = [
+        placeholders = [
             {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}
             for i in ids[:calls]
         ]
         turn = self._structured(said)
-        turn["tool_calls"] = listed
+        turn["tool_calls"] = placeholders
         return turn
 
     def _parsed(self, said: str) -> Parsed:
+        """A turn in its parts, by the template's format of calls."""
         return parse(said, self.format or "hermes")
 
     def _structured(self, said: str) -> Message:
@@ -304,18 +314,18 @@ class Chat:
         tools = tools or ([WEATHER] if follow == "tool" else [])
         start = [Message(role="user", content="hi")]
         try:
-            # Where the prompt opens a thought, every turn has one, so a plain turn cannot occur and is not tried.
+            # If the prompt opens a thought, every turn has one. Then a plain turn cannot occur, and is not tried.
             opened = opening(self.render(start, generate=True, tools=tools))
             plain = self._canonical(start, tools)
             for said in [THOUGHT_ON] if opened else [plain, plain.replace(PROBE, MARKS), *self._reasoned]:
                 history = start
-                # Several turns, because some templates keep the last turns whole and rewrite earlier ones only.
+                # Several turns are tried, because some templates rewrite only turns that are not among the last ones.
                 for number in range(turns):
                     new = [_answer(follow, number)]
                     found = self.after(history, said, new, tools)
                     if (
-                        # Twice the same: else the template depends on a clock or on chance. And equal to
-                        # `between`, which rollouts use and which never sees the turn.
+                        # A second rendering has to be equal, or the template depends on a clock or on chance.
+                        # `between`, which rollouts use and which does not know the turn, has to give the same text.
                         found != self.after(history, said, new, tools)
                         or found.text != self.between(history, new, tools).text
                     ):
@@ -329,12 +339,13 @@ class Chat:
         return ""
 
     def _canonical(self, history: Sequence[Message], tools: Tools) -> str:
-        """A plain turn as the template writes it. Some put marks around it, which the policy generates itself."""
+        """A plain turn as the template writes it. Some templates put marks around a turn, and the policy says these
+        marks."""
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
         at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
-        own = alone[len(before) : max(at, 0)]
-        return own.strip() if alone.startswith(before) and PROBE in own else PROBE
+        turn_text = alone[len(before) : max(at, 0)]
+        return turn_text.strip() if alone.startswith(before) and PROBE in turn_text else PROBE
 
     @property
     def format(self) -> str | None:
@@ -349,9 +360,10 @@ class Chat:
         return self.format is not None and isinstance(self._arguments, str)
 
     def _find_format(self) -> str | None:
+        """The format whose parser reads the call that the template wrote; None if there is none."""
         history = [Message(role="user", content="hi")]
         wanted = (ToolCall("probe_tool", {"city": "a b"}),)
-        # The form of arguments that the template takes stays in `_arguments`: later probes write calls in it.
+        # The form of arguments that the template accepts stays in `_arguments`, and later probes use it.
         for arguments in ({"city": "a b"}, '{"city": "a b"}'):
             self._arguments = arguments
             call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
@@ -363,8 +375,8 @@ class Chat:
                 continue
             body = whole[len(common(before, whole)) :]
             for name in FORMATS:
-                # By parsing what the template wrote, and not by looking into its source: only a format that
-                # reads back gives the call.
+                # The format is found by parsing what the template wrote, and not by its source: only the right parser
+                # reads the call back.
                 if any(parse(text, name).calls == wanted for text in self._without_end(body)):
                     return name
         return None
@@ -386,6 +398,7 @@ def _call_counts(new: Sequence[Message]) -> Iterator[int]:
 
 
 def _answer(role: str, number: int) -> Message:
+    """A message of the user, or the result of a tool, for a probe."""
     if role == "tool":
         return Message(role="tool", content=f"r{number}", name="probe_tool", tool_call_id=f"call{number:05}")
     return Message(role=role, content=f"r{number}")

@@ -1,9 +1,8 @@
 """A conversation as tokens: what the chat template writes for it, and how much each token counts.
 
-The template writes the whole conversation. It is cut where the policy would speak: the text before a learned turn must
-be the prompt that a rollout of that turn gets, with the generation prompt at its end, and the turn ends with the first
-stop token behind it. So what is trained is what the template writes, prefix by prefix. Each part is encoded by itself,
-as in a rollout.
+The template writes the whole conversation, and it is cut where the policy would speak. The text before a learned turn
+must be the prompt that a rollout of that turn gets, with the generation prompt at its end. The turn ends with the first
+stop token behind it. Each part is encoded by itself, as in a rollout.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 Weighed = tuple[np.ndarray, np.ndarray]
 """(ids int32 [T], the weight of each as a target, float64 [T]). Weight 0 is seen and not learned."""
 OTHER: Mapping[str, Any] = {"other": "argument"}
-"""Arguments in the place of a call's own, by which their place in the text is found."""
+"""Arguments that replace those of a call. Where the text changes, the arguments stand."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,9 @@ class WrittenTurn:
     """A learned turn, as the template writes it."""
 
     before: str
-    """All that stands before it."""
+    """The whole text before it."""
     said: str
+    """The text of the turn, without its stop token."""
     stop: str
     """The stop token behind it; '' where the template writes none."""
 
@@ -48,8 +48,10 @@ class WrittenTurn:
 
 
 def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: bool) -> list[Weighed]:
-    """The tokens of a conversation: one sequence; or, with `model.history=rewrite`, one more for each turn that the
-    template writes otherwise once others follow.
+    """The tokens of a conversation, as one sequence or several.
+
+    With `model.history=rewrite` there is one more sequence for each turn that the template writes in another way once
+    other messages follow.
 
     Args:
         arguments: whether the arguments of tool calls are learned.
@@ -62,34 +64,35 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
     chat, messages = render.template, [_readable(render.template, m) for m in c.messages]
     if not c.learned:
         raise DataError("no message of the assistant counts: give one a weight above 0, or leave the row out")
-    # Up to the last learned message: what follows it changes nothing, but may make a template rewrite earlier turns.
+    # Messages behind the last learned one are left out. They are not learned, but could make a template rewrite turns.
     whole = chat.render(messages[: c.learned[-1] + 1], generate=False, tools=tools)
     together: list[tuple[int, WrittenTurn]] = []
     apart: list[tuple[int, WrittenTurn]] = []
     for i in c.learned:
         before = chat.render(messages[:i], generate=True, tools=tools)
-        found = _written(chat, whole, before, messages[i], i == c.learned[-1])
-        if isinstance(found, WrittenTurn):
+        written = _written(chat, whole, before, messages[i], i == c.learned[-1])
+        if isinstance(written, WrittenTurn):
             # A turn whose prompt is a beginning of `whole` is part of the one sequence. Any other is a sequence
             # of its own.
-            (together if whole.startswith(found.before) else apart).append((i, found))
+            (together if whole.startswith(written.before) else apart).append((i, written))
             continue
-        alone = found
-        # The template writes this turn otherwise once others follow. Rendered as the last one it is as a
-        # rollout has it.
+        alone = written
+        # The template writes this turn in another way once messages follow. Rendered as the last turn, it has the form
+        # that a rollout has.
         if render.history == "rewrite" and i != c.learned[-1]:
-            own = chat.render(messages[: i + 1], generate=False, tools=tools)
-            alone = _written(chat, own, before, messages[i], True)
+            whole_until = chat.render(messages[: i + 1], generate=False, tools=tools)
+            alone = _written(chat, whole_until, before, messages[i], True)
         if isinstance(alone, str):
             raise DataError(f"message {i + 1}: {alone}")
         apart.append((i, alone))
     weights = lambda i, turn, ids: _weights(render, messages[: i + 1], turn, ids, c.weights[i], tools, arguments)  # noqa: E731
-    out = [_sequence(render, whole, together, weights)] if together else []
-    return [*out, *(_sequence(render, t.before, [(i, t)], weights) for i, t in apart)]
+    sequences = [_sequence(render, whole, together, weights)] if together else []
+    return [*sequences, *(_sequence(render, t.before, [(i, t)], weights) for i, t in apart)]
 
 
 def _text(render: Renderer, text: str, weight: float) -> Weighed:
-    """A text to imitate whole. What the tokenizer puts before it is seen; without that, its first token is."""
+    """A text that is learned whole, except the tokens that the tokenizer puts before it; without these, its first
+    token."""
     ids = render.text_ids(text).tolist()
     ids += render.stop_ids[:1] if ids[-1] not in render.stop_ids else ()
     weight_T = np.full(len(ids), weight)
@@ -108,7 +111,10 @@ def _readable(chat: Chat, message: Message) -> Message:
 
 
 def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) -> WrittenTurn | str:
-    """The turn behind `before`; or why it cannot be learned there."""
+    """The turn behind `before`; or the reason why it cannot be learned there.
+
+    `whole`: the rendered conversation. `last`: whether `message` is the last one in it.
+    """
     if not whole.startswith(before) and last and (opened := opening(before)):  # the turn goes on behind a thought
         return WrittenTurn(before, continued(chat, text_of(message["content"]), opened), "")
     if not whole.startswith(before) and last:
@@ -118,7 +124,8 @@ def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) 
         )
     if not whole.startswith(before):
         return f"{differs(before, whole)}. Or learn the last turn alone: turns=last"
-    # The turn ends at the first stop token behind it. Where there is none, only the last turn has an end: the text's.
+    # The turn ends at the first stop token behind `before`. Without one, only the last turn has an end, the end of the
+    # text.
     body = whole[len(before) :]
     at, stop = min(((body.find(s), s) for s in chat.stops if s and s in body), default=(len(body), ""))
     if not stop and not last:
@@ -141,15 +148,15 @@ def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) 
 
 
 def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTurn]], weights: Any) -> Weighed:
-    """Parts of a text, each encoded by itself: what is seen before a turn, and the turn with its stop token."""
+    """The ids and weights of a text with learned turns. Each turn, and the text before it, is encoded by itself."""
     ids: list[np.ndarray] = []
     weight: list[np.ndarray] = []
     at = 0
     for i, turn in turns:
-        # Encoded apart, as a rollout does: no token may reach over the border between what is seen and what is said.
+        # Encoded apart, as in a rollout: no token may contain the end of the seen text and the begin of the turn.
         seen = render.encode(whole[at : len(turn.before)])
         said = render.completion_ids(turn.said, chat=True)
-        # The stop token that the template wrote here, in place of the usual one.
+        # The stop token that the template wrote here replaces the usual one.
         end = render.encode(turn.stop)
         said = np.array([*said[: len(said) - len(end)], *end], np.int32)
         ids += [seen, said]
@@ -173,30 +180,36 @@ def _weights(
         return weight_T
     spans = list(_argument_spans(render.template, messages, turn, tools))
     for t, (start, end) in enumerate(render.offsets(turn.said)[: len(ids)]):
-        # A token that has only a part of the arguments is left out too.
+        # A token that overlaps with arguments only in part has the weight 0 too.
         if any(start < b and end > a for a, b in spans):
             weight_T[t] = 0.0
     return weight_T
 
 
 def _argument_spans(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, tools: Tools) -> list[tuple[int, int]]:
-    """Returns the spans of the arguments of each call in a turn: there the turn changes when the arguments do."""
+    """The spans (begin, end) of the arguments of each call in a turn, in characters of `turn.said`.
+
+    They are found by rendering the turn again with other arguments: the text changes only there.
+    """
     *before, last = messages
-    plain = [plain_call(c) for c in last.get("tool_calls", ())]
+    calls = [plain_call(c) for c in last.get("tool_calls", ())]
     text = text_of(last["content"])
-    own = _turn_text(chat, [*before, last], turn, tools)
+    rendered = _turn_text(chat, [*before, last], turn, tools)
     spans: list[tuple[int, int]] = []
-    for i, call in enumerate(plain):
-        changed = called(chat, text, [*plain[:i], {**call, "arguments": OTHER}, *plain[i + 1 :]])
-        other = _turn_text(chat, [*before, changed], turn, tools)
-        # The arguments lie between the longest common beginning and the longest common end of the two texts.
-        # The end may not reach into the beginning, which happens where characters repeat.
-        start = len(common(own, other))
-        rest = min(len(common(own[::-1], other[::-1])), len(own) - start, len(other) - start)
-        spans.append((start, len(own) - rest))
-    # Spans are in the rendered turn; the learned text may begin later in it, so they are moved by the difference.
-    shift = len(own) - len(turn.said)
-    if not own.endswith(turn.said):
+    for i, call in enumerate(calls):
+        changed = called(chat, text, [*calls[:i], {**call, "arguments": OTHER}, *calls[i + 1 :]])
+        rendered_changed = _turn_text(chat, [*before, changed], turn, tools)
+        # The arguments lie between the longest common beginning and the longest common end of the two texts. Where
+        # characters repeat, the two could overlap, so the end is limited.
+        start = len(common(rendered, rendered_changed))
+        common_end = min(
+            len(common(rendered[::-1], rendered_changed[::-1])), len(rendered) - start, len(rendered_changed) - start
+        )
+        spans.append((start, len(rendered) - common_end))
+    # The spans are positions in the rendered turn. The learned text may begin later, so they are moved by the
+    # difference.
+    shift = len(rendered) - len(turn.said)
+    if not rendered.endswith(turn.said):
         raise DataError("the chat template writes this turn otherwise where it is the last: set tool_arguments=true")
     return [(a - shift, b - shift) for a, b in spans]
 

@@ -30,8 +30,8 @@ def read_by(tokenizer: Any) -> bool:
 def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
     """The content with `shield` inside each special token's name, also if the name spans two parts.
 
-    A template may trim each part, and so join what white space kept apart. So every later part begins with a `shield`,
-    behind its own white space, which is then trimmed as before.
+    A template may trim each part, and then a name could form across two parts that white space kept apart. So every
+    part after the first begins with a `shield`, behind its own white space, which the template trims as before.
     """
 
     def cut(text: str) -> str:
@@ -42,16 +42,16 @@ def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
     whole = mapped(found, cut)
     if isinstance(whole, str):
         return whole
-    out: list[ContentPart] = []
-    before = ""
+    shielded_parts: list[ContentPart] = []
+    text_before = ""
     for part in whole:
-        at, joined = len(before), before + part.text
-        # A name that begins in the parts before and ends in this one: the window has len(s) - 1 characters on
-        # both sides of the border.
-        meets = any(joined.find(s, max(0, at - len(s) + 1), at + len(s) - 1) >= 0 for s in specials)
-        if part.type == "text" and out:
+        border, joined = len(text_before), text_before + part.text
+        # A name may begin in the parts before and end in this one. It is searched in a window of len(s) - 1 characters
+        # on both sides of the border.
+        spans_border = any(joined.find(s, max(0, border - len(s) + 1), border + len(s) - 1) >= 0 for s in specials)
+        if part.type == "text" and shielded_parts:
             body = part.text.lstrip()
             part = ContentPart("text", part.text[: len(part.text) - len(body)] + shield + body)
-        out.append(ContentPart("text", shield + part.text) if meets else part)
-        before += out[-1].text
-    return tuple(out)
+        shielded_parts.append(ContentPart("text", shield + part.text) if spans_border else part)
+        text_before += shielded_parts[-1].text
+    return tuple(shielded_parts)

@@ -22,11 +22,12 @@ from posttrain.system.errors import ConfigError, DataError, InvariantError
 
 Content = str | Sequence[Message]
 LONG = 1 << 14
-"""A text of more characters takes some milliseconds to tokenize."""
+"""A text of more characters takes some milliseconds to tokenize, so other threads may run meanwhile."""
 History = Literal["append", "rewrite"]
-"""Action if a template rewrites earlier turns: refuse the conversation, or start a new sequence for each turn."""
+"""What happens if a template rewrites earlier turns. append: the conversation is refused. rewrite: each turn starts a
+new sequence."""
 PIECE = 1 << 16
-"""A long text is encoded in pieces of this many characters until it is known whether it can fit."""
+"""A long text is first encoded in pieces of this many characters, until it is known whether it can fit the context."""
 
 
 class Renderer:
@@ -50,7 +51,7 @@ class Renderer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         """The Rust tokenizer inside a fast tokenizer. It gives the same ids at a tenth of the wrapper's cost."""
         if self._backend is not None:
-            # A tokenizer may have been saved with both, and would then cut or fill texts without a word.
+            # A tokenizer may have been saved with both settings, and would then cut or fill up texts silently.
             self._backend.no_truncation()
             self._backend.no_padding()
         self._chat_stop: int | None = None
@@ -116,8 +117,8 @@ class Renderer:
             said, stop = written(self.template, prompt, completion, tools)
         except DataError as error:
             raise DataError(f"{_named(task)}: {error}") from error
-        # `completion_ids` ends with the usual stop token; behind calls the template may write another one,
-        # which takes its place.
+        # `completion_ids` ends with the usual stop token. Behind calls the template may write another one, which
+        # replaces it.
         ids, end = self.completion_ids(said, chat=chat, task=task), self.encode(stop)
         return before, np.array([*ids[: len(ids) - len(end)], *end], np.int32)
 
@@ -153,7 +154,7 @@ class Renderer:
         if chat and (opened := self.opening(behind)):
             text = continued(self.template, text, opened)
         ids = self.encode(text).tolist()
-        # Data may have none, one or several at its end.
+        # The text may have no stop token at its end, one, or several. All are removed, and one is added below.
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         inside = [i for i in ids if i in self.stop_ids]
@@ -192,8 +193,7 @@ class Renderer:
                 f"this tokenizer cannot write {word!r}: correct sampling.bad_words or allowed_words, or name token ids"
             )
         spaced = self._written(f" {word}")
-        # If the space is a token of its own, the word behind it has the same ids as alone, and one spelling
-        # covers both.
+        # If the space is a token of its own, the word behind it has the same ids as alone, and one spelling is enough.
         inside = spaced is None or spaced[len(spaced) - len(alone) :] == alone
         return (alone,) if inside else (alone, cast("tuple[int, ...]", spaced))
 
@@ -221,6 +221,7 @@ class Renderer:
         return self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
+        """int32 ids of a text. DataError if a character has no token."""
         try:
             return np.array(self._ids(text), np.int32)
         except Exception as error:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
@@ -230,6 +231,7 @@ class Renderer:
             ) from error
 
     def _ids(self, text: str) -> list[int]:
+        """Ids of a text, as the tokenizer gives them."""
         if self._backend is not None and len(text) > LONG:  # the same ids, and other threads may run meanwhile
             return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._backend is not None:
@@ -246,18 +248,18 @@ class Renderer:
         return cast("Message", words)
 
     def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:
-        """The ids of the first pieces that have more than `most` ids together; None if all pieces have no more.
+        """The ids of the first pieces, as soon as they are more than `most`; None if all pieces together have no more.
 
-        A tokenizer needs up to 500 bytes of memory for a character. So it gets a whole text only if its tokens may fit.
+        A tokenizer needs up to 500 bytes of memory for a character. So it gets a whole text only if the tokens may fit.
         A word that is cut at the end of a piece adds a few tokens, so `most` is twice the context.
         """
-        found: list[np.ndarray] = []
+        encoded: list[np.ndarray] = []
         count = 0
         for piece in pieces:
-            found.append(self._encode(piece))
-            count += len(found[-1])
+            encoded.append(self._encode(piece))
+            count += len(encoded[-1])
             if count > most:
-                return np.concatenate(found)
+                return np.concatenate(encoded)
         return None
 
     def chat(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
@@ -274,8 +276,8 @@ class Renderer:
         """The reason why the template cannot append such messages after a turn; '' if it can. It is tested once for
         each kind of message."""
         key = ("tool" if any(m["role"] == "tool" for m in new) else "user", bool(tools))
-        # The proof renders dozens of conversations, and its result depends only on who speaks next and on
-        # whether there are tools.
+        # The proof renders dozens of conversations. Its result depends only on who speaks next, and on whether there
+        # are tools, so it is kept by these two.
         if key not in self._proofs:
             self._proofs[key] = self.template.proof(key[0], tools=tools)
         return self._proofs[key]
@@ -293,7 +295,7 @@ class Renderer:
         """int32 [T] of a plain text, with the leading special tokens exactly once."""
         ids = self.encode(text)
         n = len(self._leading)
-        # A text may have been written with its BOS already.
+        # The text may begin with the BOS token already.
         written = n > 0 and tuple(ids[:n].tolist()) == self._leading
         return ids if written or not n else np.concatenate([np.array(self._leading, np.int32), ids])
 
@@ -314,7 +316,7 @@ class RenderedDialogue:
         self._tools: Tools = ()
         self._said: list[int] | None = None
         self.restarted = False
-        """Whether what `see` returned last is a new prompt instead of a continuation."""
+        """True if the ids that `see` returned last are a new prompt and no continuation."""
 
     @property
     def format(self) -> str | None:
@@ -325,7 +327,7 @@ class RenderedDialogue:
         """int32 ids of the prompt (first call, with the tools) or of an observation (later calls)."""
         messages = None if isinstance(content, str) else list(content)
         self.restarted = False
-        # The first call of an episode: the prompt. Everything later is appended behind a turn.
+        # The first call of an episode gives the prompt. Later calls give what is appended behind a turn.
         if self._history is None:
             self._chat, self._tools = messages is not None, tools
             self._history = messages or []
@@ -352,21 +354,23 @@ class RenderedDialogue:
         return self._renderer.text(self._said)
 
     def _observe(self, new: list[Message], said: list[int]) -> np.ndarray:
+        """The ids of new messages behind the policy's turn `said`."""
         render, history, tools = self._renderer, self._history or [], self._tools
         why = render.rewrites(new, tools)
         if not why:
-            found = self._named_error(render.template.between, history, new, tools)
+            ending = self._named_error(render.template.between, history, new, tools)
         elif render.history == "append":
             raise DataError(f"{_named(self._task)}: {why}")
         else:
-            found = self._rewritten(history, render.text(said), new)
-        self._history, self._said = [*history, found.turn, *new], None
-        # What a template writes after a turn begins with the stop token. The policy has said it already if it
-        # ended its turn, so it must not come twice. A turn that was cut off gets it as text that is seen.
-        ended = not self.restarted and said and said[-1] in render.stop_ids
-        if ended and found.text.lstrip().startswith(render.decode(said[-1:])):
-            return render.encode(found.text.lstrip())[1:]
-        return render.encode(found.text)
+            ending = self._rewritten(history, render.text(said), new)
+        self._history, self._said = [*history, ending.turn, *new], None
+        # The text that a template writes after a turn begins with the stop token. If the policy ended its turn, it has
+        # already said this token, so it is left out here. Behind a turn that was cut off, the token is part of the
+        # observation.
+        turn_ended = not self.restarted and said and said[-1] in render.stop_ids
+        if turn_ended and ending.text.lstrip().startswith(render.decode(said[-1:])):
+            return render.encode(ending.text.lstrip())[1:]
+        return render.encode(ending.text)
 
     def _rewritten(self, history: list[Message], text: str, new: list[Message]) -> TurnEnding:
         """The text to append if this turn can be continued, else the whole conversation as rendered now."""
@@ -377,6 +381,7 @@ class RenderedDialogue:
             return self._named_error(self._renderer.template.rewritten, history, text, new, self._tools)
 
     def _named_error(self, ask: Callable[..., TurnEnding], *args: Any) -> TurnEnding:
+        """The result of `ask`. A DataError gets the name of the task."""
         try:
             return ask(*args)
         except DataError as error:
@@ -384,9 +389,10 @@ class RenderedDialogue:
 
 
 def _plain(ids: Sequence[int] | np.ndarray) -> list[int]:
-    """Python's own integers: an array is converted at once."""
+    """The ids as a list of Python's integers. An array is converted in one call, which is faster."""
     return ids.tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
 
 
 def _named(task: str) -> str:
+    """The task for a message."""
     return f"task {task!r}" if task else "prompt"

@@ -1,5 +1,7 @@
-"""Compares two renderings of one conversation, and describes where they begin to differ; and finds a thought that a
-chat template opens for the policy: the prompt ends in `<think>`, and the policy closes it."""
+"""Compares two renderings of one conversation, and finds a thought that a chat template opens for the policy.
+
+Such a template ends the prompt with a tag such as `<think>`, and the policy closes the thought.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ REWRITES = (
 )
 
 TAIL = 48
-"""The most tokens at the end of a prompt that hold such a tag."""
+"""The tag of an opened thought is searched in this many tokens, or characters of their text, at the end of a prompt."""
 SAID = "zq7"
-"""A turn for trying a template, which occurs in no template."""
+"""A turn for probing templates. No template contains this text."""
 _TAGS = "|".join(re.escape(begin) for begin, _ in THOUGHTS)
 _OPENED = re.compile(rf"(?:{_TAGS})\s*\Z")
 
@@ -59,8 +61,11 @@ def opening(prompt: str) -> str:
 
 
 def continued(chat: Chat, completion: str, opened: str) -> str:
-    """A completion as it goes on behind a thought that the prompt has opened: without a second opening tag. One
-    without a thought gets the closing tag first, as the template writes a turn without a thought."""
+    """A completion as it continues a thought that the prompt has opened.
+
+    An opening tag at its begin is left out. A completion without a thought gets the closing tag first, as the template
+    writes a turn without a thought.
+    """
     begin = opened.strip()
     if completion.lstrip().startswith(begin):
         rest = completion.lstrip()[len(begin) :]
@@ -70,7 +75,8 @@ def continued(chat: Chat, completion: str, opened: str) -> str:
 
 @lru_cache(8)
 def closing(chat: Chat, opened: str) -> tuple[str, bool]:
-    """(the text between an opened thought and a turn without one, whether the template itself writes it so)."""
+    """(the text that closes an opened thought before a turn without thoughts, whether the template itself writes
+    it)."""
     end = dict(THOUGHTS)[opened.strip()]
     history = [Message(role="user", content="hi")]
     try:
@@ -78,6 +84,7 @@ def closing(chat: Chat, opened: str) -> tuple[str, bool]:
         whole = chat.render([*history, Message(role="assistant", content=SAID)], generate=False)
     except DataError:
         return f"\n{end}\n\n", False
-    # What stands between the opened thought and the turn: the template's own way to close it, if it has the tag.
+    # `gap` stands between the opened thought and the turn. If it has the closing tag, it is the template's own way to
+    # close the thought.
     gap = whole[len(before) :].partition(SAID)[0] if common(before, whole) == before else ""
     return (gap, True) if end in gap else (f"\n{end}\n\n", False)

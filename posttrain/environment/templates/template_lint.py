@@ -1,5 +1,7 @@
-"""Checks that a chat template writes what it is given: every message, the beginning of the policy's turn, and a thought
-that it opens for the policy. The template is tried on the conversations of the data."""
+"""Checks, on the conversations of the data, that a chat template writes what it is given.
+
+It has to write every message, and to begin the policy's turn as the prompt ends. A thought that it opens is reported.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +41,20 @@ def template_findings(
         DataError: the template refuses a prompt.
     """
     rows = env.abilities.rows or ()
-    kinds: dict[Any, Any] = {}
-    # One conversation for each order of roles; as the longest come last, they replace the shorter ones.
+    by_roles: dict[Any, Any] = {}
+    # One conversation for each order of roles. The longest come last, so each replaces shorter ones of its order.
     for task in sorted([*tasks, *(r.task for r in rows)], key=lambda t: len(str(t.prompt))):
         if not isinstance(task.prompt, str):
-            kinds[tuple((m["role"], len(m.get("tool_calls") or ())) for m in task.prompt)] = task
-    chats, chat = list(kinds.values())[:MOST], render.template
+            by_roles[tuple((m["role"], len(m.get("tool_calls") or ())) for m in task.prompt)] = task
+    chats, chat = list(by_roles.values())[:MOST], render.template
     if not chats:
         return []
     tools = env.abilities.tools is not None or any(t.tools for t in chats)
     lost = [f"{m} of task {t.id!r}" for t in chats for m in left_out(chat, t.prompt, t.tools)]
     lost += [m for role in (*follows, *(["tool"] if tools else [])) for m in _lost_after_a_turn(chat, role)]
     begins = _begins_otherwise(chat)
-    said = [(r.task, r.completion) for r in rows if learns and r.completion is not None]
-    whole = [r for r in rows if learns and r.judged is not None and r.judged.kind != "steps"]
+    demonstrations = [(r.task, r.completion) for r in rows if learns and r.completion is not None]
+    judged_rows = [r for r in rows if learns and r.judged is not None and r.judged.kind != "steps"]
     written = f"the chat template leaves out {lost[0]}" if lost else "the chat template writes every message"
     see = "the policy never sees it: correct the template, or write it into another message"
     prompt = begins or "the prompt ends where the policy's turn begins"
@@ -60,14 +62,17 @@ def template_findings(
     return [
         LintFinding("template: messages", written, warns=bool(lost), advice=see),
         LintFinding("template: generation prompt", prompt, warns=bool(begins), advice=begin),
-        *_opened(render, chats, [*said, *((r.task, text) for r in whole for text in r.judged.completions)]),
+        *_opened(
+            render, chats, [*demonstrations, *((r.task, text) for r in judged_rows for text in r.judged.completions)]
+        ),
     ]
 
 
 def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list[str]:
-    """The messages whose content, or calls of tools, the template does not write, described. White space, thoughts of
-    the assistant and text beside its calls do not count. Each is tried with a mark at its end, so that a short one is
-    not found by chance.
+    """Descriptions of the messages whose content, or whose calls of tools, the template does not write.
+
+    White space, thoughts of the assistant and text beside its calls do not count. Each message gets a mark at its end,
+    so that a short one is not found by chance.
 
     Raises:
         DataError: the template refuses the messages.
@@ -76,7 +81,7 @@ def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list
     try:
         written = chat.render(tried, generate=True, tools=tools)
     except DataError:
-        # Some templates check contents, and refuse the marks. The bare messages are tried then.
+        # Some templates check the contents, and refuse the marks. Then the messages are tried without marks.
         tried = list(messages)
         written = chat.render(tried, generate=True, tools=tools)
     text = squeezed(written.replace(SHIELD, ""))
@@ -89,12 +94,15 @@ def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list
 
 
 def _marked(message: Message, mark: str) -> Message:
+    """A message with a mark at the end of its content, or of the names of its calls."""
     if calls := message.get("tool_calls"):
-        named = [{**c, "function": {**c["function"], "name": c["function"]["name"] + mark.strip()}} for c in calls]
-        return cast("Message", {**message, "tool_calls": named})
-    found = content_of(message.get("content") or "")
-    more = found + mark if isinstance(found, str) else (*found, ContentPart("text", mark))
-    return cast("Message", {**message, "content": more})
+        marked_calls = [
+            {**c, "function": {**c["function"], "name": c["function"]["name"] + mark.strip()}} for c in calls
+        ]
+        return cast("Message", {**message, "tool_calls": marked_calls})
+    content = content_of(message.get("content") or "")
+    with_mark = content + mark if isinstance(content, str) else (*content, ContentPart("text", mark))
+    return cast("Message", {**message, "content": with_mark})
 
 
 def _words(message: Message) -> list[str]:
@@ -108,12 +116,13 @@ def _words(message: Message) -> list[str]:
 
 
 def _as_json(words: str) -> tuple[str, ...]:
+    """The two forms in which JSON may write these words."""
     return json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)[1:-1]
 
 
 def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
-    """The messages that the template leaves out where one of this role follows a turn. What it refuses is told
-    elsewhere."""
+    """The messages that the template leaves out if one of this role follows a turn. Empty if it refuses the messages,
+    which other checks report."""
     named = {"name": "probe_tool", "tool_call_id": "call00000"} if role == "tool" else {}
     for arguments in ({"city": "a b"}, '{"city": "a b"}'):
         call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
@@ -134,13 +143,13 @@ def _begins_otherwise(chat: Chat) -> str:
         whole = chat.render([ASKED, Message(role="assistant", content=SAID)], generate=False)
     except DataError:
         return ""
-    # Searched behind the beginning that both share: only there can the turn stand.
+    # The turn is searched behind the beginning that both renderings share.
     whole = whole[: max(0, whole.find(SAID, len(common(bare, whole))))]
-    # Thoughts at the end are taken off both sides: many templates open one in the prompt and leave it out of
+    # A thought at the end is removed on both sides, because many templates open one in the prompt and leave it out of
     # past turns.
-    asked = _THOUGHT.sub("", before).rstrip()
-    rest = _THOUGHT.sub("", whole[len(asked) :]).strip()
-    if not whole or (whole.startswith(asked) and (before != bare or not rest)):
+    prompt = _THOUGHT.sub("", before).rstrip()
+    rest = _THOUGHT.sub("", whole[len(prompt) :]).strip()
+    if not whole or (whole.startswith(prompt) and (before != bare or not rest)):
         return ""
     return (
         f"a prompt ends in {before[-30:]!r}, and the chat template begins an assistant's turn with {whole[-30:]!r},"
@@ -157,12 +166,12 @@ def _opened(render: Renderer, chats: Sequence[Task], said: Iterable[tuple[Task, 
     yield LintFinding("template: thought", f"prompts end in {begin}; rewards read the policy's turn with it in front")
     texts = [text for task, text in said if not isinstance(task.prompt, str)]
     if bare := sum(end not in text for text in texts):
-        close, own = closing(render.template, opened)
+        close, by_template = closing(render.template, opened)
         yield LintFinding(
             "template: completions without a thought",
             f"prompts end in {begin}, and {bare} of {len(texts)} completions have no {end}; they are learned behind an"
             f" empty thought ({opened + close!r}), "
-            + ("as the template writes it" if own else "while the template writes such a turn without any"),
+            + ("as the template writes it" if by_template else "while the template writes such a turn without any"),
             warns=True,
             advice=f"to teach thoughts, write completions as THOUGHT{end}ANSWER",
         )

@@ -47,19 +47,21 @@ def apply(
         {**m, "content": plain(m["content"])} if isinstance(m.get("content"), tuple) else dict(m) for m in messages
     ]
     if getattr(type(tokenizer).apply_chat_template, "__module__", "") != "transformers.tokenization_utils_base":
-        more = {"tools": listed} if listed else {}
-        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate, **more)
+        arguments = {"tools": listed} if listed else {}
+        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate, **arguments)
     source = tokenizer.get_chat_template(None, listed)
-    named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    reply = _ask(pickle.dumps((source, named, conversation, listed, generate)), len(messages))
+    special_tokens = {
+        name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)
+    }
+    reply = _ask(pickle.dumps((source, special_tokens, conversation, listed, generate)), len(messages))
     if "text" not in reply:
         raise RefusedError(reply.get("error", "it wrote nothing"))
     return str(reply["text"])
 
 
 def _ask(request: bytes, messages: int) -> dict[str, Any]:
-    """The process's reply. If the process is gone, such as with the thread that started it, or was killed, it is
-    started once more."""
+    """The process's reply. If the process was killed, or has ended with the thread that started it, it is started once
+    more."""
     with _SERVER.lock:
         for last in (False, True):
             try:
@@ -67,8 +69,9 @@ def _ask(request: bytes, messages: int) -> dict[str, Any]:
             except WorkerError as error:
                 if error.kind == "start":
                     raise DataError(f"the process that renders chat templates did not start: {error.why}") from None
-                # Killed from outside (want of memory, the end of the thread that started it) says nothing about
-                # the template: once more. A crash or a limit of the rendering itself would come again.
+                # The process may have been killed from outside: by the kernel without free memory, or with the thread
+                # that started it. The template is not to blame, and the request is sent once more. A crash of the
+                # rendering itself, or a limit, would happen again.
                 if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last:
                     continue
                 raise LimitError(
@@ -103,8 +106,8 @@ class _Server:
 
 _SERVER = _Server()
 atexit.register(_SERVER.end)
-# A child of a fork has a copy of the pipe to the parent's process: two writers on it would mix their requests.
-# A lock that another thread held would stay locked for ever.
+# A forked child has a copy of the pipe to the process of its parent. If both wrote to it, their requests would mix. A
+# lock that another thread held would stay locked in the child.
 os.register_at_fork(after_in_child=_SERVER.forget)
 
 
@@ -117,13 +120,13 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
 
     def answer(request: Any) -> dict[str, Any]:
         source, named, messages, tools, generate = request
-        # Templates test for a field by `is defined`, and null is defined.
+        # Null fields are removed, because templates test for a field by `is defined`, and null is defined.
         conversation = [{name: value for name, value in m.items() if value is not None} for m in messages]
         try:
             written, _ = render(
                 conversations=[conversation], tools=tools, chat_template=source, add_generation_prompt=generate, **named
             )
-        # The process is over its limit and ends; that is no error of the template's own.
+        # On a MemoryError the process reached its limit and ends. It is no error that the template raised.
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything it likes

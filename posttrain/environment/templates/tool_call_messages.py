@@ -45,22 +45,22 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
             f"the arguments of a call of {inner['name']!r} are {given!r:.60}, wanted an object, or an object in JSON"
             " text"
         )
-    own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**own, "name": inner["name"], "arguments": dict(given or {})}
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**call_id, "name": inner["name"], "arguments": dict(given or {})}
 
 
 def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools) -> tuple[str, str]:
     """(what the template writes for the turn, the stop token that it writes behind it).
 
     Args:
-        text: of `kept`.
+        text: a text that `kept` made.
 
     Raises:
-        DataError: the prompt is text; or the template writes no calls, other ones than these, or begins the turn
-            otherwise than its generation prompt does.
+        DataError: the prompt is text; or the template writes no calls, or other calls than these; or it does not begin
+            the turn as its generation prompt ends.
     """
     content, _, listed = text.partition(MARK)
-    plain = json.loads(listed)
+    calls = json.loads(listed)
     if isinstance(prompt, str):
         raise DataError(
             "the completion has tool calls, which a chat template writes, and the prompt is text: write the prompt as"
@@ -72,29 +72,29 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
             " write them into the content as the model says them"
         )
     before = chat.render(prompt, generate=True, tools=tools)
-    turn = called(chat, content, plain)
+    turn = called(chat, content, calls)
     whole = chat.render([*prompt, turn], generate=False, tools=tools)
-    # Behind the generation prompt is where the policy would speak; text that begins elsewhere could never be
-    # said there.
+    # The policy speaks behind the generation prompt. It could not say a turn that begins elsewhere.
     if not whole.startswith(before):
         raise DataError(
             f"this chat template's generation prompt ends with {before[-30:]!r}, and it begins no turn with tool calls"
             f" so (it wrote ...{whole[-60:]!r}): write the calls into the content as the model says them"
         )
-    said, stop = _ended(chat, prompt, turn, whole[len(before) :], tools)
-    wanted = tuple(ToolCall(c["name"], c["arguments"]) for c in plain)
-    # A round trip: what is learned must read back as the calls that were given, or the policy would learn other ones.
-    parsed = parse(said, chat.format)
-    if parsed.calls != wanted or content.strip() not in said:
+    turn_text, stop = _ended(chat, prompt, turn, whole[len(before) :], tools)
+    wanted = tuple(ToolCall(c["name"], c["arguments"]) for c in calls)
+    # The text that is learned has to be parsed as the calls that were given. Otherwise the policy would learn other
+    # calls.
+    parsed = parse(turn_text, chat.format)
+    if parsed.calls != wanted or content.strip() not in turn_text:
         raise DataError(
-            f"the chat template writes a turn with tool calls as {said!r:.120}, and its calls are not those of the"
+            f"the chat template writes a turn with tool calls as {turn_text!r:.120}, and its calls are not those of the"
             " completion, or its text is lost: write the calls into the content as the model says them"
         )
-    return said, stop
+    return turn_text, stop
 
 
 def _ended(chat: Chat, prompt: Sequence[Message], turn: Message, body: str, tools: Tools) -> tuple[str, str]:
-    """The text of a turn, and its stop token. Some templates (GLM) write that only where a result follows."""
+    """The text of a turn, and its stop token. Some templates (GLM) write the stop token only if a result follows."""
     at, stop = max(((body.rfind(s), s) for s in chat.stops), default=(-1, ""))
     if at >= 0:
         return body[:at], stop
@@ -105,10 +105,10 @@ def _ended(chat: Chat, prompt: Sequence[Message], turn: Message, body: str, tool
 
 
 def called(chat: Chat, content: str, plain: Sequence[Mapping[str, Any]]) -> Message:
-    """The turn as chat templates read it."""
+    """The assistant's turn with these calls, as chat templates read it. `plain`: calls as of `plain_call`."""
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(plain):
-        given = json.dumps(call["arguments"], ensure_ascii=False) if chat.arguments_as_text else call["arguments"]
-        function = {"name": call["name"], "arguments": given}
+        arguments = json.dumps(call["arguments"], ensure_ascii=False) if chat.arguments_as_text else call["arguments"]
+        function = {"name": call["name"], "arguments": arguments}
         calls.append({"id": call.get("id", f"call{i:05}"), "type": "function", "function": function})
     return Message(role="assistant", content=content, tool_calls=calls)

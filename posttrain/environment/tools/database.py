@@ -62,12 +62,12 @@ class Database(Toolbox):
         self._reading = 0.0
         """While the tables are read: the processor time of the thread at which reading is stopped. Else 0."""
         self._guard = threading.Lock()
-        # Each statement runs in a thread of its own, one after the other. Autocommit: transactions are the
-        # policy's affair.
+        # Statements run one after the other, each in its own thread, so the check of the thread is off. With autocommit
+        # the policy itself begins and ends transactions.
         self._connection = c = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         c.executescript(script)
-        # The order matters: the script is trusted and may need more than the policy may do. Pragmas are refused
-        # once the authorizer is set.
+        # The order matters. The script is trusted and may do more than the policy, so it runs first. The pragmas come
+        # before the authorizer, which refuses them.
         c.execute(f"PRAGMA max_page_count = {max(1, MOST_BYTES // 4096)}")
         c.execute(f"PRAGMA hard_heap_limit = {HEAP}")
         self._state = self._read()
@@ -82,8 +82,8 @@ class Database(Toolbox):
         """Runs one SQL statement. A query shows its columns and rows, a change the number of rows it changed."""
         seconds = min(own_clock(), self._seconds)
         await self._idle()
-        # Interrupting a statement may roll a whole transaction back; the policy is then told so.
-        within = self._connection.in_transaction
+        # Stopping a statement may roll back the transaction in which it runs. The policy is told so.
+        in_transaction = self._connection.in_transaction
         self._job = job = QueuedWork(QUEUE, lambda: self._execute(sql), self._interrupt)
         try:
             return await job.run(seconds)
@@ -91,7 +91,7 @@ class Database(Toolbox):
             # The error is the statement's own and not of being stopped.
             if not job.stopped:
                 raise
-            undone = within and not self._connection.in_transaction
+            undone = in_transaction and not self._connection.in_transaction
             raise OutOfTime(seconds, "the transaction that was open was undone" if undone else "") from None
 
     def _execute(self, sql: str) -> str:
@@ -101,17 +101,19 @@ class Database(Toolbox):
             cursor = c.execute(sql)
             # One row more than is shown tells whether there are more. `fetchmany` also bounds the memory of the
             # answer.
-            looked = cursor.description is not None
-            rows = cursor.fetchmany(MOST_ROWS + 1) if looked else []
+            has_rows = cursor.description is not None
+            rows = cursor.fetchmany(MOST_ROWS + 1) if has_rows else []
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
-            # Also after an error: it may have rolled a transaction back, or kept what was changed before it (OR FAIL).
+            # The tables are read after an error too. It may have rolled back a transaction, or kept the changes before
+            # it (OR FAIL).
             self._state = self._read()
             raise ToolError(str(error) or type(error).__name__) from None
-        # A query may change rows as well (RETURNING), and a change of the schema alters no rows.
-        if not looked or c.total_changes != changes:
+        # The tables are read unless nothing changed. A query with rows may change some (RETURNING), and a change of the
+        # schema is no query and changes no row.
+        if not has_rows or c.total_changes != changes:
             self._state = self._read()
-        if not looked:
+        if not has_rows:
             return f"{max(cursor.rowcount, 0)} rows changed"
         lines = [
             " | ".join(column[0] for column in cursor.description),
@@ -129,8 +131,8 @@ class Database(Toolbox):
     def _interrupt(self) -> None:
         """Stop the policy's statement, from another thread. Reading the tables after it is not stopped."""
         with self._guard:
-            # `_reading` and the interrupt share the lock, so a statement's interrupt never hits the reading of
-            # the tables.
+            # `_reading` is set under the same lock, so the interrupt of a statement never stops the reading of the
+            # tables.
             if not self._reading:
                 self._connection.interrupt()
 
@@ -161,7 +163,7 @@ class Database(Toolbox):
     def _rows(self, table: str) -> list[list[Any]]:
         """The rows of a table; [] if it cannot be read, because the policy dropped it or gave it columns that fail or
         take too long."""
-        # The policy names the tables, so a name may hold a quote.
+        # The policy chooses the names of tables, so a name may contain a quote.
         quoted = table.replace('"', '""')
         try:
             return [list(row) for row in self._connection.execute(f'SELECT * FROM "{quoted}"').fetchmany(MOST_KEPT)]
@@ -176,10 +178,12 @@ class Database(Toolbox):
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: Any) -> int:
+    """SQLite asks this for each action of a statement: whether it is allowed."""
     if action not in _ALLOWED or (action == sqlite3.SQLITE_FUNCTION and second in _FUNCTIONS):
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK
 
 
 def _shown(value: Any) -> str:
+    """A value of a row as the policy is shown it."""
     return "NULL" if value is None else f"{len(value)} bytes" if isinstance(value, bytes) else str(value)

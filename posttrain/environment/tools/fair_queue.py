@@ -21,6 +21,7 @@ from typing import Any
 
 SLICE = 0.02
 """Seconds of processor time after which a running job lets waiting jobs go first."""
+# How many jobs run at once.
 AT_ONCE = min(8, max(2, os.cpu_count() or 1))
 
 
@@ -60,8 +61,8 @@ class FairQueue:
                 if not self._free or not self._waiting:
                     return
                 _, _, turn = heapq.heappop(self._waiting)
-                # A cancelled turn leaves the heap here. From here on it can no longer be cancelled, so the free
-                # place is surely used.
+                # A cancelled turn is dropped here. If it was not cancelled, it can no longer be, so the free place is
+                # used.
                 if not turn.set_running_or_notify_cancel():
                     continue
                 self._free -= 1
@@ -82,14 +83,16 @@ class QueuedWork:
         self._turn: Future[None] | None = None
         """The turn that a job waits for after it let others go first."""
         self._holds = False
+        """True while this job has a turn of the queue."""
         self._thread: int | None = None
         self._used = self._yielded = 0.0
+        """Seconds of processor time so far, and when the job last let others go first."""
         self._ended = False
         self.stopped = False
         """Whether it was stopped before its end, so that its work is incomplete."""
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """The result of the work, or its exception."""
-        # Looks at the exception once; asyncio logs those that nobody looked at, and a cancelled `run` does not.
+        # asyncio logs an exception that nobody reads, and a cancelled `run` does not read it. So it is read here.
         self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def run(self, seconds: float) -> Any:
@@ -100,8 +103,8 @@ class QueuedWork:
         await self._begun()
         try:
             while not self.done.done():
-                # Waits for as long as the rest would take on an idle processor, and looks at the clock again: a
-                # job that waited for its turn has used less.
+                # The wait lasts as long as the remaining time would on an idle processor. Then the clock is read again,
+                # because a job that waited for its turn has used less.
                 if (left := seconds - self.used()) <= 0:
                     self.stop()
                 await asyncio.wait([self.done], timeout=None if left <= 0 else max(left, 0.005))
@@ -143,7 +146,7 @@ class QueuedWork:
             if self._ended:
                 return
             self.stopped = True
-            # `_holds` becomes False under the lock only, and whoever makes it so gives the place back. So no
+            # `_holds` is set to False under the lock only, and the thread that does it gives the place back. So no
             # place is given back twice.
             held, self._holds = self._holds, False
             if self._turn is not None:
@@ -162,11 +165,11 @@ class QueuedWork:
         with self._lock:
             if self.stopped:
                 return True
-            # Asked for before the place is given back: the queue then compares this job with those that wait,
-            # and it may go on at once if it has used least.
+            # A new turn is asked for before the place is given back. The queue then compares this job with the waiting
+            # ones, and it goes on at once if it has used least.
             self._turn, self._holds = self._queue.ask(self._used), False
         self._queue.leave()
-        # Cancelled by `stop`: the job has no place to give back, and this `tick` tells it to end.
+        # If `stop` cancelled the turn, the job has no place to give back, and this `tick` tells it to end.
         with contextlib.suppress(CancelledError):
             self._turn.result()
             self._holds = True
@@ -175,7 +178,7 @@ class QueuedWork:
             return self.stopped
 
     def _body(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in the thread."""
+        """The thread of the job: it runs the work, gives its place back, and sets the result in the event loop."""
         result, error = None, None
         with self._lock:
             self._thread = threading.get_ident()
@@ -194,6 +197,7 @@ class QueuedWork:
             loop.call_soon_threadsafe(self._settle, result, error)
 
     def _settle(self, result: Any, error: BaseException | None) -> None:
+        """Sets the result of the work, unless `done` is set already."""
         if self.done.done():
             return
         if error is None:

@@ -58,6 +58,7 @@ class KeyValue(Toolbox):
         return sorted(self._entries)
 
     def _held(self, key: str) -> str:
+        """The text under a key. ToolError if there is none."""
         if key not in self._entries:
             raise ToolError(f"no key {key[:LONGEST_NAME]!r}")
         return self._entries[key]
@@ -102,13 +103,16 @@ class Files(Toolbox):
         return "ok"
 
     def _held(self, path: str) -> str:
+        """The normalised path of a file. ToolError if there is no such file."""
         path = _path(path)
         if path not in self._files:
             raise ToolError(f"no file {path!r}")
         return path
 
     def _put(self, path: str, text: str) -> None:
-        # Folders exist by their files only, so a name could be both, which no file system allows.
+        """Writes a file. ToolError if its path is a folder, or if there is no room."""
+        # A folder exists only as the begin of paths of files. So one name could be a file and a folder, which no file
+        # system allows.
         if any(other.startswith(f"{path}/") or path.startswith(f"{other}/") for other in self._files if other != path):
             raise ToolError(f"{path!r} cannot be a file and a folder")
         _room(self._files, path, text)
@@ -121,7 +125,7 @@ class Files(Toolbox):
 def _path(path: str) -> str:
     """The normalised path. ToolError if it is not the path of a file inside the folder."""
     parts = path.split("/")
-    # Absolute paths and ./ mean the same folder here; models write them often.
+    # Models often write `/notes.txt` or `./notes.txt`. Both mean a file of the episode's folder.
     while parts and parts[0] in ("", "."):
         parts.pop(0)
     if not parts or not all(parts) or any(p in (".", "..") for p in parts) or "\0" in path or len(path) > LONGEST_NAME:

@@ -43,9 +43,9 @@ class OfferedTools:
                 raise ConfigError(f"env.args.tools={text!r}: no tool {n!r}: {nearest(n, NAMES)}")
             if names.count(n) > 1:
                 raise ConfigError(f"env.args.tools={text!r} names {n!r} twice: give it once")
-        made = OfferedTools(names, where, seconds)
-        _ = made.contained  # raises here, before anything starts, if this machine has no sandbox
-        return made
+        tools = OfferedTools(names, where, seconds)
+        _ = tools.contained  # raises here, before anything starts, if this machine has no sandbox
+        return tools
 
     @cached_property
     def contained(self) -> tuple[str, ...]:
@@ -63,12 +63,14 @@ class OfferedTools:
 
     def check(self, task: Task) -> None:
         """DataError if a tool cannot start from the task's column of its name."""
-        # Python starts empty and has no column; the others are made once here, so a bad row is found before training.
+        # Python starts empty and reads no column. The other tools are made here once, so that a bad row is found before
+        # training.
         for name in self.names:
             if name != "python":
                 self._one(name, task)
 
     def _one(self, name: str, task: Task) -> Toolbox:
+        """One toolbox by its name. DataError if the task's column of that name does not fit."""
         make: Mapping[str, Callable[[Any], Toolbox]] = {
             "calculator": lambda _: Calculator(),
             "python": lambda _: Python(self.interpreters),
@@ -97,6 +99,7 @@ class OfferedTools:
 
 
 def _texts(given: Any) -> dict[str, str]:
+    """Texts by name, from a column; TypeError for anything else."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in given.items()):

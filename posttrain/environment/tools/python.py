@@ -14,8 +14,8 @@ from posttrain.sandbox.sandbox_types import ProgramLimits, SandboxBroken
 AT_ONCE = 64
 """The most interpreters at once. Each takes about 30 MiB."""
 SHARE = 0.8
-"""The share of a call's seconds that the code may run. So the code is stopped before the call times out, and the
-interpreter is kept."""
+"""The share of a call's seconds for which the code may run. It is less than 1 so that the code is stopped before the
+call times out, and the interpreter is kept."""
 LOST = "the interpreter was ended; what was defined before is gone"
 
 
@@ -45,8 +45,7 @@ class Python(Toolbox):
         self._lost = False
 
     async def open(self) -> None:
-        # Waiting happens here, before the first turn, and not within a call: a call has a time limit, and
-        # waiting for another episode must not use it up.
+        # The wait for a slot is here, before the first turn. During a call it would use up the call's time limit.
         free = self._interpreters.free
         await free.acquire()
         self._slots = free
@@ -56,23 +55,22 @@ class Python(Toolbox):
         """Runs Python. Shows what is printed and the value of a last expression; variables stay for the next piece."""
         if self._session is None:
             self._session = self._interpreters.sandbox.session(limits=self._interpreters.limits)
-        # A session that a cancelled call ended is replaced without the policy's doing, so the next answer says
-        # what was lost.
-        before, self._lost = self._lost, False
+        # A cancelled call ends the session, and the policy is not to blame. The next answer says what was lost.
+        was_lost, self._lost = self._lost, False
         try:
             ran = await self._session.run(code)
         except asyncio.CancelledError:  # which ends the session
             self._session, self._lost = None, True
             raise
         except SandboxBroken as error:
-            # No ToolError: the policy did nothing wrong, and an episode with a lost interpreter says nothing about it.
+            # No ToolError, because the policy did nothing wrong. The episode is a failure and no result.
             raise RuntimeError(f"the sandbox of the Python tool was lost: {error}") from error
-        said = ran.said.rstrip("\n") + ("\n(output was cut)" if ran.cut else "")
-        first = f"{LOST}\n" if before else ""
+        printed = ran.said.rstrip("\n") + ("\n(output was cut)" if ran.cut else "")
+        note = f"{LOST}\n" if was_lost else ""
         if ran.why == "ok":
-            return first + (said or "(nothing was printed)")
+            return note + (printed or "(nothing was printed)")
         why = ran.complaint if ran.why == "error" and ran.complaint else ran.why
-        raise ToolError(first + "\n".join(x for x in (why, said, LOST if ran.lost else "") if x))
+        raise ToolError(note + "\n".join(x for x in (why, printed, LOST if ran.lost else "") if x))
 
     async def close(self) -> None:
         try:

@@ -37,8 +37,8 @@ class ToolError(Exception):
 
 
 class OutOfTime(Exception):
-    """Raised by a tool that measures its own time (`own_clock`) if the call took too long. The policy is also shown its
-    text, if any."""
+    """A tool that measures its own time (`own_clock`) raises this if a call took too long. The policy is shown its text
+    too."""
 
     def __init__(self, seconds: float, text: str = "") -> None:
         super().__init__(text)
@@ -50,9 +50,11 @@ _clock: ContextVar[tuple[asyncio.Timeout, float] | None] = ContextVar("clock", d
 
 
 def own_clock() -> float:
-    """Seconds that the running call may take. From here on the call has no timeout: the tool measures its time itself
-    and must raise `OutOfTime`. It is for a tool that can tell its own work from waiting for others. Call it before the
-    tool waits for anything."""
+    """Seconds that the running call may take. From here on the call has no timeout.
+
+    The tool measures its time itself and must raise `OutOfTime`. This is for tools that can tell their own work from
+    waiting for others. Call it before the tool waits for anything.
+    """
     if (running := _clock.get()) is None:
         return EpisodeLimits().tool_seconds
     clock, seconds = running
@@ -100,10 +102,11 @@ class Toolbox:
     @functools.cached_property
     def tools(self) -> Mapping[str, Tool]:
         """The tools by name, in the order of their definition."""
-        # Base classes first, so a subclass adds its tools behind theirs; `getattr` below takes the overriding method.
-        every = [item for cls in reversed(type(self).__mro__) for item in vars(cls).items()]
-        found = [name for name, f in every if getattr(f, "is_tool", False)]
-        return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(found)}
+        # Base classes come first, so that a subclass adds its tools behind theirs. `getattr` below finds the overriding
+        # method.
+        members = [item for cls in reversed(type(self).__mro__) for item in vars(cls).items()]
+        names = [name for name, f in members if getattr(f, "is_tool", False)]
+        return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(names)}
 
     def state(self) -> Any:
         """The current state as plain data. A verifier of the final state reads it."""
@@ -142,8 +145,8 @@ class Toolbox:
         except ValidationError as error:
             return Observation(call.name, f"error: {_wrong(error)}", "arguments")
         begun = time.monotonic()
-        # What a tool says goes into a prompt and into the record, so known secrets are taken out first; a cut
-        # before that could leave half of one.
+        # The text goes into a prompt and into the record, so known secrets are removed. This comes before the text is
+        # shortened, which could cut a secret in half.
         text, kind = await _run(chosen, arguments, limits.tool_seconds)
         return Observation(call.name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
 
@@ -173,9 +176,9 @@ class Toolboxes(Toolbox):
 
     async def close(self) -> None:
         """Close all of them, even if one raises."""
-        ended = await asyncio.gather(*(box.close() for box in self._boxes), return_exceptions=True)
-        if broken := next((e for e in ended if isinstance(e, BaseException)), None):
-            raise broken
+        results = await asyncio.gather(*(box.close() for box in self._boxes), return_exceptions=True)
+        if error := next((e for e in results if isinstance(e, BaseException)), None):
+            raise error
 
 
 @dataclass
@@ -199,26 +202,27 @@ class CallCounts:
 
 
 async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str, Kind]:
-    given = {name: getattr(arguments, name) for name in type(arguments).model_fields}
-    # A context variable: calls of other episodes run at the same time and have clocks of their own.
-    before = _clock.set(None)
+    """(text, kind) of the result of a call with checked arguments."""
+    values = {name: getattr(arguments, name) for name in type(arguments).model_fields}
+    # The clock is a context variable, because calls of other episodes run at the same time and have other clocks.
+    outer_clock = _clock.set(None)
     try:
         async with asyncio.timeout(seconds) as clock:
             _clock.set((clock, seconds))
-            out = chosen.run(**given)
-            return _text(await out if inspect.isawaitable(out) else out), "ok"
+            returned = chosen.run(**values)
+            return _text(await returned if inspect.isawaitable(returned) else returned), "ok"
     except ToolError as error:
         return f"error: {error}", "refused"
     except OutOfTime as error:
         note = f"; {error}" if str(error) else ""
         return f"error: {chosen.name} took longer than {error.seconds:g} s and was stopped{note}", "timeout"
     except TimeoutError:
-        # A TimeoutError of the tool's own is an error of the environment and not our limit.
+        # A TimeoutError that the tool itself raised is an error of the environment.
         if not clock.expired():
             raise
         return f"error: {chosen.name} took longer than {seconds:g} s and was stopped", "timeout"
     finally:
-        _clock.reset(before)
+        _clock.reset(outer_clock)
 
 
 def _tool(name: str, method: Callable[..., Any]) -> Tool:
@@ -235,7 +239,7 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
             raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type, and to be given by name")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (_described(hints[parameter.name]), default)
-    # Strict: "3" is no number. A policy is told of it, where a conversion would teach it that types do not matter.
+    # Strict: "3" is no number. The policy gets an error, because a conversion would teach it that types do not matter.
     arguments = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
     return Tool(name, description, arguments, method)
 
@@ -250,9 +254,9 @@ def _described(hint: Any) -> Any:
 
 def _wrong(error: ValidationError) -> str:
     """The first three problems with their places, in one line."""
-    every = error.errors(include_url=False, include_input=False)
-    told = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in every]
-    return "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
+    errors = error.errors(include_url=False, include_input=False)
+    lines = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in errors]
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
 def _without_titles(schema: Any) -> Any:
@@ -268,6 +272,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _text(value: Any) -> str:
+    """The value that a tool returned, as text: text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

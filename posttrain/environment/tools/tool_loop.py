@@ -41,28 +41,28 @@ class Loop:
         """
         chat = not isinstance(prompt, str)
         format = (talk.format if chat else None) or PLAIN
-        # The state before the first turn: an episode that breaks off at once has one too.
+        # The state is recorded before the first turn too, so that an episode that ends at once has one.
         talk.leave(box.state())
         talk.see(prompt, tools=box.schemas if chat else ())
-        late = 0
+        timeouts = 0
         try:
-            for left in reversed(range(self.turns)):
-                said = await talk.say()
-                # What the prompt opened for the policy (a thought) is part of its turn when calls are looked
-                # for. A turn that was cut off may end within a call, which is not run.
-                calls = parse(said.opened + said.text, format).calls if said.stop.finished else ()
+            for turns_left in reversed(range(self.turns)):
+                turn = await talk.say()
+                # A thought that the prompt opened belongs to the turn when it is parsed. A turn that was cut off may
+                # end inside a call, so its calls are not run.
+                calls = parse(turn.opened + turn.text, format).calls if turn.stop.finished else ()
                 if not calls:
-                    return said.stop
-                # One after the other, in the policy's order: a later call may rely on what an earlier one did.
+                    return turn.stop
+                # The calls run in the policy's order, because a later call may need the result of an earlier one.
                 results: list[Observation] = []
                 for call in calls:
                     results.append(await box.call(call, self.limits))
                     self.counts.add(results[-1])
-                    late += results[-1].kind == "timeout"
-                    if late >= self.limits.tool_timeouts:
+                    timeouts += results[-1].kind == "timeout"
+                    if timeouts >= self.limits.tool_timeouts:
                         return Stop.TOOLS
-                # After the last turn nobody would read the results.
-                if left:
+                # After the last turn the policy does not speak again, so the results are not shown.
+                if turns_left:
                     talk.see(_messages(results) if chat else self.show(results))
             return Stop.TURNS
         finally:
