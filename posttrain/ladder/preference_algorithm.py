@@ -47,6 +47,7 @@ Shift = Literal["mismatched", "running"]
 prompts, at least 0 (KTO's z). running: the mean of all rewards seen so far (BCO's delta)."""
 
 KINDS: dict[Rows, Kind] = {"pair": "pair", "label": "label", "triple": "ranking"}
+"""The kind of judgement that the rows of each form are read from."""
 SIDES: dict[Rows, tuple[int, ...]] = {"pair": (1, 0), "label": (), "triple": (2, 1, 0)}
 """The `SIDE` of the completions of a unit, in order; () where each completion is a unit of its own."""
 

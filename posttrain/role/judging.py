@@ -25,6 +25,7 @@ from posttrain.system.concurrency import together
 from posttrain.system.errors import ConfigError, InvariantError
 
 JUDGE_RETRIES = 2
+"""How often a source that failed is asked again."""
 UNCONTAINED = "sandbox=none"
 """The note in a verdict when the policy's programs ran without a sandbox."""
 

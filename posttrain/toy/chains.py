@@ -17,6 +17,7 @@ from posttrain.toy.answers import Answers
 from posttrain.toy.policies import NetworkPolicy
 
 MODULUS, TRAINED, HELD_OUT = 7, 3000, 300
+"""The modulus of the sums; the most problems that are trained on; the most that are held out."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from posttrain.toy.policies import TabularPolicy
 
 SIGNS = "0123456789#"
 END = 10
+"""Index of the sign that ends an answer."""
 
 
 def sum_policy(answer: int, skill: float) -> TabularPolicy:

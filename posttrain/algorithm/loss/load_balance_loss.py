@@ -24,6 +24,7 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.system.errors import InvariantError
 
 GAUGE = "experts/balance_loss"
+"""Name of the gauge that holds the load-balance loss of the whole minibatch, without `coef`."""
 
 
 def balance_weights(routed_N: np.ndarray, experts: int) -> np.ndarray:

@@ -26,6 +26,7 @@ from posttrain.system import files, read_untrusted
 from posttrain.system.errors import InvariantError, RunFolderError
 
 FILE = "scores.safetensors"
+"""The file in the folder of the scores."""
 KEY = 16
 """Number of bytes of a segment's digest."""
 
