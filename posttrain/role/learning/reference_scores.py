@@ -119,10 +119,10 @@ class ReferenceScores:
         try:
             with safe_open(path, "numpy") as file:
                 keys, lengths, logp = (file.get_tensor(n) for n in ("keys", "lengths", "logp"))
-                by = file.metadata().get("reference", "")
+                computed_by = file.metadata().get("reference", "")
             # The conditions on which `of` and the split below rely. Log-probs
             # that are not finite would give a NaN gradient many steps later.
-            ok = (
+            fits = (
                 keys.shape == (len(lengths), KEY)
                 and keys.dtype == np.uint8
                 and logp.dtype == np.float32
@@ -134,12 +134,12 @@ class ReferenceScores:
             raise RunFolderError(
                 f"{path} is damaged ({error}). Remove {folder}, and --resume computes it again"
             ) from error
-        if by != reference:
+        if computed_by != reference:
             raise RunFolderError(
                 f"{path} was computed by another reference than this stage's. Remove {folder}, and --resume computes it"
                 " again"
             )
-        if not ok:
+        if not fits:
             raise RunFolderError(f"{path} does not hold log-probs by digest. Remove {folder}, and --resume computes it")
         parts = np.split(logp, np.cumsum(lengths)[:-1]) if len(lengths) else []
         return ReferenceScores(reference, {k.tobytes(): x for k, x in zip(keys, parts, strict=True)})

@@ -32,7 +32,7 @@ from posttrain.system import read_untrusted
 from posttrain.system.errors import RunFolderError
 
 FILE = "candidates.safetensors"
-"""The file in a checkpoint that holds the candidates of a round."""
+"""Name of the file with the candidates of a round, in a folder that stays for the whole run (`RunFolder.keep`)."""
 HINTED = "/hinted"
 """Suffix of the id of a task that is asked with its answer as a hint."""
 
