@@ -43,15 +43,22 @@ def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[di
         each: all settings of each run, by their paths.
     """
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
-    partial = {n for of in stages for n in of if any(n not in other for other in stages)}
+    partial = {n for entries in stages for n in entries if any(n not in other for other in stages)}
     # A stage that some runs lack is one setting: its kind and its steps.
-    each = [{**of, **{n: own.get(n, NONE) for n in partial}} for of, own in zip(each, stages, strict=True)]
-    names = [n for n in dict.fromkeys(n for of in each for n in of) if len({of.get(n, NONE) for of in each}) > 1]
+    each = [
+        {**entries, **{n: of_stages.get(n, NONE) for n in partial}}
+        for entries, of_stages in zip(each, stages, strict=True)
+    ]
+    names = [
+        n
+        for n in dict.fromkeys(n for entries in each for n in entries)
+        if len({entries.get(n, NONE) for entries in each}) > 1
+    ]
     # A number below a setting that one run lacks follows from the setting above it, so that one tells it.
-    lacking = {n for n in names if any(n not in of for of in each)}
+    lacking = {n for n in names if any(n not in entries for entries in each)}
     listed = [n for n in names if n not in lacking or not any(p in names for p in _above(n))]
-    listed.sort(key=lambda n: _weight(n, {s for of in stages for s in of}))
-    return [{n: _value(n, of) for n in listed} for of in each]
+    listed.sort(key=lambda n: _weight(n, {s for entries in stages for s in entries}))
+    return [{n: _value(n, entries) for n in listed} for entries in each]
 
 
 def _above(path: str) -> list[str]:
@@ -294,15 +301,15 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
     by_settings: dict[str, list[ComparedRun]] = {}
     # In the order given, so that A is what the user named first.
     settings = [settings_of(r.of.run) for r in runs]
-    for run, of in zip(runs, settings, strict=True):
-        by_settings.setdefault(repr(sorted(of.items())), []).append(run)
+    for run, run_settings in zip(runs, settings, strict=True):
+        by_settings.setdefault(repr(sorted(run_settings.items())), []).append(run)
     if len(by_settings) > len(LETTERS):
         raise ConfigError(f"compare takes at most {len(LETTERS)} different settings: {len(by_settings)} were given")
     firsts = [members[0].of.run for members in by_settings.values()]
-    each = differing(firsts, [settings_of(run) for run in firsts])
+    differences = differing(firsts, [settings_of(run) for run in firsts])
     return tuple(
-        RunGroup(letter, tuple(members), of)
-        for letter, members, of in zip(LETTERS, by_settings.values(), each, strict=False)
+        RunGroup(letter, tuple(members), run_settings)
+        for letter, members, run_settings in zip(LETTERS, by_settings.values(), differences, strict=False)
     )
 
 

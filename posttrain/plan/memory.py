@@ -359,7 +359,8 @@ def _of_tensors(work: Work, name: str, each: float, formula: str, divided: bool 
     # known: as many as tokens, and at most a quarter of the vocabulary.
     if name.startswith("gradients") and _by_rows(work):
         total -= each * (work.shape.vocabulary - min(work.tokens, work.shape.vocabulary / 4)) * work.shape.hidden
-    # glibc keeps a block by its own size, so it counts how large one tensor is on this rank, in one of its parts.
+    # glibc decides by the size of a single block. So what counts is the size of one tensor on this rank, or of one of
+    # the parts in which it lies.
     small = sum(size * count * each for size, count in tensors(work) if size * each * share / parts < SMALL)
     text = formula.format(f"{each:g}") + (_over(work) if divided else "")
     return Term(name, total, text, small=min(small * share, total))

@@ -139,7 +139,7 @@ class RejudgedAnswers:
         """Returns whether the source that is vouched for gave a right answer another score than 1. An outage is no
         score."""
         scores = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
-        # In both directions: the promise is a score of 1, but for rounding.
+        # A score above 1 is wrong too: the promise is a score of 1, up to rounding.
         return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in scores)
 
     def _unpaid(self, env: Environment, said: Attempt, judged: Sequence[Judged], when: str) -> str:

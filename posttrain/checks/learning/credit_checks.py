@@ -54,7 +54,7 @@ class StepCreditAudit:
         self._by_key: dict[bytes, list[ExpectedCredit]] = {}
         for o in expected_credit:
             self._by_key.setdefault(o.key, []).append(o)
-        # Relative to the loudest credit of the step: what is far below it may be what rounding left of a difference.
+        # Relative to the largest credit of the step. Credit far below it may be the rounding of a difference that is 0.
         faint = FAINT * max((float(np.abs(o.credit).max(initial=0.0)) for o in expected_credit), default=0.0)
         self._loud = [o for o in expected_credit if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
         # The groups with an episode that is not dropped, in order, as packing takes them.
@@ -63,8 +63,8 @@ class StepCreditAudit:
             for p in dict.fromkeys(o.group for o in expected_credit)
             if any(not o.dropped for o in expected_credit if o.group == p)
         ]
-        # The cut of the packing, into runs of whole groups. Later epochs have an order of their own and are not
-        # foretold.
+        # The minibatches as packing cuts them in the first epoch: runs of whole groups. Later epochs have other orders,
+        # which are not computed here.
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
         # A minibatch without credit is left out, unless the algorithm learns from silent tokens too.
         speaking = expected_credit if a.reads_silent_tokens else self._loud

@@ -108,7 +108,7 @@ def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndar
             "a pass that was given the sampler's experts computed tokens by others: the routers' choices are not taken"
             " up. Look for a layer that chooses again, or a hook that was removed"
         )
-    # Old weights chose otherwise, and rightly so: only what the weights of now said is judged.
+    # Older weights rightly chose other experts. So only tokens of the present weights are judged.
     chosen = np.flatnonzero(fresh_N & known)
     if not len(chosen):
         return {}

@@ -289,7 +289,7 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
     if set(uncovered(a)) - BESIDE or any(why is not None and stream not in batch for stream, why in needed.items()):
         return None
     mu = batch[MU].astype(np.float64)
-    # Where the start was not scored, the learner of now stands for it.
+    # Where the start of the step was not scored, the learner's present log-probs stand for it.
     start = batch[START].astype(np.float64) if START in batch else logp_M
     if a.anchor == "proximal":
         # The proximal anchor lies between sampler and learner, log-prob by log-prob.

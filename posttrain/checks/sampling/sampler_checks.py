@@ -73,7 +73,7 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
                 worst, _silent(push(a.clip, TrustInputs(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M)
             )
         if a.correction:
-            # The learner is both the start and the policy of now, so c = learner / mu is this noise and nothing else.
+            # The learner is both the start and the present policy, so c = learner / mu is this noise and nothing else.
             worst = max(worst, _silent(correct(a.correction, learner, learner, batch).used_M))
     if worst > MOST:
         raise ConfigError(

@@ -125,7 +125,7 @@ class FreshCheck(Observer):
         # Draws are tested on whole episodes of this version, whose places are known from the start.
         whole = [x for g in groups for x in g.episodes if _all_of(x, version)]
         if whole and roles.sync.sampler.draws_by_place:
-            # bets are not placed here: which answers have ended already depends on their lengths
+            # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
             gauges = merge(gauges, draws_are_true(roles, self._bets, whole, 0, roles.stream))
         if roles.run.deterministic and roles.stage.staleness:
             return None  # which groups have ended already depends on time

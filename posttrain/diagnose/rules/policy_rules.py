@@ -62,7 +62,7 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     for i in range(max(0, len(history) - 4), len(history) - 1):
         far, was = (
             mean(history[i], "policy/kl_step") or 0.0,
-            # With that step: its own rewards were played before its update.
+            # The step itself is among them: its rewards were played before its update.
             average(known(history[max(0, i - 4) : i + 1], "rollout/reward")),
         )
         if far >= FAR and was - now > _half(history, was):
@@ -72,7 +72,7 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     fallen = last(history, "rollout/reward", 2)
     if len(before) < 6 or len(fallen) < 2:
         return ""
-    # Around the mean of what was before, and both of the last two steps must be below it by the bound.
+    # The scatter is about the mean of the steps before. Both of the last two steps must lie below it by the bound.
     was = average(before)
     scatter = (sum((x - was) ** 2 for x in before) / (len(before) - 1)) ** 0.5
     far = max(known(history[-4:], "policy/kl_step"), default=0.0)
@@ -80,7 +80,7 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
         return _collapsed(history, stage, was, now, f"after step {history[-3].index}", far)
     # A slow fall never stands out of its own scatter, so the trend is asked.
     slow_trend = trend(history, "rollout/reward", 12)
-    # The later of the two must hold too: a trend whose last steps rise again is no collapse.
+    # The last two steps must be low as well: a trend whose last steps rise again is no collapse.
     if (
         slow_trend is None
         or slow_trend.sure > -5
@@ -108,7 +108,7 @@ def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float
             f" large. Lower the learning rate first: {better_lr(stage, far)}"
         )
     else:
-        # No distance is to blame, so the advice is a rate that is lower by the root of 20.
+        # No step was large. With 20 * GOOD as its distance the advice is a rate that is lower by the root of 20.
         why = (
             f"No step was large (at most {far:.2g} nats a token), so look at what changed in rewards or data first."
             f" Then lower the learning rate: {better_lr(stage, 20 * GOOD)}"

@@ -216,13 +216,13 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
     # The best block may not overlap the last one: a fall is between two separate means.
     at = max(range(len(seen) - 2 * BEST + 1), key=lambda i: average(truth[i : i + BEST]))
     (best, now), fallen = ends(truth, at, BEST)
-    # From the same steps to the same steps, so that both tell of one time.
+    # The reward is compared over the same steps as the truth.
     (before, after), rise = ends(paid, at, BEST)
     if best - now < max(5 * fallen, 0.1 * scale(seen, "rollout/truth", best)) or after - before < 3 * rise:
         return ""
     was, is_ = reward_text(best, fallen), reward_text(now, fallen)
     if was == is_:
-        return ""  # too small to be told in numbers, so nobody would see it
+        return ""  # the fall is too small to show in the numbers of the message
     paid_words = f"{reward_text(before, rise)} to {reward_text(after, rise)} since step {seen[at].index}"
     return (
         f"the reward rises ({paid_words}) while what is measured and not paid falls ({was} to {is_}): the reward is"
@@ -272,13 +272,15 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
         return ""
     (now, e_now), (best, e_best) = measured[-1], max(measured, key=lambda m: m[1].mean)
     tasks = min(e_now.count, e_best.count)
-    # The variance of one task: m (1 - m) of a share, with a floor, since a share near 0 or 1 is not that sure.
+    # The variance of one task. For a share m it is m (1 - m), with a floor: a measured share near 0 or 1 is less
+    # certain than the formula says.
     square = max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02)
     if graded(history):
-        # Of grades the spread of single rewards is the best guess of it. Without one the error is infinite: no finding.
+        # For grades the spread of a step's rewards is the best guess of it. Without one the error is infinite, and the
+        # rule is silent.
         square = max(known(history, "rollout/reward_std"), default=0.0) ** 2 or float("inf")
     error = (2 * square / tasks) ** 0.5
-    # From shortly before the best evaluation on, so that the rise is of the same time as the fall.
+    # The steps from shortly before the best evaluation on, so that rise and fall are of the same time.
     reward = trend([s for s in history if s.index >= best.index - 2], "rollout/reward", 6)
     if e_best.mean - e_now.mean < 3 * error or reward is None or reward.sure < 3:
         return ""
@@ -365,7 +367,7 @@ def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
         reasons.append(
             f"a step changes the policy by {far:.1g} nats a token, too much to go anywhere ({better_lr(stage, far)})"
         )
-    # Last what can always be, and what no gauge shows.
+    # The last two reasons are always possible, and no gauge shows them.
     return [
         *reasons,
         "the reward does not depend on what the policy can change (look at rewards beside answers: posttrain show RUN)",

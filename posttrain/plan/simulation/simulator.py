@@ -146,7 +146,7 @@ class _Simulation:
         for e in engines:
             # An engine is brought up to date before anything about it changes. Between two changes it has
             # the same answers, so its passes go on evenly: first what it owes for prompts, then passes at
-            # the rate of so many answers.
+            # the rate for its number of answers.
             seconds, e.at = self.now - e.at, self.now
             self.sums["idle"] += seconds * (not e.active and not e.queue)
             self.sums["used"] += seconds * len(e.active)
