@@ -196,9 +196,8 @@ class ModelShape:
         x = self.experts
         # In each layer with experts a token is multiplied with `active` of them. The embedding's table is looked up and
         # not multiplied; where the head shares it, it is multiplied once, as the head.
-        unused = 0 if x is None else (self.layers - min(x.dense, self.layers)) * self.feed_forward(x.width) * (
-            x.count - x.active
-        )  # fmt: skip
+        mixtures = 0 if x is None else self.layers - min(x.dense, self.layers)
+        unused = 0 if x is None else mixtures * (self.mixture(x.count) - self.mixture(x.active))
         return self.parameters - unused - self.parts["embedding"] + self.vocabulary * self.hidden * self.tied
 
     def cache_bytes(self, bytes_each: float = 2, *, shared: bool = True) -> int:

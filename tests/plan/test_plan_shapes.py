@@ -70,6 +70,14 @@ def test_every_model_of_the_table_has_a_shape() -> None:
     assert shape_by_name("DeepSeek-V3").cache_bytes() == 2 * 61 * (512 + 64)
 
 
+def test_what_a_token_does_not_use_is_whole_experts() -> None:
+    """gpt-oss-20b uses 4 of 32 experts in each of 24 layers, and each has biases."""
+    shape = shape_by_name("gpt-oss-20b")
+    weights, biases = 3 * 2880 * 2880, 2 * 2880 + 2880
+    unused = shape.parameters - shape.parts["embedding"] - shape.active
+    assert unused == 24 * (32 - 4) * (weights + biases)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
