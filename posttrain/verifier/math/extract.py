@@ -19,17 +19,19 @@ _SCRIPTS = "\u2e80-\u9fff\uac00-\ud7af\u3040-\u30ff"
 # The text is a policy's and may be a million equal characters, so repetitions that could overlap have bounds such as
 # {0,6}: a search stays linear in the length.
 # The longer notations come first, because the first alternative that matches is taken: a mixed number, a time or a
-# ratio, then a decimal with its power, denominator and percent sign.
+# ratio, then a decimal with its power, denominator and percent sign. Spaces between thousands make one number, as they
+# do in a box: else the last three digits of `12 345` would be the answer.
 _SIGNLESS = (
     r"[$€£₹¥]?(?:\d{1,4}[ ]"  # `1 1/2`
     rf"\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+"  # `2:30 pm`, `3:4`
-    rf"|(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"  # `1,234`, `1e5`, `1.5/2`, `50%`
+    rf"|(?:(?:\d{{1,3}}(?:[ ]\d{{3}})+(?!\d)|{DIGITS})(?:\.\d+)?|\.\d+)"  # `12 345`, `1,234`, `.5`
+    r"(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"  # `1e5`, `1.5/2`, `50%`
 )
 _PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
-# A sign directly behind a digit or a closing bracket is an operator: `10-3` ends with 3. A digit behind a Latin letter
-# begins no number (`x2`), behind a Chinese, Japanese or Korean one it does.
+# A sign behind a digit or a closing bracket, with a space between or without, is an operator: `10-3` ends with 3. A
+# digit behind a Latin letter begins no number (`x2`), behind a Chinese, Japanese or Korean one it does.
 _NUMBER = re.compile(
-    rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?<![\d)\]] )(?:(?<![\d)\]])[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
+    rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?:(?<![\d)\]])(?<![\d)\]] )[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
 )
 _PHRASE = re.compile(
     # `The answer is`, `result:`, `the correct option is` before a letter, `La respuesta es`, `答案是`.
