@@ -92,7 +92,7 @@ def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
         judges=judges,
         kept=a.kept,
         update=update,
-        apart=bool(w.engines),
+        apart=t.topology != "colocated",
     )
 
 

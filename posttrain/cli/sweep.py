@@ -49,7 +49,7 @@ def _notes(rows: Sequence[SweptValue]) -> Iterator[str]:
         f"{best.value} is the first within {1 - NEAR:.0%} of the most tokens a second. Simulated:"
         f" {len(best.loop.seconds)} steps each"
     )
-    if any(r.plan.work.staleness and not r.plan.work.engines for r in rows):
+    if any(r.plan.work.staleness and r.plan.timed and r.plan.timed.topology == "colocated" for r in rows):
         yield (
             "placement=local: the engine waits while the learner computes, so asking ahead hides only what tools and"
             " verifiers take; placement=processes lets both work at once"

@@ -64,6 +64,8 @@ STATE = {
 """For each optimizer: bytes of its state for each number that trains, and the formula in words."""
 WORTH = 1 << 22
 """Numbers of an embedding from which on a gradient of rows is made (`engine.layers.embedding_gradient`)."""
+GROUP = 1 << 24
+"""Numbers whose state an offloaded optimizer has on the device at once (`engine.optimizer.optimizer_offload`)."""
 IN_FULL = 1 << 21
 """Numbers of the smallest weights whose first update is checked (`checks.learning.gradient_and_update_checks`)."""
 RESERVED = 0.05
@@ -221,10 +223,10 @@ def _training(work: Work) -> Iterator[Term]:
         yield _trained(work, "gradients before they are summed", work.width, "{} T", ("gradients",))
     bytes_each, formula = STATE[work.optimizer]
     if work.offload_optimizer:
-        # Copied to the device by groups of some 16 million numbers (`engine.optimizer.optimizer_offload`).
-        yield Term(
-            "optimizer state", min(bytes_each * work.trained, 16e6 * bytes_each), "one group at a time", ("update",)
-        )
+        # A tensor is never cut, so one that is larger than a group is a group of its own.
+        largest = 0.0 if work.adapter else max(size for size, _ in tensors(work)) * _share(work)
+        at_once = min(work.trained, max(GROUP, largest))
+        yield Term("optimizer state", bytes_each * at_once, "one group at a time", ("update",))
     else:
         yield _trained(work, "optimizer state", bytes_each, formula, MOVED)
     if work.ema:

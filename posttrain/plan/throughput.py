@@ -284,7 +284,10 @@ class Throughput:
     @property
     def step(self) -> float:
         """Seconds of a step."""
-        return self.times.step(self.topology)
+        t = self.times
+        # In one process asking ahead hides no learning. It hides verifiers, which judge while others are said.
+        hidden = min(t.rollout, t.reward) if self.topology == "colocated" and self.work.staleness else 0.0
+        return t.step(self.topology) - hidden
 
     @property
     def said(self) -> float:
@@ -337,7 +340,8 @@ def throughput(
     """
     # Without devices of their own the engines share all of them with the learner.
     if not work.engines or machine.count == 1:
-        topology: Topology = "asynchronous" if work.staleness else "colocated"
+        # vLLM samples in a thread or a process of its own, the embedded engine in the learner's thread.
+        topology: Topology = "asynchronous" if work.staleness and (work.engines or work.vllm) else "colocated"
         return Throughput(work, machine, topology, engines or machine.count, machine.count, assumed)
     sampling = engines or max(1, min(work.engines * workers, machine.count - 1))
     topology = "asynchronous" if work.staleness else "disaggregated"

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from benchmarks.speed.plan_memory import RESULTS, of_row, plan
+from posttrain.api.swept import loop_of
 from posttrain.checks.learning import gradient_and_update_checks
 from posttrain.cli import main
 from posttrain.config.model_settings import Lora
 from posttrain.engine.head import logprob
 from posttrain.engine.layers import embedding_gradient
 from posttrain.engine.learner import packed_reader
+from posttrain.engine.optimizer import optimizer_offload
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.ladder.preference_rows import PREFERENCES
 from posttrain.plan import activations, memory
@@ -31,6 +33,7 @@ from posttrain.plan.memory import INSTANTS, places
 from posttrain.plan.models import shape_by_name
 from posttrain.plan.serving import Decoding
 from posttrain.plan.shapes import shape_of
+from posttrain.plan.simulation.simulator import simulate
 from posttrain.plan.throughput import Assumed, Throughput, Times, throughput
 from posttrain.plan.work import Work
 from posttrain.recipe.recipes import RECIPES
@@ -151,6 +154,15 @@ def test_the_heads_numbers_are_those_of_the_engine() -> None:
     assert (memory.IN_FULL, memory.WORTH) == (gradient_and_update_checks.IN_FULL, embedding_gradient.WORTH)
 
 
+def test_an_offloaded_state_is_on_the_device_by_groups_of_the_engine() -> None:
+    """As many numbers as a group of the engine has, or the largest tensor alone, which no group cuts."""
+    assert memory.GROUP == optimizer_offload.GROUP
+    away = replace(SEVEN, offload_optimizer=True)
+    for work, numbers in ((replace(away, lora=Lora(rank=64)), memory.GROUP), (away, 152064 * 3584)):
+        held = {t.name: t.bytes for t in places(work)[0].held("update")}
+        assert held["optimizer state"] == 8 * numbers
+
+
 @pytest.mark.parametrize(("how", "mebibytes"), [("none", 798), ("selective", 466), ("full", 153)])
 def test_checkpointing_takes_what_was_measured(how: Any, mebibytes: float) -> None:
     """Figures of docs/help/out-of-memory.md: passes of 2,048 tokens at 26 M parameters, plain layers."""
@@ -254,6 +266,17 @@ def test_the_tail_drafts_filters_and_topologies() -> None:
     for wrong in refused:
         with pytest.raises(ConfigError):
             Assumed(**wrong)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.02, 0.1])
+def test_in_one_process_asking_ahead_hides_verifiers_alone(reward: float) -> None:
+    """As in a run and in the simulated loop: the embedded engine waits while the learner computes. vLLM does not."""
+    work = replace(SEVEN, prompts=32, staleness=1)
+    found = throughput(work, machine("8xH100"), Assumed(reward=reward))
+    assert found.step == pytest.approx(simulate(loop_of(found), 8).step, rel=0.05)
+    alone = throughput(work, machine("8xH100")).step
+    assert alone == pytest.approx(throughput(replace(work, staleness=0), machine("8xH100")).step)
+    assert throughput(replace(work, vllm=True), machine("8xH100")).step < alone
 
 
 def test_machines_of_a_file(tmp_path: Path) -> None:
