@@ -67,11 +67,12 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
             raise ConfigError(f"{'.'.join(path)} is given twice, as {node.word!r} and as {word!r}; keep one")
         node.word = word
     # A path names a stage by its name and not as an element of `stages`, so what is said of stages is taken out first,
-    # and the rest is a change of the run's other fields.
+    # and the rest is a change of the run's other fields. The run is built once, of both: new stages may be valid with
+    # the new fields alone.
     asked = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
     stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in asked if not _left_out(node, s.name))
     right = root.parts.get("env", Node()).parts.get("right", Node()).word
-    out = _rebuild(Run, replace(run, stages=stages), root, "")
+    out = _fields(Run, run, root, "", stages=stages)
     if right is None and [r.function for r in out.env.rewards] != [r.function for r in run.env.rewards]:
         return replace(out, env=replace(out.env, right=None))  # it was of other rewards
     return out
@@ -244,12 +245,12 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
     return read(declared, word, path)
 
 
-def _fields(declared: Any, current: Any, node: Node, path: str) -> Any:
+def _fields(declared: Any, current: Any, node: Node, path: str, **changes: Any) -> Any:
+    """`changes`: fields that are made already."""
     cls = cast("type[Any]", type(current))
     dot = f"{path}." if path else ""
     decided = fixed(cls)
     known = {name: hint for name, hint in dataclass_json.hints(cls).items() if name not in decided}
-    changes: dict[str, Any] = {}
     for name, part in node.parts.items():
         if name in decided:
             raise ConfigError(

@@ -146,6 +146,10 @@ def test_patching_a_patched_run_keeps_one_last_patch() -> None:
 def test_everything_is_checked_once_together() -> None:
     assert rl("minibatches=3", "prompts=30").minibatches == 3
     assert "divisor" in refused("minibatches=3")
+    asleep = apply(RUN, ["engine.sleep=true"])
+    awake = apply(asleep, ["rl.staleness=1", "engine.sleep=false"])
+    assert awake == apply(RUN, ["rl.staleness=1"]), "the new stage is valid with the new engine, and not with the old"
+    assert apply(awake, ["engine.sleep=true", "rl.staleness=0"]) == asleep
     assert "anchor=behaviour" in refused("anchor=behaviour", "correction=truncate")
 
 
