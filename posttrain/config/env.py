@@ -77,8 +77,9 @@ class Reward:
     """Processes that run it, for `path.py:function` and `math`. One that hangs is killed. 0: a function runs in a
     thread of the trainer, which cannot be killed; `math` uses two processes."""
     timeout: float | None = None
-    """Most seconds of one call: wall time in a thread or at an endpoint, processor time in a worker. None: 30, 3 for
-    `math`, 60 for an endpoint."""
+    """Most seconds of one call: wall time in a thread or at an endpoint, processor time in a worker, which the kernel
+    counts in whole seconds, so that a call may take one more. None: 30; 2 for `math`, so at most 3; 60 for `code` and
+    for an endpoint."""
     resolution: float | None = None
     """Relative difference up to which two of its scores count as equal. Set it for a function that asks a model, to the
     noise of that model's scores (for example 1e-3). None: 2^-40, right for a verifier, and the rounding of

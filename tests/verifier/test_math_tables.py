@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("math_verify")
 
 from benchmarks.trust.answers import pairs
+from posttrain.config.env import Reward
+from posttrain.config.field_docs import meaning
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.verifier.math.math_reward import SECONDS, MathSource, math_source
@@ -76,3 +78,7 @@ def test_repeated_pieces_are_quick(reward: MathSource, piece: str) -> None:
 def test_the_algebra_is_stopped_in_time() -> None:
     """By the kernel, which counts whole seconds of the worker's processor: at most one more than it is given."""
     assert round(SECONDS) + 1 <= SLOWEST
+
+
+def test_the_setting_says_the_seconds_of_the_algebra() -> None:
+    assert f"{SECONDS:g} for `math`, so at most {SECONDS + 1:g};" in " ".join(meaning(Reward, "timeout").split())
