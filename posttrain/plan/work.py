@@ -225,9 +225,14 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
                        epochs=stage.epochs, samples=True, staleness=stage.staleness,
                        reference=holds_reference, values="values" in a.reads)  # fmt: skip
     if isinstance(stage, Preference):
-        # With `ahead=none` the data is taken to be finite: the reference's log-probs are then computed before the first
-        # step, and no second model is in memory later.
-        held = stage.algorithm.reads_reference and stage.ahead is False and model.lora is None
+        # As the stage decides it (`PreferenceDriver._ahead`): where log-probs are computed before the first step, no
+        # second model is in memory later. Worlds of the library, which have no colon, and mixed data are endless; of an
+        # environment of the user's own it is not known, and it is taken to be finite.
+        env = run.env_of(stage)
+        endless = bool(env.mix) or (env.name != "prompts" and ":" not in env.name)
+        ahead = not endless and model.lora is None if stage.ahead is None else stage.ahead
+        other = model.lora is None or stage.reference is not None
+        held = stage.algorithm.reads_reference and not ahead and other
         return replace(common, prompts=stage.batch, siblings=2, reference=held)
     if isinstance(stage, RewardModel):
         return replace(common, prompts=stage.batch, siblings=2, head=False)

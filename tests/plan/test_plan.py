@@ -17,6 +17,7 @@ from posttrain.api.swept import loop_of
 from posttrain.checks.learning import gradient_and_update_checks
 from posttrain.cli import main
 from posttrain.config.model_settings import Lora
+from posttrain.config.overrides import apply
 from posttrain.engine.head import logprob
 from posttrain.engine.layers import embedding_gradient
 from posttrain.engine.learner import packed_reader
@@ -35,8 +36,8 @@ from posttrain.plan.serving import Decoding
 from posttrain.plan.shapes import shape_of
 from posttrain.plan.simulation.simulator import simulate
 from posttrain.plan.throughput import Assumed, Throughput, Times, throughput
-from posttrain.plan.work import Work
-from posttrain.recipe.recipes import RECIPES
+from posttrain.plan.work import Work, work_of
+from posttrain.recipe.recipes import RECIPES, recipe
 from posttrain.system.errors import ConfigError
 
 SEVEN = Work(
@@ -203,6 +204,25 @@ def test_engines_of_their_own_have_their_own_memory() -> None:
     assert engine.name == "each engine" and "optimizer state" not in {t.name for t in engine.terms}
     assert "engine's weights" not in {t.name for t in learner.terms}
     assert learner.most < places(SEVEN)[0].most
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ([], False),
+        (["dpo.ahead=false"], True),
+        (["dpo.ahead=false", "model.lora.rank=8"], False),
+        (["dpo.reference=other", "model.lora.rank=8"], True),
+        (["dpo.env=replies"], True),
+        (["dpo.env=replies", "dpo.ahead=true"], False),
+        (["env.mix=more.jsonl:0.5"], True),
+        (["algorithm=simpo", "dpo.env=replies"], False),
+    ],
+)
+def test_a_preference_stage_keeps_its_reference_where_data_is_endless(words: list[str], kept: bool) -> None:
+    """As the stage does by default: log-probs ahead need tasks that come again."""
+    run = apply(recipe("dpo"), words)
+    assert work_of(run, run.stage("dpo"), SEVEN.shape, SEVEN.lengths).reference is kept
 
 
 def test_what_lowers_memory_lowers_the_plan() -> None:
