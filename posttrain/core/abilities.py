@@ -133,6 +133,9 @@ class Judgements(Declared):
     kinds: tuple[Kind, ...]
     """The kinds that `draw` can give."""
     draw: Draw
+    every: Callable[[Task, Kind], Sequence[Judgement]] | None = None
+    """Judgements that hold every completion which `draw` may give of a task, where it chooses among several: each has
+    to fit into a model's context. None: any draw holds them all, or they are without end."""
     utility: Callable[[Task, str], float] | None = None
     """The true value of a completion, where the environment knows it: a judge without error would prefer the higher
     value. No loss and no reward model reads it; it measures what they learned."""

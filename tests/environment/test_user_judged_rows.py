@@ -17,7 +17,7 @@ from posttrain.config.run import Env, Optimizer, Run
 from posttrain.config.stages.preference_settings import Preference
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.config.stages.stage import Stage
-from posttrain.core.judgements import Pair
+from posttrain.core.judgements import Kind, Pair
 from posttrain.environment.templates.renderer import Renderer
 from posttrain.ladder.preference_rows import DPO, KTO, ODPO, TPO
 from posttrain.record import run_reader
@@ -178,6 +178,23 @@ def test_tasks_that_fit_are_counted(tmp_path: Path) -> None:
         assert every is not None and (every.count, every.left_out, every.first) == (16, 0, "")
     with closing(make_environment(replace(run, env=Env(name="arithmetic", heldout=4)))) as world:
         assert FittingTasks.of(world, "pair", renderer, 3) is None
+
+
+@pytest.mark.parametrize(("kind", "left_out"), [("pair", 3), ("label", 1)])
+def test_every_completion_that_a_step_may_draw_has_to_fit(tmp_path: Path, kind: Kind, left_out: int) -> None:
+    """A prompt with one wrong answer that fits, a right one that does, and a right one that is too long: a first draw
+    of pairs may miss it, and a later one takes it. A label is about its own row."""
+    texts = {s: ["no", str(sum(s)), f"{sum(s)}" + "!" * (80 if s == SUMS[2] else 1)] for s in SUMS}
+    rows = [
+        {"prompt": f"{a}+{b}=", "completion": text, "label": text != "no"} for (a, b) in SUMS for text in texts[a, b]
+    ]
+    run = filed(tmp_path, rows, Preference(name="learn", too_long="skip"))
+    with closing(make_environment(run)) as env:
+        policy = make_policy(run, env)
+        tokenizer: Any = policy.tokenizer
+        found = FittingTasks.of(env, kind, Renderer(tokenizer, policy.stop_ids, policy.context), 64)
+        assert found is not None and (found.left_out, found.asked) == (left_out, len(rows))
+        assert "rows.jsonl:9" in found.first, "the row that is too long"
 
 
 def test_what_may_teach_something_else_is_said_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

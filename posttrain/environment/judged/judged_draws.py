@@ -84,7 +84,7 @@ class JudgedData:
             return self._pair(row, judged, rng)
         if kind == "label":
             i = int(rng.integers(len(judged.completions))) if len(judged.completions) > 1 else 0
-            return Label(task=task, place=place, completion=judged.completions[i], good=judged.values[i] > 0)
+            return self._labels(row, judged)[i]
         if kind == "ranking":
             order = sorted(range(len(judged.values)), key=lambda i: -judged.values[i])
             return Ranking(task=task, place=place, completions=tuple(judged.completions[i] for i in order))
@@ -95,6 +95,21 @@ class JudgedData:
             task=task, place=place, steps=steps, labels=judged.labels, values=judged.chances, separator=separator
         )
 
+    def every(self, task: Task, kind: Kind) -> Sequence[Judgement]:
+        """Judgements that hold every completion which `draw` may give; none where it gives what the row has."""
+        row = self._by_id[task.id]
+        judged = row.judged
+        if judged is not None and kind == "label":
+            return self._labels(row, judged)
+        if judged is None or kind != "pair" or judged.kind == "pair":
+            return ()
+        holding = {i: pair for pair in self._pairs(row) for i in pair}  # one pair for each completion
+        return [self._made(row, judged, pair) for pair in dict.fromkeys(holding.values())]
+
+    def _labels(self, row: PromptRow, judged: JudgedRow) -> list[Label]:
+        told = zip(judged.completions, judged.values, strict=True)
+        return [Label(task=row.task, place=row.place, completion=text, good=value > 0) for text, value in told]
+
     # --- pairs ------------------------------------------------------------------------------------------------------
 
     def _pair(self, row: PromptRow, found: JudgedRow, rng: np.random.Generator) -> Pair:
@@ -103,17 +118,23 @@ class JudgedData:
             chosen, rejected = found.completions
             further = {"margin": found.margin, "weight": found.weight}
             return Pair(task=row.task, place=row.place, chosen=chosen, rejected=rejected, **further)
-        group = self._groups[self._group_of(row)]
-        values = [w.value for w in group]
+        pairs = self._pairs(row)
+        return self._made(row, found, pairs[int(rng.integers(len(pairs)))])
+
+    def _pairs(self, row: PromptRow) -> list[tuple[int, int]]:
+        """Indices, in the group of a row, of the pairs that can be made of it."""
+        values = [w.value for w in self._groups[self._group_of(row)]]
         # `better` and `worse`: indices of possible chosen and rejected completions. Only pairs in which the first was
         # judged better are kept. There is at least one, because `kinds` has `pair` only where no row is `unpaired`.
-        better = range(len(group)) if self.columns.pairs == "any" else _at(values, max(values))
-        worse = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(group))
-        pairs = [(i, j) for i in better for j in worse if values[i] > values[j]]
-        i, j = pairs[int(rng.integers(len(pairs)))]
-        place = " and ".join(dict.fromkeys((group[i].row.place, group[j].row.place)))
-        chosen, rejected = group[i].completion, group[j].completion
-        margin = values[i] - values[j] if found.scored else None
+        better = range(len(values)) if self.columns.pairs == "any" else _at(values, max(values))
+        worse = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(values))
+        return [(i, j) for i in better for j in worse if values[i] > values[j]]
+
+    def _made(self, row: PromptRow, found: JudgedRow, pair: tuple[int, int]) -> Pair:
+        one, two = (self._groups[self._group_of(row)][i] for i in pair)
+        place = " and ".join(dict.fromkeys((one.row.place, two.row.place)))
+        chosen, rejected = one.completion, two.completion
+        margin = one.value - two.value if found.scored else None
         return Pair(task=row.task, place=place, chosen=chosen, rejected=rejected, margin=margin)
 
     @cached_property

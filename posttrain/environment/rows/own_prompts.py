@@ -240,7 +240,9 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return replace(
             base,
             demonstrations=texts,
-            judgements=None if self._judged is None else Judgements(kinds=self._judged.kinds, draw=self._judged.draw),
+            judgements=None
+            if (own := self._judged) is None
+            else Judgements(kinds=own.kinds, draw=own.draw, every=own.every),
             judges=bool(self.rewards) or self._verifies,
             lint=self.lint if self._judged is not None else None,
             rows=self.rows,

@@ -121,10 +121,12 @@ class FittingTasks:
         if source.count is None:
             return None
         train = [source.task(i) for i in range(source.count)]
-        why = [
-            misfit(drawn(environment, [(task, 0)], kind, seed=0, stage="")[0], renderer, context)
-            for task in (*train, *held)
-        ]
+        every = abilities.judgements(environment).every or (lambda task, kind: ())
+        why: list[str] = []
+        for task in (*train, *held):
+            # Each visit draws anew, so a draw that fits does not show that the next one does.
+            judged = (*drawn(environment, [(task, 0)], kind, seed=0, stage=""), *every(task, kind))
+            why.append(next(filter(None, (misfit(j, renderer, context) for j in judged)), ""))
         fit = tuple(task for task, wrong in zip(train, why[: len(train)], strict=True) if not wrong)
         return FittingTasks(fit, sum(map(bool, why)), len(why), next(filter(None, why), ""))
 
