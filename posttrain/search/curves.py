@@ -1,4 +1,4 @@
-"""Accuracy, or the mean reward of grades, against tokens spent: searches measured on the same tasks."""
+"""Searches measured on the same tasks: accuracy, or mean reward where outcomes are grades, against tokens spent."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SearchPoint:
 
     kind: SearchKind
     score: Score
-    """Over tasks: the accuracy; of grades the mean reward (`leading`). A task that was searched several times counts
-    once, with its mean."""
+    """The accuracy over tasks, or the mean reward where outcomes are grades (`leading`). A task that was searched
+    several times counts once, with its mean."""
     tokens: float
-    """Tokens said for a task, in the mean."""
+    """Mean number of tokens said for a task."""
     values: Mapping[Hashable, float]
     """By task: the share of right answers, or the mean reward. Tasks of which no answer could be judged are left
     out."""
@@ -51,33 +51,38 @@ class SearchPoint:
 
 
 async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task], runs: int = 1) -> SearchPoint:
-    """A search over tasks, each searched `runs` times with other random numbers. Whole answers of equal number are the
-    same in all searches of a call, so that searches are compared on equal samples."""
-    said: list[list[tuple[float, Right] | None]] = []
+    """The point of a search over tasks, each searched `runs` times with other random numbers.
+
+    Answer i of a task is the same sample in all searches with equal `tools`, so that searches are compared on equal
+    samples.
+    """
+    outcomes: list[list[tuple[float, Right] | None]] = []
     spent = 0
     for seed in range(runs):
-        # A count of its own for each run: the budget is for one search of a task, not for all runs of it.
+        # Each run has its own count of tokens, because the budget is for one search of a task and not for all runs.
         own = replace(tools, seed=tools.seed + seed, spent_on=Counter())
 
         async def one(task: Task, own: StepSearch = own) -> tuple[float, Right] | None:
             return await own.judged(task, await play(kind, own, task))
 
-        said.append(await together([one(t) for t in tasks]))
+        outcomes.append(await together([one(t) for t in tasks]))
         spent += own.spent
-    judged = {t.id: [x for x in each if x is not None] for t, each in zip(tasks, zip(*said, strict=True), strict=True)}
-    # A task counts once however often it was searched: the interval of the score is over tasks, which are
-    # independent, and not over runs of one task, which are not.
+    judged = {
+        t.id: [x for x in each if x is not None] for t, each in zip(tasks, zip(*outcomes, strict=True), strict=True)
+    }
+    # A task counts once, however often it was searched. The interval of the score needs independent values: tasks are
+    # independent, and runs of one task are not.
     right: dict[Hashable, float] = {t: float(np.mean([r.of(x) for x, r in each])) for t, each in judged.items() if each}
     means: dict[Hashable, float] = {t: float(np.mean([x for x, _ in each])) for t, each in judged.items() if each}
     grades = Grades.each(x for each in judged.values() for x in each)
-    unjudged = sum(x is None for each in said for x in each)
+    unjudged = sum(x is None for each in outcomes for x in each)
     return SearchPoint(
         kind, Score.of([*right.values()]), spent / (runs * len(tasks)), right, unjudged, means=means, grades=grades
     )
 
 
 def leading(points: Sequence[SearchPoint]) -> list[SearchPoint]:
-    """The points by what leads: the mean reward, where some outcome of them is a grade."""
+    """The points with the mean reward as their score, if some outcome is a grade; else the points as they are."""
     grades = reduce(or_, (p.grades for p in points))
     if not grades.graded:
         return list(points)
@@ -89,11 +94,14 @@ def leading(points: Sequence[SearchPoint]) -> list[SearchPoint]:
 
 
 def frontier(points: Sequence[SearchPoint]) -> list[SearchPoint]:
-    """The points than which none is better for as few tokens, by their tokens; NaN scores are left out."""
-    out: list[SearchPoint] = []
-    # From few tokens to many: a point is kept if it is better than everything that costs no more. NaN is of
-    # points without a judged task.
+    """The points that are better than every point with as many tokens or fewer, ordered by tokens.
+
+    Points without a judged task are left out.
+    """
+    best: list[SearchPoint] = []
+    # From few tokens to many, a point is kept if it is better than the last one that was kept. Of points with equal
+    # tokens the best one comes first.
     for p in sorted(points, key=lambda p: (p.tokens, -p.score.mean)):
-        if p.score.prompts and (not out or p.score.mean > out[-1].score.mean):
-            out.append(p)
-    return out
+        if p.score.prompts and (not best or p.score.mean > best[-1].score.mean):
+            best.append(p)
+    return best

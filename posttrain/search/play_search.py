@@ -1,5 +1,7 @@
-"""Plays the searches that `posttrain.search.search_kinds` has as data: whole answers of which one is chosen, by a score
-or by votes; beams over steps; and trees (`puct`)."""
+"""Plays the searches that `posttrain.search.search_kinds` has as data.
+
+Of several whole answers one is chosen by its score or by votes. Beams work over steps, and so do trees (`puct`).
+"""
 
 from __future__ import annotations
 
@@ -30,63 +32,67 @@ def best(scores: Sequence[float]) -> int:
 
 
 def vote(answers: Sequence[str | None], weights: Sequence[float] | None = None) -> int:
-    """The index of the first answer of the largest class of equal answers; with weights, of the heaviest one
-    (2203.11171, 2206.02336).
+    """The index of the first answer of the largest class of equal answers (2203.11171). With weights, of the class with
+    the largest sum (2206.02336).
 
-    An answer that is None, which nothing could be read of, is given only where there is no other.
+    None is an answer that could not be read. Its index is returned only if there is no other answer.
 
     >>> vote(["7", "8", "8", None])
     1
     >>> vote(["7", "8", "8"], [0.9, 0.3, 0.4])
     0
     """
-    # Weights are kept in lists and added by fsum, so a tie does not depend on the order of the answers. `max`
-    # keeps the first of equal classes, and a dict the order in which they came.
-    total: dict[str, list[float]] = {}
+    # The weights of a class are added by fsum, which is exact, so that a tie does not depend on the order of the
+    # answers. Of equal classes `max` takes the first, in the order in which they came.
+    weights_of: dict[str, list[float]] = {}
     for answer, weight in zip(answers, weights or [1.0] * len(answers), strict=True):
         if answer is not None:
-            total.setdefault(answer, []).append(weight)
-    if not total:
+            weights_of.setdefault(answer, []).append(weight)
+    if not weights_of:
         return 0
-    won = max(total, key=lambda a: math.fsum(total[a]))
-    return answers.index(won)
+    winner = max(weights_of, key=lambda a: math.fsum(weights_of[a]))
+    return answers.index(winner)
 
 
 async def beam(search: StepSearch, task: Task, *, width: int, expand: int, steps: int = 64) -> Beginning:
-    """The best answer of a beam, of those that ended. Where none did, the best beginning is ended.
+    """The best of the answers that ended in a beam search. If none ended, the best beginning is continued to its end.
 
     Args:
         width: beginnings that are kept after each step.
         expand: continuations that each of them is given. The first step has width x expand.
         steps: most steps of an answer.
     """
-    # `ones` holds ended answers and beginnings together. Both compete for the same places, so an ended answer
-    # falls out when enough beginnings are worth more than it.
-    ones = [Beginning(np.zeros(0, np.int32))]
+    # `places` holds ended answers and beginnings together. They compete for the same places, so an ended answer is
+    # dropped when `width` others are worth more.
+    places = [Beginning(np.zeros(0, np.int32))]
     for number in range(steps):
-        going = [b for b in ones if b.stop is None]
-        if not going or not search.goes_on(task):
+        open_ones = [b for b in places if b.stop is None]
+        if not open_ones or not search.goes_on(task):
             break
-        # The first step has one beginning only. With the factor `width` it is given as many continuations as a
-        # later step gives to all of its beginnings.
-        grown = await search.grown(task, going, expand if number else width * expand, f"beam/{number}")
-        ones = sorted([*(b for b in ones if b.stop is not None), *grown], key=search.worth, reverse=True)[:width]
-    return await search.ended(task, ones)
+        # The first step has only one beginning. It gets `width` times as many continuations, as many as all beginnings
+        # of a later step together.
+        continued = await search.grown(task, open_ones, expand if number else width * expand, f"beam/{number}")
+        places = sorted([*(b for b in places if b.stop is not None), *continued], key=search.worth, reverse=True)[
+            :width
+        ]
+    return await search.ended(task, places)
 
 
 def _final(text: str) -> str | None:
-    found = final(text)
-    return None if found is None else "".join(found.text.split())
+    """The final answer of a text without white space, as the verifier of mathematics finds it."""
+    answer = final(text)
+    return None if answer is None else "".join(answer.text.split())
 
 
 def _line(text: str) -> str | None:
+    """The last line of a text."""
     lines = spoken(text).strip().splitlines()
     return lines[-1].strip() if lines else None
 
 
 ANSWERS: Mapping[str, Callable[[str], str | None]] = {"integer": last_integer, "math": _final, "line": _line}
-"""Functions that read the part of an answer that a vote compares, by the setting `vote.answer`; None: nothing can be
-read."""
+"""For each value of the setting `vote.answer`, the function that reads the part of an answer that a vote compares. It
+returns None if it can read nothing."""
 
 
 async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
@@ -99,30 +105,31 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
     search = replace(tools, aggregate=kind.aggregate)
     match kind:
         case BestOfN():
-            found = await search.whole(task, kind.count)
-            # An answer that could not be judged has no scores; it is chosen only where no other has any.
-            chosen = found[best([search.worth(b) if b.scores else -math.inf for b in found])]
+            sampled = await search.whole(task, kind.count)
+            # An answer that could not be judged has no scores. It is chosen only if no answer has any.
+            chosen = sampled[best([search.worth(b) if b.scores else -math.inf for b in sampled])]
         case MajorityVote():
-            found = await search.whole(task, kind.count)
-            answers = [ANSWERS[kind.answer](search.text(b.ids)) for b in found]
-            weights = [_weight(search, b) for b in found] if kind.weighted else None
-            return found[vote(answers, weights)]
+            sampled = await search.whole(task, kind.count)
+            answers = [ANSWERS[kind.answer](search.text(b.ids)) for b in sampled]
+            weights = [_weight(search, b) for b in sampled] if kind.weighted else None
+            return sampled[vote(answers, weights)]
         case BeamSearch():
             chosen = await beam(search, task, width=kind.width, expand=kind.expand)
         case TreeSearch():
-            size = {"expansions": kind.expansions, "expand": kind.expand}
-            chosen = await tree_search(search, task, **size, exploration=kind.exploration, rule=kind.rule)
+            settings = {"expansions": kind.expansions, "expand": kind.expand}
+            chosen = await tree_search(search, task, **settings, exploration=kind.exploration, rule=kind.rule)
         case _:
             raise InvariantError(
                 f"nothing plays a {type(kind).__name__}: give it a case in posttrain/search/play_search.py"
             )
-    # The check makes the number again from the scores, by other code than the search used.
+    # The check computes the number again from the scores, by other code than the search.
     if chosen.scores:
         worth_is(chosen.scores, kind.aggregate, search.worth(chosen), task.id)
     return chosen
 
 
 def _weight(search: StepSearch, b: Beginning) -> float:
+    """The weight of an answer in a vote: its score, which must not be negative."""
     if (worth := search.worth(b)) < 0:
         raise ConfigError(
             f"a weighted vote adds scores up, and an answer scores {worth:.3g}: weigh by a process reward model or a"

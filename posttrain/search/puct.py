@@ -1,5 +1,4 @@
-"""Tree search over steps: PUCT or UCB chooses which beginning goes on, and what is found is told to all nodes above
-it."""
+"""Tree search over steps. PUCT or UCB chooses which beginning is continued, and values go up to all nodes above."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from posttrain.search.step_sampling import Beginning, StepSearch
 
 @dataclass(eq=False)
 class TreeNode:
-    """A beginning of an answer, with the values that were found at it and below it."""
+    """A beginning of an answer, with the count (`visits`) and the sum (`total`) of the values found at it and below
+    it."""
 
     beginning: Beginning
     parent: TreeNode | None = None
@@ -32,21 +32,20 @@ class TreeNode:
         return self.total / self.visits if self.visits else 0.0
 
     def chosen(self, exploration: float, rule: TreeRule = "puct") -> TreeNode:
-        """The child with the largest value + bonus, of its K children that are not finished.
+        """The child with the largest value + exploration * bonus, of the children that are not finished.
 
-        The bonus of PUCT with an even prior (1712.01815) is exploration / K * sqrt(visits of the parent) / (1 + its
-        own); that of UCB (UCT, Kocsis and Szepesvari 2006) is exploration * sqrt(ln(visits of the parent) / its own).
+        With N visits of this node, n of the child and K children, the bonus of PUCT with an even prior (1712.01815) is
+        sqrt(N) / (K * (1 + n)). The bonus of UCB (UCT, Kocsis and Szepesvari 2006) is sqrt(ln(N) / n).
         """
-        # Children whose whole tree has ended are left out, or the search would spend its expansions where
-        # nothing can grow.
-        going = [c for c in self.children if not c.finished]
-        return max(going, key=lambda c: c.value + exploration * self._bonus(c, rule))
+        # Children below which all answers have ended are left out. The search could not expand anything there.
+        unfinished = [c for c in self.children if not c.finished]
+        return max(unfinished, key=lambda c: c.value + exploration * self._bonus(c, rule))
 
     def _bonus(self, child: TreeNode, rule: TreeRule) -> float:
         if rule == "puct":
             return math.sqrt(self.visits) / (len(self.children) * (1 + child.visits))
-        # A child without a visit comes first, as UCB asks for. Every child is scored when it is made, so this
-        # is a guard.
+        # UCB visits a child without visits first. Here every child has a visit from its creation on, so this case is
+        # only a safeguard.
         return math.sqrt(math.log(self.visits) / child.visits) if child.visits else math.inf
 
     @property
@@ -57,7 +56,7 @@ class TreeNode:
         return bool(self.children) and all(c.finished for c in self.children)
 
     def back_up(self, value: float) -> None:
-        """Tell a value that was found here to this node and to all above it."""
+        """Adds a value that was found at this node to this node and to all nodes above it."""
         self.found.append(value)
         node: TreeNode | None = self
         while node is not None:
@@ -71,7 +70,7 @@ class TreeNode:
 async def tree_search(
     search: StepSearch, task: Task, *, expansions: int, expand: int, exploration: float = 1.0, rule: TreeRule = "puct"
 ) -> Beginning:
-    """The best answer of a tree search, of those that ended. Where none did, the best beginning is ended.
+    """The best of the answers that ended in a tree search. If none ended, the best beginning is continued to its end.
 
     Args:
         expansions: how often a node is given children.
@@ -82,15 +81,15 @@ async def tree_search(
     for number in range(expansions):
         if root.finished or not search.goes_on(task):
             break
-        # Down from the root to a node without children, choosing at each node; this one grows. `root.finished`
-        # is False here, so each node on the way has a child that can go on.
+        # From the root down, a child is chosen at each node, until a node without children is reached. That node is
+        # expanded. `root.finished` is False, so each node on the way has a child that is not finished.
         node = root
         while node.children:
             node = node.chosen(exploration, rule)
-        grown = await search.grown(task, [node.beginning], expand, f"tree/{number}")
-        node.children = [TreeNode(b, node) for b in grown]
+        continued = await search.grown(task, [node.beginning], expand, f"tree/{number}")
+        node.children = [TreeNode(b, node) for b in continued]
         for child in node.children:
-            # Every new child is a visit of its own to all nodes above it, so one expansion makes several visits.
+            # Each new child counts as a visit of all nodes above it, so one expansion makes several visits.
             child.back_up(search.worth(child.beginning))
     tree_adds_up(root, task.id)
     return await search.ended(task, [x.beginning for x in root.leaves()])

@@ -1,5 +1,4 @@
-"""Checks every search: its answers were said by one version of the weights, the score by which it chose is what was
-asked for, and what was found in a tree reached every node above."""
+"""Checks of every search: one version of the weights, the right score for the choice, and the sums in a tree."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from posttrain.search.puct import TreeNode
 
 APART = 1e-9
-"""Relative rounding of sums and products of scores."""
+"""Relative difference that sums and products of scores may have by rounding."""
 
 
 def said_by_one_version(version_T: np.ndarray, version: int, task: str) -> None:
@@ -30,8 +29,8 @@ def said_by_one_version(version_T: np.ndarray, version: int, task: str) -> None:
 
 
 def worth_is(scores: Sequence[float], how: Aggregate, found: float, task: str) -> None:
-    """InvariantError where the number by which an answer was chosen is not what its steps' scores make."""
-    # Written in another way than `answer_steps.aggregated` on purpose: an error there must not be here too.
+    """InvariantError where the number by which an answer was chosen is not the aggregate of its steps' scores."""
+    # This is written in another way than `answer_steps.aggregated` on purpose, so that both do not have the same error.
     ordered, logs = sorted(scores), [math.log(x) if x > 0 else -math.inf for x in scores]
     wanted = {
         "min": lambda: ordered[0],
@@ -48,13 +47,13 @@ def worth_is(scores: Sequence[float], how: Aggregate, found: float, task: str) -
 
 
 def tree_adds_up(node: TreeNode, task: str) -> tuple[int, float]:
-    """Every node has the number and the sum of all that was found at it and below it, counted again from the leaves up.
-    Returns (visits, total) of this one.
+    """Checks that each node has the count and the sum of all values found at it and below it. Returns (visits, total)
+    of `node`, counted again from the leaves up.
 
     Raises:
-        InvariantError: what was found somewhere did not reach a node above it.
+        InvariantError: a value did not reach a node above the place where it was found.
     """
-    # From the leaves up, while `back_up` goes from a node to the root: both ways have to come to the same numbers.
+    # This counts from the leaves up, and `back_up` goes from one node to the root. Both have to give the same numbers.
     below = [tree_adds_up(c, task) for c in node.children]
     visits = len(node.found) + sum(n for n, _ in below)
     total = math.fsum([*node.found, *(t for _, t in below)])

@@ -1,4 +1,4 @@
-"""The searches as data: their names, their settings, and what each of them must be told of an answer."""
+"""The searches as data: their names, their settings, and the scores that each of them reads."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ class SearchKind:
 
 
 def _written(value: Any) -> str:
+    """A value of a setting as it is written on the command line."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -1,7 +1,7 @@
 """The next steps of an answer, or whole answers, sampled by an engine and scored.
 
-All continuations of a beginning share it in the engine's cache. What a search spends is counted in tokens that were
-said; what was said before it went on is not counted again. What scores them is not counted.
+All continuations of a beginning share it in the engine's cache. The cost of a search is the number of tokens that were
+said, each counted once. The work of scoring them is not counted.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class StepSearch:
         scorer: scores steps. None: steps have no score.
         prompt: the prompt of a task as token ids.
         text: decodes token ids, without the stop token.
-        sampling: of the policy, resolved; a search over steps stops it at each separator.
-        verifier: scores steps, where there is no `scorer`.
-        judge: scores whole answers, where there is neither.
-        verified: whole answers are scored by the environment's own verdict, where none of these is given.
-        budget: tokens a task; a search that has spent them begins nothing more. 0: no limit.
-        version: of the weights that say all of it. None: those that say the first token.
-        right_at: the smallest outcome of a right answer, where it is named.
+        sampling: the resolved sampling of the policy. A search over steps also stops at each separator.
+        verifier: scores steps, if there is no `scorer`.
+        judge: scores whole answers, if there is neither.
+        verified: the environment's own verdict scores whole answers, if none of these is given.
+        budget: tokens for a task. A search that has spent them begins no further generation. 0: no limit.
+        version: the version of the weights that must say all tokens. None: the version that says the first token.
+        right_at: the smallest outcome of a right answer, if it is given.
     """
 
     sampler: Sampler
@@ -100,6 +100,7 @@ class StepSearch:
         return not self.budget or self.spent_on[task.id] < self.budget
 
     def seen(self, task: Task) -> np.ndarray:
+        """int32 ids of the prompt of a task."""
         if task.id not in self._prompts:
             self._prompts[task.id] = np.asarray(self.prompt(task), np.int32)
         return self._prompts[task.id]
@@ -111,59 +112,64 @@ class StepSearch:
         def answer(i: int) -> Coroutine[Any, Any, Beginning]:
             return self._say(task, nothing, self.sampling, f"answer/{i}")
 
-        # Without a budget all are asked at once and share the engine's batch. With one they come one after
-        # another: what an answer costs is known when it has ended.
+        # Without a budget all answers are asked for at once and share the engine's batch. With a budget they come one
+        # after another, because the cost of an answer is known only at its end.
         if not self.budget:
             return await self.scored(task, await together([answer(i) for i in range(count)]))
-        found = [await answer(0)]
-        while len(found) < count and self.goes_on(task):
-            found.append(await answer(len(found)))
-        return await self.scored(task, found)
+        answers = [await answer(0)]
+        while len(answers) < count and self.goes_on(task):
+            answers.append(await answer(len(answers)))
+        return await self.scored(task, answers)
 
     async def ended(self, task: Task, ones: Sequence[Beginning]) -> Beginning:
-        """The best of those that ended. Where none did, the best of all is continued to its end."""
-        if not (over := [b for b in ones if b.stop is not None]):
-            begun = max(ones, key=self.worth)
-            over = await self.scored(task, [await self._say(task, begun, self.sampling, "end")])
-        return max(over, key=self.worth)
+        """The best of the answers that ended. If none did, the best beginning is continued to its end."""
+        if not (ended_ones := [b for b in ones if b.stop is not None]):
+            best_beginning = max(ones, key=self.worth)
+            ended_ones = await self.scored(task, [await self._say(task, best_beginning, self.sampling, "end")])
+        return max(ended_ones, key=self.worth)
 
     async def grown(self, task: Task, ones: Sequence[Beginning], count: int, place: str) -> list[Beginning]:
-        """`count` continuations of each beginning by one step, equal ones once, with the new step's score."""
+        """`count` continuations of each beginning by one step, with the score of the new step. Equal ones are kept
+        once."""
         # The engine ends the turn at the separator, and the separator is part of the step that it ends.
         stepwise = replace(self.sampling, stop=(*self.sampling.stop, self.separator))
-        found = await together(
+        continued = await together(
             [self._say(task, b, stepwise, f"{place}/{n}/{i}") for n, b in enumerate(ones) for i in range(count)]
         )
-        # Equal continuations are one beginning: two of them would take two places in a beam and grow alike.
-        return await self.scored(task, list({b.key: b for b in found}.values()))
+        # Equal continuations are kept once. Otherwise they would take several places in a beam.
+        return await self.scored(task, list({b.key: b for b in continued}.values()))
 
     async def _say(self, task: Task, begun: Beginning, sampling: Sampling, place: str) -> Beginning:
-        # The limit is for the whole answer, so each step gets what is left of it. An answer that has no room
-        # has ended by its length.
-        left = self.sampling.max_tokens - len(begun.ids)
-        if left < 1:
+        """A beginning with the next tokens of the policy, up to a stop."""
+        # The limit on tokens is for the whole answer, so each step gets the rest of it. An answer without a rest has
+        # ended by its length.
+        tokens_left = self.sampling.max_tokens - len(begun.ids)
+        if tokens_left < 1:
             return replace(begun, stop=Stop.LENGTH)
         ids = np.concatenate([self.seen(task), begun.ids]).astype(np.int32)
         key = seeds.key(self.seed, "search", task.id, place)
         # min_tokens is for a whole answer; for a step it would forbid the separator.
-        said = await self.sampler.generate(ids, replace(sampling, max_tokens=left, min_tokens=0), key)
-        self.version = int(said.version[0]) if self.version is None else self.version
-        said_by_one_version(said.version, self.version, task.id)
-        self.spent_on[task.id] += len(said.ids)
-        stepwise = said.stop is Stop.STRING and self.separator in sampling.stop
-        # A stop string ended this turn. If it was the separator, a step is complete and the answer goes on; if
-        # it was one of the policy's own, the answer is over.
-        further = stepwise and self.separator in self.text(said.ids)
+        turn = await self.sampler.generate(ids, replace(sampling, max_tokens=tokens_left, min_tokens=0), key)
+        self.version = int(turn.version[0]) if self.version is None else self.version
+        said_by_one_version(turn.version, self.version, task.id)
+        self.spent_on[task.id] += len(turn.ids)
+        stepwise = turn.stop is Stop.STRING and self.separator in sampling.stop
+        # If the separator ended this turn, a step is complete and the answer goes on. If one of the policy's own stop
+        # strings ended it, the answer has ended.
+        goes_on = stepwise and self.separator in self.text(turn.ids)
         return Beginning(
-            np.concatenate([begun.ids, said.ids]).astype(np.int32), begun.scores, None if further else said.stop
+            np.concatenate([begun.ids, turn.ids]).astype(np.int32), begun.scores, None if goes_on else turn.stop
         )
 
     async def scored(self, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
-        """Each with the scores of all of its steps, or with the one score of the whole answer. No score, where nothing
-        scores or what scores failed."""
+        """The beginnings with the scores of all their steps, or with one score of the whole answer.
+
+        A beginning has no score if there is no source of scores, or if the source failed.
+        """
         if not ones:
             return []
-        # One source is asked: a score of steps before one of whole answers, the environment's own verdict last.
+        # Only one source is asked. Sources of scores of steps come first, then the judge of whole answers, then the
+        # environment's own verdict.
         if self.scorer is not None:
             return self._by_steps(self.scorer, task, ones)
         if self.verifier is not None:
@@ -191,12 +197,15 @@ class StepSearch:
         return out
 
     async def _verified(self, verifier: StepVerifier, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
-        """The steps that have no score yet are verified, equal beginnings once. An answer of which a step could not be
-        judged has no score."""
+        """The beginnings with the scores of all their steps. Only steps without a score are verified, and equal texts
+        once.
+
+        An answer with a step that could not be judged has no score.
+        """
         texts = [self.text(b.ids) for b in ones]
         upto = [[t[:end] for end in step_ends(t, self.separator)] for t in texts]
-        # A beginning keeps the scores of the steps it had: only the texts beyond them are new. Different
-        # beginnings may have the same text, which is asked once.
+        # A beginning keeps the scores of its earlier steps, so only the texts up to later steps are new. Different
+        # beginnings may have the same text, and it is asked for once.
         asked = list(dict.fromkeys(t for b, own in zip(ones, upto, strict=True) for t in own[len(b.scores) :]))
         found = dict(zip(asked, await verifier.of_beginnings(task, asked), strict=True))
         out: list[Beginning] = []
