@@ -46,22 +46,28 @@ class Fault:
     shows: tuple[str, ...] = ()
     """Overrides of the smallest run in which it acts: a temperature other than 1, several micro-batches."""
     needs: str = ""
-    """Needs of that run in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
-    `sft` (a supervised stage), `preference` (a stage that learns from pairs), `online` (one that learns from pairs of
-    its own samples), `reject` (one that imitates its own samples), `reward_model` (a stage that trains one), `judge`
-    (reinforcement against one), `judge_anew` (the same of messages, with one that has its own chat template), `judging`
-    (a policy that learns to judge), `votes` and `yes` (reinforcement paid by a judge of pairs, and by one that says Yes
-    or No), `process` (labels of steps, a process reward model, reinforcement with it), `implicit` (an algorithm with
-    implicit process rewards), `meta` (rows for a meta reward model, from a judge's votes), `regenerate` (a stage that
-    says wrong answers anew from their first wrong step), `state` (a model with a recurrent state), `ahead` (groups
-    asked ahead of the updates), `ahead_resume` (the same, resumed), `pool` (two engines in processes, one of which is
-    killed), `worlds` (episodes in two processes, one of which dies), `fickle` (the same, of a world that shows
-    something else when it is played again), `ranks` (two ranks),
-    `experts` (a mixture of experts), `rank_experts` (one over two ranks that hold whole experts), `search`
-    (`posttrain eval` with searches, of a run with a process reward model).
+    """What that run needs in addition to overrides, as one word; '' for nothing.
+
+    Kinds of stages: `sft` (a supervised stage), `preference` (it learns from pairs), `online` (it learns from pairs of
+    its own samples), `reject` (it imitates its own samples), `reward_model` (it trains one), `regenerate` (it says
+    wrong answers anew from their first wrong step), `search` (`posttrain eval` with searches, of a run with a process
+    reward model).
+
+    What pays: `judge` (a reward model), `judge_anew` (a reward model with its own chat template, for messages),
+    `judging` (the policy itself learns to judge), `votes` (a judge of pairs), `yes` (a judge that says Yes or No),
+    `process` (a process reward model, trained on labels of steps), `implicit` (an algorithm with implicit process
+    rewards), `meta` (rows for a meta reward model, from a judge's votes).
+
+    The model and its world: `tool` (an environment with observations), `bos`, `chat`, `state` (a recurrent state),
+    `experts` (a mixture of experts).
+
+    The system: `resume`, `ahead` (groups asked ahead of the updates), `ahead_resume` (the same, resumed), `pool` (two
+    engines in processes, one of which is killed), `worlds` (episodes in two processes, one of which dies), `fickle`
+    (the same, with a world that shows something else when it is played again), `ranks` (two ranks), `rank_experts` (a
+    mixture over two ranks that hold whole experts).
     """
     lesson: str = ""
-    """What it teaches, for which the package has it. "": only tests plant it."""
+    """What it teaches, which is why the package has it; '' where only tests plant it."""
     caught_by: str = ""
     """The check or rule that ends or marks the last run of `see`."""
     see: tuple[str, ...] = SMALL

@@ -187,8 +187,8 @@ def _weights(work: Work) -> Iterator[Term]:
     # Only the linear layers of the decoder are held in few bits: embedding, norms and head are as they were loaded.
     if work.quantize is not None:
         bits = QUANTISED[work.quantize]
-        held = work.in_linear * bits + (p - work.in_linear) * a
-        yield Term("weights", held / _cut(work), f"{bits:g} bytes of a linear layer's numbers, {a} of the others")
+        quantised = work.in_linear * bits + (p - work.in_linear) * a
+        yield Term("weights", quantised / _cut(work), f"{bits:g} bytes of a linear layer's numbers, {a} of the others")
     elif _rows(work) and a < 4 and not work.adapter:
         yield Term("weights", p * 4 * _share(work), f"4 P: float32, rounded where they are computed with{_over(work)}")
     else:
@@ -201,8 +201,8 @@ def _weights(work: Work) -> Iterator[Term]:
         yield Term("weights brought together", whole, "embedding, head, one layer", passes)
         if not work.adapter:
             sent = float((a + 4) * (s.parts["embedding"] + s.parts.get("head", 0)))
-            said = f"{a + 4} V h: a whole one, and the copy that is sent"
-            yield Term("gradients on their way", sent, said, ("gradients",))
+            formula = f"{a + 4} V h: a whole one, and the copy that is sent"
+            yield Term("gradients on their way", sent, formula, ("gradients",))
     if work.adapter:
         yield Term("adapter", 4.0 * work.adapter / _cut(work), "4 T", small=4.0 * work.adapter)
     elif a < 4 and not _rows(work):
@@ -254,24 +254,28 @@ def _proofs(work: Work) -> Iterator[Term]:
 
 def _passes(work: Work) -> Iterator[Term]:
     """Yields the terms of forward and backward passes."""
-    n, said = work.tokens, f"N = {work.tokens:,.0f}"
-    cut = _heads(work)
+    n, n_text = work.tokens, f"N = {work.tokens:,.0f}"
+    share = _heads(work)
     if not work.offload_activations:
-        each = activations.kept(work) * cut
+        bytes_each = activations.kept(work) * share
         unread = (n - work.spoken) * activations.unread(work)
-        yield _small("activations", n * each - unread, f"{each:,.0f} bytes x {said}", ("forward", "backward"))
+        yield _small(
+            "activations", n * bytes_each - unread, f"{bytes_each:,.0f} bytes x {n_text}", ("forward", "backward")
+        )
         # Of the tokens that are learned from, also the hidden states as float32 for the head, and their gradient.
         outside = n * activations.ends(work) + 2 * work.spoken * 4 * work.shape.hidden
         yield _small(
             "hidden states outside the layers", outside, "first, last, and for the head", ("forward", "backward")
         )
-    one = n * max(activations.layer(work) * cut if work.checkpointing == "none" else 0, activations.again(work) * cut)
+    layer_bytes = n * max(
+        activations.layer(work) * share if work.checkpointing == "none" else 0, activations.again(work) * share
+    )
     in_backward = n * activations.backward(work)
     if work.checkpointing != "none":
-        yield _small("layer that is computed again", one, f"one layer x {said}", ("backward", "gradients"))
+        yield _small("layer that is computed again", layer_bytes, f"one layer x {n_text}", ("backward", "gradients"))
     else:
-        yield _small("last layer of the backward", one, f"one layer x {said}", ("gradients",))
-    yield _small("gradients of activations", in_backward, f"2 f + 2 h numbers x {said}", ("backward", "gradients"))
+        yield _small("last layer of the backward", layer_bytes, f"one layer x {n_text}", ("gradients",))
+    yield _small("gradients of activations", in_backward, f"2 f + 2 h numbers x {n_text}", ("backward", "gradients"))
     step = min(activations.SCORE_TOKENS, work.minibatch * work.minibatches)
     if work.samples:
         yield _small("pass without gradient", step * activations.scoring(work), f"{step:,.0f} tokens", ("scoring",))
