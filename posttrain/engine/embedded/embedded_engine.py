@@ -361,7 +361,7 @@ class EmbeddedEngine:
                 self._stepper.step(self._version, admit=not self._loading)
             except Exception as error:
                 self._fail(error)
-            # After an interrupt nobody steps any more, and whoever waits for a turn would wait for ever.
+            # After an interrupt no step follows, and calls that wait for a turn would wait for ever.
             except BaseException as error:
                 self._fail(EngineError(f"the engine was interrupted ({type(error).__name__})"))
                 raise

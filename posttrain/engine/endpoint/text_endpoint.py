@@ -145,7 +145,7 @@ class TextSampler(EndpointSampler):
         n = len(turn_ids)
         return SampledTurn(
             np.array(turn_ids, np.int32),
-            # Log-probs are unknown, and the version OUTSIDE says so to who might learn from them.
+            # Log-probs are unknown. The version OUTSIDE says so, so that nothing is learned from them.
             np.zeros(n, np.float32),
             np.full(n, OUTSIDE, np.int32),
             self._stop(choice.get("finish_reason")),

@@ -9,7 +9,7 @@ from posttrain.system import read_untrusted
 from posttrain.system.errors import ConfigError, DataError
 
 SHAPE, TENSORS = "reward_head.json", "reward_head.safetensors"
-"""The files of a head beside a causal LM."""
+"""The two files of a reward head, which lie beside a causal LM."""
 CLASSIFIER = "ForSequenceClassification"
 """The end of the names of transformers' classes for sequence classification."""
 LARGEST = 1 << 20

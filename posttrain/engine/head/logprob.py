@@ -33,7 +33,7 @@ CHUNK_ROWS = 128
 """Fewest tokens of a tile. With fewer, reading the weight of the head costs too much per token."""
 KEPT_ELEMENTS = {"cpu": 1 << 22, "accelerator": 0}
 """Most logits (M * V) of a pass that are kept until its backward; more are computed again. 16 MiB of float32 on a CPU,
-and on an accelerator none, where nobody measured what it saves."""
+and none on an accelerator, where it was not measured what that saves."""
 CHUNK_IDS = 16384
 """The largest vocabulary that is one block, in ids."""
 TILE = {"cpu": (256, 4096), "accelerator": (8192, 16384)}
@@ -233,7 +233,7 @@ def _transform(
     scale: float = 1.0,
 ) -> LogitTransform:
     """The steps from logits to scores under the contract, for callers that ask about any ids."""
-    # `KeptMask` and not `KeptSets`: some callers ask about ids that nobody said, and those may lie outside of the set.
+    # `KeptMask` and not `KeptSets`: some callers ask about ids that were not said, which may lie outside of the set.
     mask = None if kept is None else KeptMask(kept, device)
     return LogitTransform(1 / sampling.temperature, softcap, scale, rules, mask)
 

@@ -220,8 +220,8 @@ class FusedReadOut(ReadOut):
     methods: tuple[tuple[nn.Module, MethodType], ...] = ()
 
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
-        """Returns the hidden states as the base method does. The last layer makes only keys and values for positions
-        that nobody reads, such as prompts."""
+        """Returns the hidden states as the base method does. For positions that are not read, such as prompts, the last
+        layer computes keys and values only."""
         # Segments that begin alike read one position several times: it is computed once, and repeated at the end.
         read_R, place_M = np.unique(at_M, return_inverse=True)
         last = self.layers[-1]

@@ -97,7 +97,7 @@ class Products(torch.autograd.Function):
     """x @ W.T + b for several W and b (None: no bias) of one input x.
 
     Torch makes a gradient of x for each product and then adds these. Here every product after the first adds to the
-    gradient that there is, in the order of the arguments.
+    gradient of the products before it, in the order of the arguments.
     """
 
     @staticmethod

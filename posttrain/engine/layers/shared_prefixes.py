@@ -68,7 +68,7 @@ class Sharing:
         """
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
-        # Cut before the tree is made, so that what nobody reads is neither shared nor computed.
+        # Cut before the tree is made, so that positions that are not read are neither shared nor computed.
         if not self._every:
             ids, lengths, at = _until_read(ids, lengths, at)
         tree = self._tree(ids, lengths) if self.on else None

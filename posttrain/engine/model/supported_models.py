@@ -212,8 +212,7 @@ Difference = Callable[[PreTrainedModel, ReadOut, int, int], str]
 
 
 def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Difference) -> None:
-    """EngineError where a sequence beside another one, or computed over a cache, differs from
-    transformers' result for it alone."""
+    """EngineError where `difference` finds a difference for each of `TRIES` seeds. One seed without any is enough."""
     why = ""
     for seed in range(TRIES):
         with torch.no_grad():

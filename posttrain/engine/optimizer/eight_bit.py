@@ -70,7 +70,7 @@ class QuantisedMoments(UpdateRule):
         first, second = (exact(_numbers(state[m]), at) if m in state else torch.zeros_like(g) for m in MOMENTS)
         step = float(state["step"]) + 1 if state else 1.0
         exact_update = adamw_update(config, exact(self.tensors[name], at), g, (first, second), step, lr)
-        # The codes of one number need the scale of its whole block, so for a single index only the move is told.
+        # The code of one number needs the scale of its whole block. So for a single index no codes are given.
         if at is not None or not _is_quantised(self.tensors[name]):
             return exact_update
         stored: dict[str, Tensor] = {}

@@ -77,7 +77,7 @@ class OffloadedState:
         if hasattr(part, "__tensor_flatten__"):  # a tensor made of several, such as codes and scales
             return _rebuilt(part, lambda word, x: self.stored(x, None if home is None else getattr(home, word)))
         if home is None:
-            # Only from pinned memory do copies run beside the CPU. Pinning is of no use where no device is involved.
+            # Copies run without the CPU only from and to pinned memory. Without a device pinning is of no use.
             pinned = self.home.type == "cpu" and part.device.type != "cpu"
             home = torch.empty(part.shape, dtype=part.dtype, device=self.home, pin_memory=pinned)
         return home.copy_(part, non_blocking=True)

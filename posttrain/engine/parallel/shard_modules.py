@@ -19,7 +19,7 @@ from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 
 
 class OutermostModule(nn.Module):
-    """The outermost module: whatever reads weights runs inside its forward, where torch has put them together.
+    """The outermost module. Code that reads weights runs inside its forward, where torch has put them together.
 
     Args:
         parts: the modules whose weights come together here, but for their layers, which are units of their own.

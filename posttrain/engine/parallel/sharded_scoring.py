@@ -36,7 +36,7 @@ def divided(
     """
     if ranks.world == 1:
         return compute(packed)
-    # Every rank has the whole batch and computes the same shares of it, so who does what need not be told.
+    # Every rank has the whole batch and makes the same shares of it, so no rank has to be told its share.
     shares = packed.shares(ranks.world)
     own_share = packed.select(shares[ranks.rank])
     parts = own_share.split(room) if own_share.episodes else []

@@ -186,8 +186,8 @@ class EnginePool:
         return taken
 
     def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call, of all engines together; with what they counted, how idle they were, and who
-        died."""
+        """Measurements of all engines together since the last call: seconds, counters, the share of time without a
+        turn, tokens in flight, and deaths."""
         counted, self._lost, sent = measured(self._engines, self._lost), EngineReport(), self._sender.clock()
         deaths, self._deadly = self._deadly, 0
         # What sender and engines both measure, such as sync/install, is added up.

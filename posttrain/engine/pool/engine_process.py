@@ -219,7 +219,7 @@ class ProcessHost(CallingHost):
             except (EOFError, OSError):
                 self._calls.die(self._cause())
                 return
-            except BaseException as error:  # else nobody would ever be answered
+            except BaseException as error:  # else no call would ever be answered
                 self.kill(f"it was ended, as what it answered could not be read ({type(error).__name__}: {error})")
                 return
             # The process lives but its engine does not, so it is ended as a dead one; its calls raise EngineDied and

@@ -216,7 +216,7 @@ class EnvironmentPool:
                         what = "processes of environments died while they played it"
                         raise UnanswerableTurn(episode.who, episode.deaths, str(death), what) from None
         finally:
-            # Turns that nobody hears any more are ended and waited for, so that none speaks into an episode that has
+            # Turns that are still being said are cancelled and waited for, so that none enters an episode that has
             # ended.
             running = list(episode.turns.values())
             for turn in running:
@@ -278,8 +278,8 @@ class EnvironmentPool:
         """Do to the conversation what the process does, until the episode has ended there."""
         self._number += 1
         number, host, moves_done = self._number, process.host, 0
-        # Two kinds of events: the process tells moves (`coming`, one question open at a time), and turns end here. A
-        # turn that has ended is told to the process before its next moves are read.
+        # There are two kinds of events. The process sends moves (`coming`: one question for them is open at a time),
+        # and turns end here. The words of a turn that has ended are sent to the process before its next moves are read.
         coming: asyncio.Future[list[Move]] | None = None
         process.episodes[episode] = number
         try:
@@ -302,7 +302,7 @@ class EnvironmentPool:
                     episode.does(move, moves_done)
                     moves_done += 1
                     if isinstance(move, TurnMove):
-                        # Played again: the turn was said before, and is told at once instead of being asked.
+                        # The episode is played again: this turn was said before, so its words are sent at once.
                         if move.number in episode.said:
                             host.call("said", number, move.number, episode.said[move.number])
                         await asyncio.sleep(0)  # the turn begins before what comes after it
@@ -311,7 +311,7 @@ class EnvironmentPool:
         finally:
             del process.episodes[episode]
             if coming is not None and not coming.cancel() and not coming.cancelled():
-                coming.exception()  # the first error is told, and this one came with it
+                coming.exception()  # read, so that asyncio does not report it too: another error is raised already
             if not host.died:
                 host.call("drop", number)
 

@@ -63,8 +63,8 @@ def has_started(name: str, host: EngineHost, started: Future[EngineFacts], timeo
     """Wait until an engine can sample.
 
     Raises:
-        EngineError: its process ended before, or needs more than `timeout` seconds; with the first cause. What the
-            engine itself raised is raised as it is.
+        EngineError: its process ended before that, or needs more than `timeout` seconds. The message has the first
+            cause. An error that the engine itself raised is raised as it is.
     """
     try:
         return started.result(timeout)
@@ -134,7 +134,7 @@ class OpenCalls:
 
     def take_report(self) -> EngineReport:
         with self._lock:
-            # Counts begin again, and the last reading of the memory stays: it is told when the process dies.
+            # Counts begin again. The last reading of the memory stays, because the message about a death names it.
             taken, self._report = self._report, EngineReport(memory=self._report.memory)
         return taken
 

@@ -243,7 +243,7 @@ def summary(engines: Sequence[PooledEngine]) -> str:
 
 
 def unassigned(owners: Sequence[object], engines: Sequence[PooledEngine]) -> RoleRow:
-    """The row of the turns that no engine has yet. `owners`: who waits for something."""
+    """The row of the turns that no engine has yet. `owners`: all objects that wait for something."""
     taken = {t for e in engines for t in list(e.turns)}
     turns = [o for o in owners if isinstance(o, PooledTurn) and o not in taken]
     return RoleRow(

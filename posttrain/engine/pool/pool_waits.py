@@ -1,5 +1,7 @@
-"""Records who waits for whom: every wait of a pool has an owner, a reason and a deadline, and nothing that a pool does
-in the background ends unseen."""
+"""Records all waits of a pool, each with its owner, its reason and a deadline; and runs work in the background.
+
+An error of work in the background is passed on (`attended`), so that it does not end unseen.
+"""
 
 from __future__ import annotations
 

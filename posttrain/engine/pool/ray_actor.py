@@ -259,7 +259,7 @@ class RayHost(CallingHost):
         """Ray has ended a call: pass on its answer, its error, or the loss of the actor."""
         try:
             value, error, report = done.result()
-        # Cancelled at this side's wish: nobody waits.
+        # This side has cancelled the call, so nothing waits for it.
         except self._ray.exceptions.TaskCancelledError:
             self._calls.drop(number)
         # The actor returns its own errors, so this one means that it is lost.

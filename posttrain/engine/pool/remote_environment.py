@@ -147,7 +147,7 @@ class PlayedTalk(PlayedSeat):
             return heard
         except asyncio.CancelledError:
             # The environment has stopped waiting, by a time limit of its own for instance. The learner's side is told,
-            # so that the turn is not said to its end for nobody.
+            # so that it does not finish a turn that is not read.
             self.tell(GivenUpMove(number))
             raise
         finally:

@@ -101,7 +101,7 @@ def read_block(block: Buffer, transport: str, place: str) -> Parcel:
     """The parcel that a block holds.
 
     Raises:
-        ParcelDamageError: it is not finished, not a block, or says of itself what cannot be.
+        ParcelDamageError: it is not finished, is no block, or is damaged: head, table and size do not fit together.
     """
     refuse = _refusal(place)
     if len(block) < HEAD.size:
@@ -155,7 +155,7 @@ def _parcel(about: dict[str, Any], transport: str, place: str) -> Parcel:
 
 
 def check_entries(parcel: Parcel, end: int, refuse: Callable[..., ParcelDamageError]) -> None:
-    """Refuse names that come twice, dtypes nobody knows, and bytes that overlap or lie outside of [64, end)."""
+    """Refuse names that come twice, unknown dtypes, wrong sizes, and bytes that overlap or lie outside of [64, end)."""
     names = {e.name for e in parcel.entries}
     if len(names) != len(parcel.entries):
         raise refuse("a name is listed twice")

@@ -165,11 +165,11 @@ class CollectiveSink:
         """What the thread runs: one round after the other, until the version is retired."""
         c, served, wanted = self._carrier, 0, self._carrier.engines
         with suppress(RuntimeError):  # the store is gone, and the run with it
-            # A connection of its own: while one is in use, who else wants it must wait.
+            # A connection of its own: while a thread uses a connection, other threads must wait for it.
             keys = C10D.PrefixStore(str(self._number), _store(c.address, c.seconds))
             while last := self._come(keys, served, wanted):
-                # The first round waits for all engines. Later ones serve who came late or whose round broke, as soon as
-                # there is one.
+                # The first round waits for all engines. Later rounds serve receivers that came late or whose round
+                # broke, as soon as there is one.
                 self._round(keys, range(served + 1, last + 1))
                 served, wanted = last, 1
 

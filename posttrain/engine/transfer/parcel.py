@@ -107,7 +107,7 @@ class WeightSender(Protocol):
         ...
 
     def retire(self, version: int) -> None:
-        """Remove what was published as `version`: nobody reads it any more. Those who still have it open can finish."""
+        """Remove what was published as `version`. Receivers that still have it open can finish."""
         ...
 
     def clock(self) -> Mapping[str, float]:
@@ -140,7 +140,7 @@ class WeightReceiver(Protocol):
 
 
 class Sink(Protocol):
-    """A block that is being written. Nobody else knows of it before `announce`."""
+    """A block that is being written. Receivers know nothing of it before `announce`."""
 
     def write(self, data: memoryview | bytes, at: int, tensor: str = "") -> None:
         """Put bytes at a place of the block. ParcelWriteError, which names the tensor, where there is no room."""
@@ -210,7 +210,7 @@ class ParcelWriteError(ParcelError):
 
 
 def write_at(fd: int, data: memoryview | bytes, at: int) -> None:
-    """Write all of it at a place of a file, whatever the kernel takes at once."""
+    """Write all of the data at a place of a file, in as many pieces as the kernel needs."""
     # pwrite takes at most about 2 GiB at once on Linux.
     rest = memoryview(data)
     while len(rest):

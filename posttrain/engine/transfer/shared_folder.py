@@ -62,7 +62,7 @@ class FolderCarrier:
 
 
 class FolderSink:
-    """A `parcel.Sink`: a file whose name nobody reads, until it is whole."""
+    """A `parcel.Sink`: a file that has a name which no receiver reads until it is whole."""
 
     def __init__(self, held: set[Path], path: Path, version: int) -> None:
         self._held, self._path, self._version = held, path, version

@@ -65,7 +65,7 @@ class SharedCarrier:
 
 
 class SharedSink:
-    """A `parcel.Sink`: a new block of memory, which nobody knows the name of."""
+    """A `parcel.Sink`: a new block of memory. Its name is known to others only after `announce`."""
 
     def __init__(self, carrier: SharedCarrier, version: int, name: str, fd: int) -> None:
         self._carrier, self._version, self._name, self._fd = carrier, version, name, fd

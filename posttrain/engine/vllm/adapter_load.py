@@ -148,7 +148,8 @@ def rank_for(lora: Lora) -> int:
 
 
 def write_base(policy: Policy, folder: Path) -> None:
-    """Write the weights beneath the adapter beside the model's description, for the engine to read at its start."""
+    """Write the weights beneath the adapter into the folder of the model's description. The engine reads them when it
+    starts."""
     weights = {n: t.detach().contiguous().cpu() for n, t in base_tensors(policy.module).items()}
     save_file(weights, folder / BASE, metadata={"format": "pt"})
 

@@ -341,7 +341,7 @@ class VLLMEngine(VLLMSampler):
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
 
     def _deliver_score(self, future: Future[np.ndarray], output: Any) -> None:
-        """Give the log-probs of the prompt's tokens, but for the first, to who asked."""
+        """Set the future to the log-probs of the prompt's tokens, the first one left out."""
         rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
 

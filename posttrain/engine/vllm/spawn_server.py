@@ -101,8 +101,8 @@ class SpawnedServer:
         """Returns whether the whole group has ended within this time."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            # Reaps the server where it has ended: a process that nobody has waited for would count as one of the group
-            # for ever.
+            # Reaps the server where it has ended: a process that was not waited for would count as one of the group for
+            # ever.
             self._process.poll()
             try:
                 os.killpg(self._process.pid, 0)
@@ -115,7 +115,7 @@ class SpawnedServer:
         """Wait until the server answers. EngineError where it ends before, or takes more than `START` seconds."""
         until = time.monotonic() + START
         while True:
-            # A server that has ended is told at once, with its last words, and not after the whole time.
+            # The end of the server is reported at once, with its last words, and not after the whole time.
             if why := self.ended():
                 raise EngineError(f"{ROLE} did not start: {why}")
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:

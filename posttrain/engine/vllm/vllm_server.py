@@ -236,7 +236,7 @@ class VLLMServer(VLLMSampler):
         ConfigError where they do not."""
         if self._checked:
             return
-        # `of_all=False`: a wrong number of workers is among the facts, and is told with the other wrong ones.
+        # `of_all=False`: the number of workers is one of the facts, so a wrong one is reported with the other facts.
         facts = (await self._call("posttrain_facts", of_all=False))[0]
         wanted = {
             "logprobs_mode": "processed_logprobs",

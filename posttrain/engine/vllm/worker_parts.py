@@ -65,7 +65,7 @@ def served(
 
     Args:
         told: what `vllm_worker.ServedWeights.posttrain_digests` answered, one for each worker.
-        sent: the tensor of a name as it was sent; None where none was.
+        sent: returns the tensor that was sent under a name; None where there was none.
         whole: the digests of the tensors that were sent.
 
     Returns: where all is well, the digests of `whole` and ''. The digests of a single worker are returned as they are.

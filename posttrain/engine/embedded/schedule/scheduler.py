@@ -166,7 +166,7 @@ class Scheduler:
             self.counts.preempted += 1
             self.preempt(int(np.argmax(s.number)))
         self._extend(short)
-        # Rows for drafts are a luxury: they are taken only where nobody loses a block for them.
+        # Drafts are not needed, so rows for them are taken only where no other request loses a block.
         if ahead:
             wanting = at[(s.held[at] <= s.cached[at] + ahead) & (s.held[at] < s.table.shape[1])]
             if self.blocks.fits(len(wanting)):
@@ -360,17 +360,18 @@ class Scheduler:
     def _join(self, prompt: Prompt) -> bool:
         """The first waiting slot begins after `prompt`. It shares the full blocks and copies the partial one; the last
         request of the prompt takes both without a copy. False where there is no block for the copy."""
-        # Slots write behind the prompt from now on, so each needs the partly filled last block for itself. The last one
-        # to begin takes the prompt's own; that no request waits for the prompt any more is what `_users` counts.
+        # Slots write behind the prompt from now on, so each needs a partly filled last block of its own. The last
+        # request to begin takes the prompt's own block. `_users` tells whether other requests of the prompt have not
+        # begun yet.
         s = prompt.waiting[0]
         request = self.slots.request[s]
         assert request is not None
         size, full = len(prompt.ids), len(prompt.ids) // BLOCK
         inherits = self._users[request.key] == 1
         if not inherits and full * BLOCK < size and not self._room(1):
-            # No room for a copy. While others generate, a block will become free, and this slot waits. If nobody does,
-            # none ever will: the last sibling gives its slot up. A slot that waits alone takes the prompt's own block,
-            # and requests still in the queue cache the prompt again.
+            # No room for a copy. While other slots generate, a block will become free, and this slot waits for it. If
+            # no slot generates, none ever will, so the last sibling gives its slot up. A slot that waits alone takes
+            # the prompt's own block, and requests that are still in the queue cache the prompt again.
             if len(prompt.waiting) > 1:
                 if not self.slots.generating.any():
                     self.counts.preempted += 1

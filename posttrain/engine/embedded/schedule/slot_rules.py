@@ -250,7 +250,7 @@ class SlotRules:
             dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]
         if not len(dead):
             return dead
-        # After a draft a dead row is no error yet: the draft may be rejected, and then nobody gets there.
+        # After a draft a dead row is no error yet: the draft may be rejected, and then the row is not used.
         now = dead if more is None else dead[more[dead] == 0]
         if len(now):
             s = int(rows[now[0]])

@@ -35,7 +35,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOK_SECONDS = 0.05
 """Between two looks whether a rank is gone, while ranks meet."""
 MEET_SECONDS = 120.0
-"""Seconds that ranks have at least to meet, whatever an exchange may take."""
+"""Least seconds that ranks have to meet, also where an exchange may take fewer."""
 
 
 class RankLost(EngineError):
@@ -148,8 +148,8 @@ class RankOrders:
         if self.ranks.world == 1:
             return
         self.number += 1
-        # The key first, then the broadcast: a rank that waits at the store, without a time-out, is told to come to the
-        # exchange, which has one.
+        # The key first, then the broadcast. A rank waits at the store without a time-out; the key tells it to come to
+        # the exchange, which has one.
         self._store.set(_key(self.number), what)
         dist.broadcast_object_list([work], group_src=0, group=self.ranks.group)
         # Every rank was in the broadcast of this order, so none can still want the key of the one before. The store

@@ -94,8 +94,8 @@ class RankProcesses:
         atexit.unregister(self._killed)
         last = time.monotonic() + END_SECONDS
         for process in self._processes.values():
-            # One deadline for all of them, not one for each; who has no time left gets a tenth of a second, to be seen
-            # as ended.
+            # One deadline for all of them, not one for each. A process without any time left still gets a tenth of a
+            # second, so that its end can be seen.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if not kill:
                     process.wait(max(0.1, last - time.monotonic()))
