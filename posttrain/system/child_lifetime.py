@@ -1,9 +1,9 @@
-"""Processes that end with the one that started them, even where it was killed and they are stopped or hang.
+"""Child processes that end when their parent process ends, even if the parent was killed.
 
-On Linux the kernel does that (`PR_SET_PDEATHSIG`). It counts the thread that started a process as its parent, so
-`begun` starts all of them in one thread that lives as long as this process does. On other systems a thread of the
-process looks who its parent is (`end_with`), which it can do unless it is stopped. So do processes that somebody else
-has started, such as torchrun.
+On Linux the kernel kills them (`PR_SET_PDEATHSIG`), even if they are stopped or hang. For the kernel the parent is the
+thread that started a process. So `begun` starts all processes from one thread that lives as long as this process. On
+other systems a thread in the child looks twice a second who its parent is (`end_with`); a stopped child cannot do that.
+Processes that another program has started, such as torchrun, use `end_with` too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from posttrain.system.terminal_output import tell
 
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.5
-"""How often a process looks whether its parent is gone, where the kernel does not tell."""
+"""Seconds between two looks of `end_with` at the parent."""
 COMMAND = (
     "import sys; sys.path[:] = {path!r}; from posttrain.system.child_lifetime import die_with;"
     " die_with({parent}); {program}"
@@ -32,8 +32,10 @@ COMMAND = (
 
 
 def die_with(parent: int) -> None:
-    """Called in the new process: the kernel kills it as soon as the process `parent` is gone. It ends at once where
-    that has happened before this call, when the kernel did not know of it yet."""
+    """Called in the new process: from now on the kernel kills it when the process `parent` ends.
+
+    If `parent` ended before this call, the kernel does not do that any more, so the process ends here.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
@@ -44,7 +46,7 @@ def die_with(parent: int) -> None:
 
 @contextmanager
 def ending_with_parent(name: str) -> Generator[None]:
-    """Inside, this process ends when the one that started it is gone. `name`: of that one, in words."""
+    """Inside the block this process ends when its parent is gone. `name`: the parent in words, for the message."""
     over = end_with(name, os.getppid())
     try:
         yield
@@ -53,8 +55,10 @@ def ending_with_parent(name: str) -> Generator[None]:
 
 
 def end_with(name: str, parent: int) -> threading.Event:
-    """End this process, with a line that says why, when its parent is another than the process `parent`. A thread looks
-    until the event that is returned is set."""
+    """Start a thread that ends this process, with a message, when its parent is no longer the process `parent`.
+
+    The thread stops looking when the returned event is set.
+    """
     over = threading.Event()
 
     def look() -> None:
@@ -66,8 +70,8 @@ def end_with(name: str, parent: int) -> threading.Event:
                         " ends. A run goes on from its last checkpoint with --resume",
                         file=sys.stderr,
                     )
-                # Not `sys.exit`, which would end this thread alone; and there is nobody for whom anything could be
-                # finished.
+                # `sys.exit` would end this thread alone. Nothing is finished or cleaned up: nobody waits for it any
+                # more.
                 os._exit(1)
 
     threading.Thread(target=look, name="looks for its parent", daemon=True).start()
@@ -81,7 +85,7 @@ def begun(program: str, **how: Any) -> subprocess.Popen[bytes]:
         program: Python statements. They find the modules that this process finds.
         how: what `subprocess.Popen` is to know besides.
     """
-    # The modules of this process may lie where only its own `sys.path` finds them.
+    # The new process gets the `sys.path` of this one, so that it finds the same modules.
     code = COMMAND.format(path=sys.path, parent=os.getpid(), program=program)
     return _starter().start([sys.executable, "-c", code], how)
 
@@ -105,8 +109,8 @@ class _Starter:
             try:
                 started.set_result(subprocess.Popen(command, **how))
             except BaseException as error:
-                # Into the caller's future, whatever it is: this thread must live as long as the process, or all
-                # children would be killed.
+                # Every error goes to the caller, through its future. This thread must not end: the kernel would kill
+                # all processes that it has started.
                 started.set_exception(error)
 
 
@@ -115,7 +119,7 @@ _started: list[_Starter] = []
 
 
 def _starter() -> _Starter:
-    """The one of this process. A process that was forked has no threads of the one before it."""
+    """The starter of this process. A forked process has no threads of its parent, so it gets a new one."""
     with _starting:
         if not _started or not _started[0].thread.is_alive():
             _started[:] = [_Starter()]

@@ -1,4 +1,4 @@
-"""Coroutines side by side: the first error cancels the rest and is raised as it is."""
+"""Coroutines side by side (the first error cancels the rest), and an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]
             for t in done:
                 # Only to raise what the task raised.
                 t.result()
-            # By place and not in the order of the set `done`, so that the same tasks are taken where several end at
-            # once.
+            # In the order of `work`, and not of the set `done`, whose order is random: so if several tasks end at once,
+            # the same ones are taken each time.
             ended += [i for i, t in enumerate(tasks) if t.done() and i not in ended]
         return [tasks[i].result() for i in sorted(ended[:count])]
     finally:
@@ -61,8 +61,10 @@ ENDING = 2.0
 
 
 class LoopThread:
-    """An event loop in a thread of its own, started when it is first used. What runs there does not hold up the
-    episodes of the loop that waits for it."""
+    """An event loop in a thread of its own, started when it is first used.
+
+    Work in it does not delay the episodes in the main loop.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -79,7 +81,7 @@ class LoopThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
-        """Cancel what still runs, and stop the loop. `last` is run in it before."""
+        """Cancel all tasks, then run `last` in the loop, and stop the loop. Waits at most `ENDING` seconds."""
         with self._one:
             loop, self._loop = self._loop, None
         if loop is None:

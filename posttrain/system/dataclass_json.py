@@ -1,7 +1,7 @@
 """Trees of frozen dataclasses to plain JSON data and back, losslessly and strictly.
 
-A dataclass becomes an object with one key per field. Where the declared type is a union, the object also carries
-`"type": "ClassName"`, so that `Clip | None` can grow into `Clip | Cap | None` without changing what is on disk. An open
+A dataclass becomes an object with one key per field. Where the declared type is a union, the object also has
+`"type": "ClassName"`. So `Clip | None` can later become `Clip | Cap | None`, and files on disk stay readable. An open
 choice (`system.subclass_registry`) is a union of the classes that derive from it.
 Non-finite floats become `{"float": "inf"}`, because JSON does not have them. Reading refuses unknown keys and values;
 the message names the dotted path and the nearest valid key.
@@ -28,6 +28,7 @@ from posttrain.system.subclass_registry import alternatives, is_open
 T = TypeVar("T")
 NoneType = type(None)
 TAG = "type"
+"""The key with the name of the class, where a union is declared."""
 
 
 # --- looking at declared types ---------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def _scalar(declared: Any, data: Any, path: str) -> Any:
     for m in options:
         if isinstance(m, type) and issubclass(m, Enum) and data in [e.value for e in m]:
             return m(data)
-        # By type too: in Python 1 == True, and 1 is not the choice `true`.
+        # The types must be equal too: in Python 1 == True, and 1 is not the choice `true`.
         if typing.get_origin(m) is Literal and any(data == v and type(data) is type(v) for v in typing.get_args(m)):
             return data
     # `type` and not `isinstance`, for the same reason: a bool is an int.
@@ -249,6 +250,7 @@ def _piece(declared: Any, data: dict[str, Any], path: str) -> type:
 
 
 def _dataclass(cls: type, data: dict[str, Any], path: str) -> Any:
+    """An object of a dataclass from plain data without the tag."""
     known = hints(cls)
     for name in data:
         if name not in known:

@@ -82,13 +82,14 @@ class RewardError(PosttrainError):
 
 
 CLOSE = 0.66
-"""How like a valid name a wrong one must be to be taken for a misspelling of it: twice the characters in common, over
-the characters of both. `dapoo` is taken for `dapo` (0.89); `nope` is not taken for `shop` (0.5)."""
+"""Least likeness at which a wrong name is taken for a misspelling of a valid one. The likeness is twice the number of
+common characters, divided by the characters of both. `dapoo` is taken for `dapo` (0.89), `nope` is not for `shop`
+(0.5)."""
 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `name` is probably a misspelling of, whatever its case; None where none is close."""
-    # Backwards, so that of names that differ in case the first one stays.
+    """The valid name of which `name` is probably a misspelling, whatever its case; None where none is close."""
+    # Backwards, so that of valid names that differ only in case the first one remains in the table.
     by_word = {option.lower(): option for option in reversed([*valid])}
     found = difflib.get_close_matches(name.lower(), by_word, n=1, cutoff=CLOSE)
     return by_word[found[0]] if found else None

@@ -9,7 +9,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 LINES = 20
-"""Lines of one logger in `SECONDS`."""
+"""Most lines of one logger in `SECONDS`."""
 SECONDS = 60.0
 
 
@@ -32,7 +32,7 @@ class LogRateLimit(logging.Filter):
                 )
             self._since, self._said, self._left_out = now, 0, 0
         self._said += 1
-        # Counted also beyond the limit, for the first line after it.
+        # Lines above the limit are counted too, for the message of the next line that gets through.
         self._left_out += self._said > self.lines
         return self._said <= self.lines
 

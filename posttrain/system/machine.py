@@ -1,4 +1,5 @@
-"""Facts about this machine, asked in a way that every Linux and macOS answers."""
+"""Facts about this machine (cores, memory), and settings of its memory while a stage takes steps, on Linux and
+macOS."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Numbers of glibc's `mallopt`: above which it returns the end of its memory, and above which a block is a mapping of
-its own, which is returned when it is freed."""
+"""Numbers of two settings of glibc's `mallopt`, both sizes in bytes. Free memory at the end of its heap above the first
+size is returned to the system. A block above the second size is a mapping of its own, which is returned when it is
+freed."""
 OFTEN_FREED = 32 << 20
-"""The value to which glibc by itself raises `M_MMAP_THRESHOLD` in a process that often frees large blocks; it raises
-`M_TRIM_THRESHOLD` to twice that."""
+"""In a process that often frees large blocks, glibc by itself raises `M_MMAP_THRESHOLD` to this value, and
+`M_TRIM_THRESHOLD` to twice this value."""
 NEVER = -1
-"""To `mallopt`: the end of the memory is never returned."""
+"""Value of `M_TRIM_THRESHOLD` with which glibc never returns the end of its heap."""
 THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-"""The user's own words to glibc on the two."""
+"""Environment variables with which a user sets the two thresholds."""
 _LIMITS: list[tuple[int, int]] = []
 """The thresholds in force, the innermost last."""
 
@@ -66,23 +68,22 @@ def free_memory() -> int | None:
 
 
 def freed_at_once() -> AbstractContextManager[None]:
-    """Inside, memory of 128 KiB or more goes back to the system as soon as this process frees it, and at the end so
-    does what is left. Without it the C library keeps such blocks for itself and cuts smaller ones out of them, so that
-    a process that had a layer after the other in memory looks as if it had all of them.
+    """Inside the block, freed memory of 128 KiB or more goes back to the system at once. At the end all free memory
+    does.
 
-    It acts on glibc (`mallopt`, `malloc_trim`), which is that of most of Linux, and does nothing elsewhere. Inside,
-    large blocks cost more time.
+    Without it the C library keeps freed blocks and cuts smaller ones out of them. Then a process that had one layer
+    after the other in memory looks as if it had all of them at once. This acts on glibc (`mallopt`, `malloc_trim`), the
+    C library of most Linux systems, and does nothing elsewhere. Inside, large blocks cost more time.
     """
     return _limits(128 << 10, 128 << 10)
 
 
 def kept_memory() -> AbstractContextManager[None]:
-    """Inside, memory that this process frees stays with it, but blocks above 32 MiB; at the end it goes back.
+    """Inside the block, freed memory stays with this process, except blocks above 32 MiB. At the end it goes back.
 
-    Every step of a stage takes the same memory again. What goes back to the system in between must be fetched page by
-    page, which made products of matrices three times slower where it happened, and it happened by chance
-    (docs/research/LOG.md, 2026-11-27). It acts on glibc, where MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ are
-    not set.
+    Every step of a stage takes the same memory again. Memory that went back to the system must be fetched again page by
+    page. That made products of matrices three times slower, in some runs and not in others (docs/research/LOG.md,
+    2026-11-27). It acts on glibc, and only if MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ are not set.
     """
     if any(name in os.environ for name in THRESHOLDS):
         return nullcontext()
@@ -90,16 +91,16 @@ def kept_memory() -> AbstractContextManager[None]:
 
 
 def _usual() -> tuple[int, int]:
-    """Above which size a block is a mapping of its own, and above which the end of the memory is returned: what the
-    user set, else what glibc comes to in a process that often frees large blocks."""
+    """(`M_MMAP_THRESHOLD`, `M_TRIM_THRESHOLD`) as the user set them, or else the values that glibc reaches by itself in
+    a process that often frees large blocks."""
     mapped, trimmed = (os.environ.get(name) for name in THRESHOLDS)
     return int(mapped or OFTEN_FREED), int(trimmed or 2 * OFTEN_FREED)
 
 
 @contextmanager
 def _limits(mapped: int, trimmed: int) -> Generator[None]:
-    """Inside, glibc has these two limits (`_usual`). At the end all that is free goes back, and they are what they
-    were."""
+    """Inside the block glibc has these two thresholds. At the end free memory goes back, and the old ones are set
+    again."""
     try:
         library = ctypes.CDLL(None)
         choose, trim = library.mallopt, library.malloc_trim
@@ -111,7 +112,7 @@ def _limits(mapped: int, trimmed: int) -> Generator[None]:
         choose(M_MMAP_THRESHOLD, limits[0])
         choose(M_TRIM_THRESHOLD, limits[1])
 
-    # glibc cannot be asked for its limits. So those that are in force are remembered here, for nested uses.
+    # glibc does not tell its thresholds. So those in force are remembered in `_LIMITS`, for nested blocks.
     before = _LIMITS[-1] if _LIMITS else _usual()
     _LIMITS.append((mapped, trimmed))
     use(_LIMITS[-1])
@@ -126,10 +127,13 @@ def _limits(mapped: int, trimmed: int) -> Generator[None]:
 
 @contextmanager
 def frozen_objects() -> Generator[None]:
-    """Inside, the collector no longer looks at what exists now: libraries, the model, its parts. That is some hundred
-    thousand objects, and to look at them cost 30 ms of every step of a small model. Cycles made inside are collected as
-    always. Cycles made before are collected at the beginning, and from the end on again."""
-    # Collected first: garbage that is frozen would stay until the end.
+    """Inside the block the garbage collector does not look at objects that exist already: libraries, the model, its
+    parts.
+
+    These are some hundred thousand objects, and looking at them cost 30 ms of every step of a small model. Objects made
+    inside are collected as always.
+    """
+    # Collected first: garbage that exists now would else be frozen too, and stay until the end.
     gc.collect()
     gc.freeze()
     try:
@@ -140,7 +144,6 @@ def frozen_objects() -> Generator[None]:
 
 @contextmanager
 def during_steps() -> Generator[None]:
-    """This process while a stage takes its steps: nothing that lasts is looked at by the collector, and memory that one
-    step frees is there for the next."""
+    """For this process while a stage takes its steps: see `frozen_objects` and `kept_memory`."""
     with frozen_objects(), kept_memory():
         yield

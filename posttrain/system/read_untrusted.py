@@ -1,7 +1,7 @@
-"""Reads files that somebody else may have made: up to a limit of size, without waiting, and parsed without a traceback.
+"""Reads files that somebody else may have made: with a limit of size, without waiting, with errors of posttrain's own.
 
-A pipe or a device in place of a file would hang or never end. A huge or deeply nested file would exhaust memory or the
-stack.
+Reading a pipe or a device in place of a file could hang or never end. A huge file would exhaust memory, and deeply
+nested JSON the stack.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MiB = 1 << 20
 
 @contextmanager
 def opened(path: Path, error: type[PosttrainError]) -> Generator[BinaryIO]:
-    """A regular file, open for reading; `error` for anything else, without waiting for a pipe's other end."""
+    """A regular file, open for reading. Raises `error` for anything else, such as a pipe, without waiting."""
     try:
-        # Twice: before opening, since to open a device can already act on it; and of the open file, since another one
-        # may have come in its place.
+        # Checked twice. Before opening, since even opening a device can have effects. And on the open file, since the
+        # file may have been replaced in between.
         require_regular(path, os.stat(path), error)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -42,7 +42,10 @@ def require_regular(path: Path, about: os.stat_result, error: type[PosttrainErro
 
 
 def private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Returns whether a file (or folder, no link) belongs to this user, and nobody else may write it."""
+    """Returns whether a file or folder belongs to this user, and nobody else may write it.
+
+    `kind`: `stat.S_ISREG` or `stat.S_ISDIR`. A link is none of the two.
+    """
     s = path.lstat()
     return kind(s.st_mode) and s.st_uid == os.geteuid() and not s.st_mode & 0o022
 
@@ -54,7 +57,7 @@ def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
         size = os.fstat(file.fileno()).st_size
         data = bytearray()
         while size <= most and len(data) <= most:  # `read` allocates at once what is asked for
-            # One byte more than is allowed is enough to know that there are too many.
+            # Reading one byte more than allowed is enough to know that the file is too large.
             if not (piece := file.read(min(max(size - len(data), 1 << 16), most - len(data)) + 1)):
                 break
             data += piece
@@ -80,7 +83,8 @@ def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[t
 
 
 def parse(data: bytes | str, place: str, error: type[PosttrainError]) -> Any:
-    """JSON; `error` with its place where it is none, is nested too deeply, or holds a number too long to read."""
+    """The parsed JSON. Raises `error` with the place for text that is no JSON, is nested too deeply, or has a number
+    too long to read."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -90,6 +94,7 @@ def parse(data: bytes | str, place: str, error: type[PosttrainError]) -> Any:
 
 
 def parse_object(data: bytes | str, place: str, error: type[PosttrainError]) -> dict[str, Any]:
+    """Like `parse`, for JSON that must be an object."""
     found = parse(data, place, error)
     if not isinstance(found, dict):
         raise error(f"{place} is damaged: an object is wanted there, and it holds {type(found).__name__}")

@@ -25,7 +25,8 @@ def command_line(*words: str | os.PathLike[str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word as a shell reads it. What cannot be printed is written out, so that it is never a line of its own."""
+    """A word quoted for a shell. Characters that cannot be printed are written out, so the command stays on one
+    line."""
     if word.isprintable():
         return shlex.quote(word)
     # The form $'...' of bash and zsh, in which escapes are read.
@@ -34,7 +35,8 @@ def _quoted(word: str) -> str:
 
 
 def with_reasons(rows: Iterable[tuple[str, str]], width: int | None = None) -> list[str]:
-    """Commands under one another, each with what it is for as a comment; above it where the two are wider than `width`.
+    """Commands one below the other, each followed by its purpose as a comment. If a line would be wider than `width`,
+    all comments stand above their commands.
 
     >>> with_reasons([("ls", "files"), ("pwd", "this folder")])
     ['ls   # files', 'pwd  # this folder']
@@ -47,8 +49,8 @@ def with_reasons(rows: Iterable[tuple[str, str]], width: int | None = None) -> l
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Text in lines of at most `width` columns; what goes on is set in. A line with a command stays whole, so that it
-    can be copied, and so does a path.
+    """Text in lines of at most `width` columns, where the rest of a wrapped line is indented. A line with a command
+    stays whole, so that it can be copied, and so does a path.
 
     >>> wrapped("rl: " + "x " * 21, 40)[1]
     '  x x x'
@@ -73,7 +75,8 @@ def wrapped(text: str, width: int) -> list[str]:
 def program() -> str:
     """Returns the command that calls this program from here: `posttrain` where that is found on the PATH and is of this
     environment, else the path of its script (`.venv/bin/posttrain`), else `python -m posttrain`."""
-    # `python -m` puts the path of a `__main__.py` there, an installed command that of its script.
+    # With `python -m`, `sys.argv[0]` is the path of a `__main__.py`; with an installed command it is that of its
+    # script.
     started = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
     if started.name == "__main__.py" and started.parent.name in (NAME, "cli"):
         return f"{python()} -m {NAME}"
@@ -84,7 +87,7 @@ def program() -> str:
 
 
 def python() -> str:
-    """The interpreter, named as short as works."""
+    """The shortest name under which the shell finds this interpreter."""
     python = Path(sys.executable)
     return next((n for n in ("python", "python3") if _found(n, python)), shlex.quote(_near(python)))
 
@@ -101,7 +104,7 @@ def _found(name: str, file: Path) -> bool:
 
 
 def _near(file: Path) -> str:
-    """The path from the current folder where the file lies in it, else the whole path."""
+    """The path relative to the current folder for a file inside it; else the whole path."""
     whole = os.path.abspath(file)
     near = os.path.relpath(whole)
     # A bare name would be looked for on the PATH, so a file in the current folder gets `./`.

@@ -12,18 +12,18 @@ from posttrain.system.errors import ConfigError
 
 
 class Open:
-    """Base of open choices. `class Region(Open, begin=True)` begins one; each class that derives from `Region` is an
-    alternative.
+    """Base class of open choices. `class Region(Open, begin=True)` begins a choice; classes derived from it are the
+    alternatives.
 
-    Alternatives are in the order of their definition. Overrides write them in lower case, so two names that differ only
-    in case are refused. A class that is defined again in the same place replaces the first.
+    Alternatives are kept in the order of their definition. Overrides write their names in lower case, so two names that
+    differ only in case are refused. A class that is defined again in the same place replaces the first one.
     """
 
     _alternatives: ClassVar[dict[str, type[Any]]]
 
     def __init_subclass__(cls, *, begin: bool = False, **more: Any) -> None:
         super().__init_subclass__(**more)
-        # The base has the table, and is no alternative of itself.
+        # The class that begins a choice has the table of alternatives, and is not one of them.
         if begin:
             cls._alternatives = {}
         elif hasattr(cls, "_alternatives"):
@@ -34,7 +34,7 @@ class Open:
         """Make this class an alternative of its choice again, after `withdraw`. Defining it does so the first time."""
         name = cls.__name__.lower()
         there = cls._alternatives.get(name)
-        # The same place twice is a cell of a notebook that was run again, or a file that was imported again.
+        # The same module and name again: a cell of a notebook was run again, or a file was imported again.
         if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(
                 f"{cls.__module__}.{cls.__qualname__}: overrides would not tell it from"
@@ -52,7 +52,7 @@ class Open:
 
 def is_open(declared: Any) -> bool:
     """Returns whether a declared type stands for alternatives that derive from it."""
-    # In the class itself and not by inheritance: an alternative is no choice.
+    # The table must be in the class itself. An alternative only inherits it, and is no choice.
     return isinstance(declared, type) and "_alternatives" in vars(declared)
 
 

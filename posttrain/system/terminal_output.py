@@ -38,13 +38,14 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def visible_lines(text: str) -> str:
-    """The same, line breaks left as they are: for text of ours with foreign text in it."""
+    """Like `visible`, but line breaks stay: for posttrain's own text with foreign text in it."""
     return visible(text, "\n")
 
 
 def coloured_lines(text: str) -> str:
-    """The same, the colours of `show` left as they are; foreign text in it must have gone through `visible` before."""
-    # Between the known sequences everything is written out; they are put back in their places.
+    """Like `visible_lines`, but posttrain's own colours stay. Foreign text in it must have gone through `visible`
+    before."""
+    # The text between the known sequences is written out. Then the sequences are put back in their places.
     plain, colours = COLOURS.split(text), COLOURS.findall(text)
     return "".join(visible_lines(part) + code for part, code in zip(plain, [*colours, ""], strict=True))
 
@@ -61,7 +62,7 @@ def overwrite(line: str, file: TextIO) -> None:
 
 
 def leave_lost_terminal() -> None:
-    """After SIGHUP: what is printed goes nowhere, where the terminal that it went to is gone. Else printing fails."""
+    """Called after SIGHUP: if the terminal is gone, output goes to the null device. Else printing would fail."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)
@@ -78,7 +79,7 @@ def guard_logs() -> None:
     """From here on, messages and tracebacks of every logger of this process are visible text,
     whatever handler writes them."""
     before = logging.getLogRecordFactory()
-    # Guarded before: a second layer would only cost time.
+    # Already guarded: a second layer would only cost time.
     if getattr(before, "visible", False):
         return
 
@@ -89,7 +90,7 @@ def guard_logs() -> None:
         except Exception:  # a call that does not fit its own form is reported by logging itself
             return record
         if not message.isprintable():
-            # The message is put together here, since the arguments would bring foreign text in later.
+            # The message is formatted here and its arguments are dropped. Else they would bring foreign text in later.
             record.msg, record.args = visible_lines(message), ()
         if record.exc_info and record.exc_info[0] is not None:
             # Formatters take this text where it is set and make none of their own.
@@ -101,8 +102,10 @@ def guard_logs() -> None:
 
 
 def quiet_libraries() -> None:
-    """From here on, what libraries tell those who write programs with them is not printed: that a name is old, and that
-    parts of a package are missing which another library imports and nobody here uses."""
+    """From here on, messages of libraries for programmers are not printed.
+
+    Such messages say that a name is deprecated, or that a part of a package is missing which posttrain does not use.
+    """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(peft|torch|torchao|transformers)\b")
