@@ -54,7 +54,8 @@ def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[di
         for n in dict.fromkeys(n for entries in each for n in entries)
         if len({entries.get(n, NONE) for entries in each}) > 1
     ]
-    # A number below a setting that one run lacks follows from the setting above it, so that one tells it.
+    # A setting that one run lacks follows from a setting above it that differs, such as another piece. That one's value
+    # includes it.
     lacking = {n for n in names if any(n not in entries for entries in each)}
     listed = [n for n in names if n not in lacking or not any(p in names for p in _above(n))]
     listed.sort(key=lambda n: _weight(n, {s for entries in stages for s in entries}))
@@ -78,7 +79,7 @@ def _value(path: str, of: Mapping[str, str]) -> str:
 def _weight(path: str, stages: set[str]) -> int:
     """The place of a setting in the order of `FIRST`."""
     head, _, rest = path.partition(".")
-    # The weight does not depend on what the stage is called.
+    # The order does not depend on the name of a stage.
     rest = rest if head in stages else path
     return next((i for i, known in enumerate(FIRST) if rest == known or rest.startswith(f"{known}.")), len(FIRST))
 
@@ -246,9 +247,10 @@ def _by_loss(of: RunOutcome, found: StageOutcome) -> ComparedRun:
 def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
     """The run with other values of its rows: their mean over the shared rows is the mean loss over all tokens."""
     last = [*run.stage.likelihoods.values()][-1]
-    values = {k: -x for k, x in last.values([str(k) for k in shared]).items()}
+    row_values = {k: -x for k, x in last.values([str(k) for k in shared]).items()}
     return replace(
-        run, measured=replace(run.measured, right=values, paid=values, reward=Score.free([*values.values()]))
+        run,
+        measured=replace(run.measured, right=row_values, paid=row_values, reward=Score.free([*row_values.values()])),
     )
 
 
@@ -368,7 +370,7 @@ def _by_seed(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[in
     scores: dict[int, list[float]] = {}
     for r in group.runs:
         scores.setdefault(r.seed, []).append(run_mean(r, what, prompts))
-    return {seed: math.fsum(values) / len(values) for seed, values in scores.items()}
+    return {seed: math.fsum(of_seed) / len(of_seed) for seed, of_seed in scores.items()}
 
 
 def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score | None:

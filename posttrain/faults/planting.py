@@ -76,10 +76,10 @@ class Fault:
 
     def commands(self) -> list[list[str]]:
         """The words of each command of `see`."""
-        planted = [*self.shows, f"fault={self.name}", "--allow-fault"]
+        fault_words = [*self.shows, f"fault={self.name}", "--allow-fault"]
         run = f"runs/{self.name}"
         return [
-            [w for word in c.split() for w in (planted if word == "FAULT" else [word.replace("RUN", run)])]
+            [w for word in c.split() for w in (fault_words if word == "FAULT" else [word.replace("RUN", run)])]
             for c in self.see
         ]
 

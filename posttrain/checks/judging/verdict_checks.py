@@ -32,10 +32,10 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
     for g in groups:
         for e in g.episodes:
             # A source that is only measured, or scores single steps, may fail: it is no part of the reward.
-            failed = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
-            if failed and e.reward is not None:
+            broken = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
+            if broken and e.reward is not None:
                 raise InvariantError(
-                    f"task {g.task.id!r}: source {failed[0].source!r} failed ({failed[0].verdict.why}) and the episode"
+                    f"task {g.task.id!r}: source {broken[0].source!r} failed ({broken[0].verdict.why}) and the episode"
                     f" still has reward {e.reward:g}. What nobody could judge leaves baseline and batch; it is no wrong"
                     " answer"
                 )

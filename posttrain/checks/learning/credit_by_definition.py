@@ -141,13 +141,15 @@ def plain(piece: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ExpectedCredit:
-    """The expected result of one episode: the credit of each spoken token, and whether the episode is dropped from the
-    batch."""
+    """The expected result of one episode."""
 
     scored: Scored
     group: int
+    """The number of its group in the step."""
     credit: np.ndarray
+    """The credit of each spoken token."""
     dropped: bool
+    """Whether the episode is left out of the batch."""
     returns: np.ndarray | None = None
     """Value targets, if the algorithm learns values."""
 
@@ -178,20 +180,20 @@ def expected_credit(
     reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, penalties, strict=True)]
     terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, penalties, strict=True)]
     resolutions = [_resolution(s.episode) for _, s in samples]
-    credits = _centred(a, samples, [r for r, *_ in shaped], reward, penalties, ema, groups)
-    if credits is None:
+    token_credit = _centred(a, samples, [r for r, *_ in shaped], reward, penalties, ema, groups)
+    if token_credit is None:
         return None
     members = [[i for i, (p, _) in enumerate(samples) if p == group] for group in range(len(groups))]
-    credits = _divided(a, members, credits, reward, terms, resolutions)
+    token_credit = _divided(a, members, token_credit, reward, terms, resolutions)
     if a.whiten is not None:
         compares = kind(a.baseline) in COMPARES
-        # Siblings that agree have a credit of exact 0 by then. Elsewhere the spread of the credit may be rounding
-        # alone.
+        # `doubt`: the spread of the credit that rounding alone may make. Where siblings are compared it is 0, because
+        # siblings that agree have a credit of exactly 0 by then.
         doubt = [
             0.0 if compares else f * _summed(a, s, x, t)
-            for (_, s), x, t, f in zip(samples, credits, terms, resolutions, strict=True)
+            for (_, s), x, t, f in zip(samples, token_credit, terms, resolutions, strict=True)
         ]
-        credits = _white(a.whiten, credits, max(doubt, default=0.0))
+        token_credit = _white(a.whiten, token_credit, max(doubt, default=0.0))
     values = kind(a.baseline) == "Value"
     targets = [
         value_targets(a.baseline, s, r, c) if values else None
@@ -200,7 +202,7 @@ def expected_credit(
     return [
         # The discount of groups that are learned from again comes last, so that it changes no baseline and no scale.
         ExpectedCredit(s, p, x * groups[p].group.discount, bool(why), t)
-        for (p, s), x, (*_, why), t in zip(samples, credits, shaped, targets, strict=True)
+        for (p, s), x, (*_, why), t in zip(samples, token_credit, shaped, targets, strict=True)
     ]
 
 

@@ -254,13 +254,13 @@ def keeps_to_schedule(config: Optimizer, handed: StepGradients, parameters: Mapp
     """A step in the middle of a schedule moves the number with the largest gradient of each parameter as configured."""
     for name, top in handed.largest.items():
         # One element of each parameter stands for all of it.
-        moved = float(parameters[name].detach().flatten()[top.index]) - top.weight
+        move = float(parameters[name].detach().flatten()[top.index]) - top.weight
         # The slack is the rounding of the weight, and a share of the move and of a hundredth of a full step. With an
         # infinite size it is infinite, so nothing is refused.
         slack = ROUNDING * max(SMALLEST, abs(top.weight)) + UPDATE_BOUND * (abs(top.move) + top.size / 100)
-        if abs(moved - top.move) > slack:
+        if abs(move - top.move) > slack:
             raise InvariantError(
-                f"an optimizer step moved {name} by {moved:.3g} at element {top.index}, and the configured one moves it"
+                f"an optimizer step moved {name} by {move:.3g} at element {top.index}, and the configured one moves it"
                 f" by {top.move:.3g} (learning rate {lr:g} in this step; schedule={config.schedule},"
                 f" horizon={config.horizon}, lr={config.lr:g}). The schedule began again or is another one, or the"
                 " optimizer's state is not that of the steps so far"
@@ -413,9 +413,9 @@ def only_frozen_is_left_out(config: Optimizer, parameters: Mapping[str, Any], tr
     """The optimizer updates every parameter that the settings do not freeze, and no other."""
     # Both directions: a frozen parameter that is trained, and a trained one that was left out.
     frozen = {n for n in parameters if config.frozen(n)}
-    if moved := sorted(frozen & set(trained)):
+    if extra := sorted(frozen & set(trained)):
         raise InvariantError(
-            f"{len(moved)} of {len(frozen)} frozen parameters would be trained: {', '.join(moved[:5])}. The optimizer"
+            f"{len(extra)} of {len(frozen)} frozen parameters would be trained: {', '.join(extra[:5])}. The optimizer"
             " was built with other settings than the stage's"
         )
     if lost := sorted(set(parameters) - frozen - set(trained)):

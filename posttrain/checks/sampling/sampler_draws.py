@@ -63,7 +63,7 @@ class CheckedDraws:
     at_M: np.ndarray
     """int64: the index of each checked token among the spoken tokens of its episode."""
     full: bool
-    """Whether no further token would have been added."""
+    """Whether the limit was reached, so that further episodes would have added no token."""
 
 
 def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
@@ -109,8 +109,10 @@ def beginning(s: Segment, spoken: int) -> Segment:
 
 
 def uniforms(looked: CheckedDraws, seed: int, stream: str) -> np.ndarray:
-    """float64 [M]: the uniform of each token's place. A place is (seed, stream, task, visit, sibling, turn) and the
-    position in the turn."""
+    """float64 [M]: the uniform random number of each token's place.
+
+    A place is (seed, stream, task, visit, sibling, turn) and the position in the turn.
+    """
     out = np.zeros(len(looked.at_M))
     for segment, e in enumerate(looked.episodes):
         # A turn has random numbers of its own, so a longer turn before it moves nothing.

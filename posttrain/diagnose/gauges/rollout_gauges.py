@@ -81,10 +81,10 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     episodes = [e for g in played for e in g.episodes if e.own]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
     truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
-    credits = [e for g in credit.groups for e in g.episodes]
+    credited = [e for g in credit.groups for e in g.episodes]
     by_segment = [s.version[s.mask] for e in episodes for s in e.segments]
     versions = np.concatenate(by_segment) if by_segment else np.zeros(0, np.int32)
-    advantages = [a for e in credits for a in e.advantage]
+    advantages = [a for e in credited for a in e.advantage]
     logp = [s.logp[s.mask] for e in episodes for s in e.segments]
     return {
         **components(episodes),
@@ -110,8 +110,8 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         **ages(asked.behind(versions), len(asked.promised) - 1),
         **({"rollout/trained_length": _lengths(credit, asked)} if len(asked.promised) > 1 else {}),
         "credit/silent": Gauge.of([g.silent for g in credit.groups]),
-        "credit/shaped": Gauge.of([e.shaped for e in credits]),
-        "credit/dropped": Gauge.of([bool(e.dropped) for e in credits]),
+        "credit/shaped": Gauge.of([e.shaped for e in credited]),
+        "credit/dropped": Gauge.of([bool(e.dropped) for e in credited]),
         "credit/advantage_abs": Gauge.of(np.abs(np.concatenate(advantages)) if advantages else np.zeros(0)),
     }
 

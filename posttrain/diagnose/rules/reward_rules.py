@@ -52,7 +52,7 @@ def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
     # Where rewards are grades a cut or endless answer often has the least one. The cause is named instead.
     if graded(history) and (cut_off_before_the_answer(history, stage) or never_stops(history, stage)):
         return ""
-    causes = (
+    likely = (
         "the reward does not read the answer (give it a wrong one: posttrain check RUN), this is the least that it pays"
         " (teach the policy first, or use easier tasks), or the most (use harder ones)"
         if graded(history)
@@ -60,7 +60,7 @@ def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
         " or every task is solved already (use harder ones)"
     )
     return (
-        f"every answer so far got the same reward ({reward_text(now[-1])}), so nothing is learned. In order: {causes}"
+        f"every answer so far got the same reward ({reward_text(now[-1])}), so nothing is learned. In order: {likely}"
     )
 
 

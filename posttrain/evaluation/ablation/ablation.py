@@ -322,8 +322,8 @@ def _row(
         longer: its norm divided by that one's.
     """
     kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
-    credits = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
-    by_solved = {yes: [x for x, right in credits if right == yes] for yes in (True, False)}
+    token_credit = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
+    by_solved = {yes: [x for x, right in token_credit if right == yes] for yes in (True, False)}
     # A group is silent where no episode of it has credit, as in the run's own gauge.
     loud = sum(any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups)
     return AblationRow(
@@ -335,7 +335,7 @@ def _row(
         silent=1 - loud / total if total else math.nan,
         clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
         effective=_effective(a, seen),
-        credit=_mean([np.abs(x) for x, _ in credits]),
+        credit=_mean([np.abs(x) for x, _ in token_credit]),
         solved=_mean(by_solved[True]),
         unsolved=_mean(by_solved[False]),
         tokens=gradient.tokens,
