@@ -205,7 +205,8 @@ def test_the_search_finds_circles() -> None:
 
 
 def test_files_and_functions_stay_small() -> None:
-    """Length is a smell: a file may have 400 lines, up to 500 where one idea needs them. Comments do not count."""
+    """Length is a smell: a file may have 400 lines, up to 500 where one idea needs them, and a function 60.
+    Comments do not count, nor does a function's docstring."""
     wrong = list[str]()
     for path in FILES:
         text = path.read_text().splitlines()
@@ -214,8 +215,8 @@ def test_files_and_functions_stay_small() -> None:
         wrong += [f"{named(path)} has {lines} lines; at most {FILE_LINES}"] if lines > FILE_LINES else []
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                end = node.end_lineno or node.lineno
-                long = end - node.lineno + 1 - sum(comments[node.lineno - 1 : end])
+                end, words = node.end_lineno or node.lineno, ast.get_docstring(node, clean=False) or ""
+                long = end - node.lineno - words.count("\n") - sum(comments[node.lineno - 1 : end]) + (not words)
                 told = f"{named(path)}:{node.lineno} {node.name} has {long} lines; at most {FUNCTION_LINES}"
                 wrong += [told] if long > FUNCTION_LINES else []
     assert not wrong, "\n".join(wrong)
