@@ -185,8 +185,8 @@ class StepSearch:
 
     def _by_steps(self, scorer: StepScorer, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
         """The scores of all steps, read off one pass of the reward model."""
-        # score_M is flat over all segments, prompts included: `own` are the scores of one answer's positions.
-        # `ends` counts tokens of the answer, so the score of a step is that of the last of them.
+        # `score_M` has the scores of all segments in one row: `own` are the scores of one answer. `at` has the number
+        # of tokens up to the end of each step, so the score of a step is that of its last token.
         packed = Packed.of([self._segment(task, b) for b in ones])
         score_M, ends = scorer.tokens(packed), TokenEnds(self.text)
         out: list[Beginning] = []
@@ -207,13 +207,13 @@ class StepSearch:
         # A beginning keeps the scores of its earlier steps, so only the texts up to later steps are new. Different
         # beginnings may have the same text, and it is asked for once.
         asked = list(dict.fromkeys(t for b, own in zip(ones, upto, strict=True) for t in own[len(b.scores) :]))
-        found = dict(zip(asked, await verifier.of_beginnings(task, asked), strict=True))
+        scores = dict(zip(asked, await verifier.of_beginnings(task, asked), strict=True))
         out: list[Beginning] = []
         for b, own in zip(ones, upto, strict=True):
-            new = [found[t] for t in own[len(b.scores) :]]
+            new = [scores[t] for t in own[len(b.scores) :]]
             # With one step missing, a score of the others would be compared with scores of all steps.
-            read = tuple(x for x in new if x is not None)
-            out.append(replace(b, scores=(*b.scores, *read) if len(read) == len(new) else ()))
+            judged = tuple(x for x in new if x is not None)
+            out.append(replace(b, scores=(*b.scores, *judged) if len(judged) == len(new) else ()))
         return out
 
     def _segment(self, task: Task, b: Beginning) -> Segment:

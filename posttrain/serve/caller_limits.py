@@ -90,7 +90,8 @@ def most_connections(limits: CallerLimits) -> int:
     """Number of connections that can be open at once: the limit, or fewer if the limit on files is lower."""
     import resource  # not on every system that has a command line
 
-    # What is open already (weights, logs) and a reserve are taken off: an accept without a free descriptor fails.
+    # Files that are open already (weights, logs) and a reserve are subtracted, because an accept without a free
+    # descriptor fails.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits.connections
@@ -98,6 +99,7 @@ def most_connections(limits: CallerLimits) -> int:
 
 
 def _open_files() -> int:
+    """Number of files that this process has open; `SPARE_FILES` where that cannot be read."""
     try:
         return len(os.listdir("/dev/fd"))
     except OSError:
@@ -122,11 +124,11 @@ LOGGERS = (LOG, logging.getLogger("asyncio"), logging.getLogger("aiohttp.server"
 @contextmanager
 def quiet() -> Iterator[None]:
     """Limit the rate of each of `LOGGERS` inside the block."""
-    kept = [(log, LogRateLimit()) for log in LOGGERS]
-    for log, rate in kept:
+    filters = [(log, LogRateLimit()) for log in LOGGERS]
+    for log, rate in filters:
         log.addFilter(rate)
     try:
         yield
     finally:
-        for log, rate in kept:
+        for log, rate in filters:
             log.removeFilter(rate)

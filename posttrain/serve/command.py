@@ -56,19 +56,19 @@ class ServerAddress:
         """The token that callers must send; None: no token is needed."""
         if self.no_token:
             return None
-        given = self.token
+        token = self.token
         if self.token_env is not None:
-            given = os.environ.get(self.token_env, "").strip()
-            if not given:
+            token = os.environ.get(self.token_env, "").strip()
+            if not token:
                 raise ConfigError(f"--token-env {self.token_env}: that environment variable is empty")
-        if given is None:
+        if token is None:
             return secrets.token_urlsafe(24)
-        # It travels in a header, which has room for nothing else.
-        if len(given) < SHORTEST or not given.isascii() or not given.isprintable() or " " in given:
+        # The token is sent in a header, which allows only such characters.
+        if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError(
-                f"the token has {len(given)} characters: use at least {SHORTEST}, printable ASCII without spaces"
+                f"the token has {len(token)} characters: use at least {SHORTEST}, printable ASCII without spaces"
             )
-        return given
+        return token
 
 
 def serve(
@@ -93,8 +93,7 @@ def serve(
     where = where or ServerAddress()
     token = where.resolve()
     check_address(where.host, token)
-    # First all that can be wrong in the command, in milliseconds; importing torch and loading weights take much
-    # longer.
+    # First the command is checked, which takes milliseconds. Importing torch and loading weights take much longer.
     _stored(*run_and_checkpoint(target, checkpoint), overrides)
     from posttrain.serve.listen import serve as listen
     from posttrain.stages.run_coroutine import wait
@@ -124,7 +123,7 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
         ConfigError: an override names another engine, or a setting that a server does not use.
     """
     if isinstance(run.engine, Embedded):
-        # What the run itself had is set aside without a word; what the user asks for here and cannot have is refused.
+        # Such settings of the run itself are ignored silently. Those that the user gives here are refused.
         if run.engine.timeline and any(text.strip().startswith("engine.timeline") for text in overrides):
             raise ConfigError(
                 "engine.timeline=true writes a file into a run folder, and a server has none. Leave it out"
@@ -156,11 +155,12 @@ def make_served(
     """(the `serve.intake.ServedModel`, lines about it for the banner)."""
     target, checkpoint = run_and_checkpoint(target, checkpoint)
     stored = _stored(target, checkpoint, overrides)
-    # Applied once to see which engine is meant; `target_run` applies the overrides for good.
-    how = served_by(dotted.apply(stored, list(overrides)), overrides)
+    # The overrides are applied here only to see which engine is meant. `target_run` applies them to the run that is
+    # used.
+    engine_settings = served_by(dotted.apply(stored, list(overrides)), overrides)
     parts = ("model", "engine")
     run, weights = target_run(
-        target, checkpoint, *overrides, parts=parts, allow=trust, change=lambda r: replace(r, engine=how)
+        target, checkpoint, *overrides, parts=parts, allow=trust, change=lambda r: replace(r, engine=engine_settings)
     )
     import torch
 
@@ -175,16 +175,16 @@ def make_served(
     from posttrain.serve.intake import ServedModel
 
     use_threads(run.threads)
-    # A model that is made and not loaded has the same random weights as in its run.
+    # With this seed, a model without saved weights gets the same random weights as in its run.
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     policy = built_policy(Path(target), run) if is_run(target) else open_policy(run.model, run.seed)
     if weights is not None:
         load_weights(weights, HFLearner(policy))
-    # Of what is in memory, so a client can compare the server's weights with those of a run.
+    # The digest is of the weights in memory, so that a client can compare them with those of a run.
     digest = fingerprint(named_tensors(policy.module))
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids)
-    engine = embedded_engine(run, how, policy, renderer.decode)
+    engine = embedded_engine(run, engine_settings, policy, renderer.decode)
     served = ServedModel(
         sampler=engine,
         renderer=renderer,

@@ -53,7 +53,7 @@ class Connection(web.RequestHandler):
         self._listener = listener
         self._wire: asyncio.Transport | None = None
         self._stuck: tuple[float, int] | None = None
-        """Where the caller does not read: (time, bytes waiting to be written) at the last progress."""
+        """While the caller does not read fast enough: (time, bytes waiting to be written) at its last progress."""
 
     @property
     def silent(self) -> bool:
@@ -63,7 +63,8 @@ class Connection(web.RequestHandler):
     def unread(self) -> bool:
         """True where data has arrived on the connection that has not been read yet."""
         try:
-            # MSG_PEEK leaves the byte where it is. Data that we have not come to read means that the caller did ask.
+            # MSG_PEEK leaves the byte in the socket. Data that was not read yet means that the caller has sent a
+            # request.
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
@@ -77,7 +78,8 @@ class Connection(web.RequestHandler):
         """True where the phase has taken too long, or the connection sent so much ahead of our answer that reading was
         paused."""
         now, limits, wire = self._clock(), self._listener.limits, self._wire
-        # A caller that reads slowly makes progress in blocks of WRITTEN; one that takes less in its time is cut off.
+        # A caller that reads `WRITTEN` bytes has made progress, and its time begins again. A caller that reads less in
+        # `write_seconds` is cut off.
         if self._stuck is not None and wire is not None:
             when, size = self._stuck
             left = wire.get_write_buffer_size()
@@ -85,8 +87,8 @@ class Connection(web.RequestHandler):
                 self._stuck = now, left
             elif now - when > limits.write_seconds:
                 return True
-        # An answer may take as long as it needs. But asyncio stops reading where a caller sends more and more
-        # meanwhile, and then the end of the connection would not be seen either.
+        # An answer may take as long as it needs. But if the caller sends more and more meanwhile, asyncio stops
+        # reading, and would not notice that the caller has gone. Such a connection is overdue.
         if self.phase == "answer":
             return wire is not None and not wire.is_closing() and not wire.is_reading()
         seconds = {"idle": limits.idle_seconds, "headers": limits.header_seconds, "body": limits.body_seconds + LINGER}
@@ -109,7 +111,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # The first byte of a next request: from here on the headers have their time.
+        # The first byte of the next request. The time for its headers begins.
         if data and self.phase == "idle":
             self.now("headers")
         super().data_received(data)
@@ -134,19 +136,19 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> Any:
-        """Answer invalid HTTP like every other refusal, without a line in the log. A caller who has gone hears nothing,
-        and causes none either."""
+        """Answer invalid HTTP like every other refusal, without a line in the log. A caller that has gone gets no
+        answer and causes no line either."""
         if isinstance(exc, ConnectionError):
             raise exc
         if status >= 500:
             LOG.error("%s %r", request.method, request.path, exc_info=exc)
-        # A second status line in the middle of an answer would be read as its text.
+        # If an answer has begun, a second status line in the middle would be read as its text.
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so nothing else can be said")
-        first = (message or "a bug in the server, whose log has the traceback").strip().partition("\n")[0].rstrip(":")
-        said = answer(Refusal(first if status >= 500 else f"this is no HTTP request ({first})", status=status))
-        said.force_close()
-        return said
+        reason = (message or "a bug in the server, whose log has the traceback").strip().partition("\n")[0].rstrip(":")
+        response = answer(Refusal(reason if status >= 500 else f"this is no HTTP request ({reason})", status=status))
+        response.force_close()
+        return response
 
 
 class Listener:
@@ -161,7 +163,8 @@ class Listener:
         self.server, self.limits = server, limits
         self.most = most_connections(limits)
         self._loop = asyncio.get_running_loop()
-        # Dictionaries as ordered sets: entries come and go in constant time, and the first one is the oldest.
+        # These dictionaries are ordered sets. Entries are added and removed in constant time, and the first one is the
+        # oldest.
         self._held: dict[Connection, None] = {}
         self._count: Counter[str] = Counter()
         self._silent: dict[str, dict[Connection, None]] = {}
@@ -199,13 +202,13 @@ class Listener:
 
     def changed(self, connection: Connection) -> None:
         """Record that a connection became silent or has a request."""
-        own = self._silent.setdefault(connection.address, {})
-        # Taken out and put in again at the end: silent since now. A sweep over all connections for each change
-        # would cost too much with thousands of them.
-        own.pop(connection, None)
+        silent = self._silent.setdefault(connection.address, {})
+        # A silent connection is moved to the end, because its silence begins now. So the order is kept without sorting
+        # thousands of connections at each change.
+        silent.pop(connection, None)
         if connection.silent and connection in self._held:
-            own[connection] = None
-        if not own:
+            silent[connection] = None
+        if not silent:
             del self._silent[connection.address]
 
     def left(self, connection: Connection) -> None:
@@ -218,11 +221,13 @@ class Listener:
             self.changed(connection)
 
     def _sweep(self) -> None:
+        """Cuts the connections that are overdue, and calls itself again after `SWEEP` seconds."""
         self._sweeping = self._loop.call_later(SWEEP, self._sweep)
         for connection in [c for c in self._held if c.overdue()]:
             connection.cut()
 
     def _listen(self) -> None:
+        """Begins to accept."""
         self._resume = None
         for sock in self._sockets:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
@@ -237,21 +242,21 @@ class Listener:
 
     def _accept(self, sock: socket.socket) -> None:
         """Accept waiting connections, as far as the limits allow."""
-        # A bounded number: when very many connect at once, the open ones have their turn as well.
+        # The number is bounded, so that open connections are served too when very many callers connect at once.
         for _ in range(AT_ONCE):
             if len(self._held) >= self.most and not self._make_room():
                 self._pause(SWEEP / 10)
                 return
             try:
                 wire, whence = sock.accept()
-            # Nothing waits any more, or the caller has gone while it did.
+            # No connection waits any more, or the caller has gone while it waited.
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 LOG.warning(
                     "connections wait: %s. Lower --limit connections=%d, or raise the limit on files", error, self.most
                 )
-                # No descriptor is left. Without the pause the socket stays readable and the loop would spin.
+                # No descriptor is left. Without a pause the loop would call this method again at once, without end.
                 self._make_room()
                 self._pause(SWEEP)
                 return
@@ -259,20 +264,23 @@ class Listener:
             if self._count[address] < self.limits.per_address or self._make_room(address):
                 self._admit(wire, address)
             else:
-                said = "%s has %d connections, all being answered or just begun: a further one was refused"
-                LOG.warning(said, address, self._count[address])
+                message = "%s has %d connections, all being answered or just begun: a further one was refused"
+                LOG.warning(message, address, self._count[address])
                 refuse(wire)
 
     def _admit(self, wire: socket.socket, address: str) -> None:
+        """Counts a new connection and begins to handle it."""
         wire.setblocking(False)
-        how = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False}
-        connection = Connection(self, address, wire, loop=self._loop, keepalive_timeout=self.limits.idle_seconds, **how)
-        # Counted before it begins: the next `accept` in the same loop must see it.
+        settings = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False}
+        connection = Connection(
+            self, address, wire, loop=self._loop, keepalive_timeout=self.limits.idle_seconds, **settings
+        )
+        # It is counted before it begins, so that the next `accept` in the same loop counts it too.
         self._held[connection] = None
         self._count[address] += 1
         self.changed(connection)
         task = self._loop.create_task(self._begin(connection, wire))
-        # asyncio keeps weak references to tasks only.
+        # asyncio keeps only weak references to tasks, so the task is kept here until it is done.
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
@@ -286,16 +294,17 @@ class Listener:
 
     def _make_room(self, address: str | None = None) -> bool:
         """Close the longest silent connection: of `address`, or else of the address with the most."""
-        # At the limit of all, the address with the most connections gives one up, so one caller cannot push out many.
+        # At the limit of all connections, the address with the most connections loses one. So one caller cannot push
+        # out others.
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
-        # The first is silent the longest, but it may have sent something that has not been read yet; a few are
-        # looked at, and no more, since at the limit this runs for every new one.
-        before = self._loop.time() - YOUNG
-        oldest = (
-            c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= before and not c.unread()
+        # The first connection is silent the longest, but it may have sent data that was not read yet. Only a few
+        # connections are considered, because at the limit this runs for every new connection.
+        latest = self._loop.time() - YOUNG
+        candidates = (
+            c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= latest and not c.unread()
         )
-        if (connection := next(oldest, None)) is None:
+        if (connection := next(candidates, None)) is None:
             return False
         connection.cut()
         return True
@@ -303,10 +312,10 @@ class Listener:
 
 def refuse(wire: socket.socket) -> None:
     """Send 429 to a connection that is not accepted, if that is possible at once, and close it."""
-    said = Refusal("too many connections from this address", status=429).bytes()
+    message = Refusal("too many connections from this address", status=429).bytes()
     with suppress(OSError), wire:
         wire.setblocking(False)
-        wire.send(said)
+        wire.send(message)
         wire.shutdown(socket.SHUT_WR)
         wire.recv(1 << 16)  # unread data would make the close discard the answer
 
@@ -317,32 +326,36 @@ async def bind(host: str, port: int) -> list[socket.socket]:
     Raises:
         OSError: the name has no address, or an address cannot be bound.
     """
-    made: list[socket.socket] = []
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    failed: OSError | None = None
-    for family, kind, proto, _, address in dict.fromkeys(found):
-        # For port 0 the system chooses at the first address; the others take the same number.
-        chosen = port or (made[0].getsockname()[1] if made else 0)
+    sockets: list[socket.socket] = []
+    addresses = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    failure: OSError | None = None
+    for family, kind, proto, _, address in dict.fromkeys(addresses):
+        # For port 0 the system chooses a port at the first address, and the other addresses use the same one.
+        chosen = port or (sockets[0].getsockname()[1] if sockets else 0)
         try:
-            made.append(_listening(family, kind, proto, (address[0], chosen, *address[2:])))
+            sockets.append(_listening(family, kind, proto, (address[0], chosen, *address[2:])))
         except OSError as error:
-            failed = error
+            failure = error
             if error.errno == errno.EADDRINUSE:
                 break
-    # some addresses of a name may belong to other machines
-    if failed is not None and (not made or failed.errno == errno.EADDRINUSE):
-        for sock in made:
+    # A name may have addresses that belong to other machines. They are left out, if at least one address was bound.
+    if failure is not None and (not sockets or failure.errno == errno.EADDRINUSE):
+        for sock in sockets:
             sock.close()
-        raise failed
-    return made
+        raise failure
+    return sockets
 
 
 def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> socket.socket:
+    """A listening socket at one address."""
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Else a socket for all IPv6 addresses takes the IPv4 port too, and binding that one fails.
+            # Without this option a socket for all IPv6 addresses takes the port of IPv4 too, and binding that one
+            # fails.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(BACKLOG)

@@ -1,6 +1,6 @@
-"""Decode ids to text as they arrive: no incomplete characters, and nothing that may become a stop string.
+"""Decodes ids to text as they arrive. It holds back incomplete characters, and text that may become a stop string.
 
-The concatenated pieces equal the decoded whole, for every kind of tokenizer, with one exception: byte-fallback decoders
+Together the pieces are the text of all ids, for every kind of tokenizer, with one exception. Byte-fallback decoders
 change earlier characters when invalid bytes follow, and text that was sent is not changed.
 """
 
@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 HALF = "\ufffd"
 """Character that a decoder writes for invalid or incomplete UTF-8."""
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # A token of one byte in byte-fallback vocabularies: `<0xE2>`.
 _SPACE = "\u2581"
+"""Character that stands for a space in the vocabularies of SentencePiece."""
 
 
 class TokenText:
@@ -25,14 +26,15 @@ class TokenText:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._added = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
-        # The decoder is a tree of steps; it is enough to know whether a step of a kind occurs in it.
+        # The decoder is a tree of steps. It is enough to know which kinds of steps it has, so its JSON text is
+        # searched.
         decoder = json.dumps(json.loads(self._backend.to_str()).get("decoder"), ensure_ascii=False)
         self._byte_level, self._fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         self._spaces = _SPACE in decoder
 
     @cached_property
     def longest(self) -> int:
-        """Most bytes of text in one token. Only approximate where the tokenizer normalises text first."""
+        """Most bytes of text in one token; only approximately, if the tokenizer normalises text first."""
         pieces = (*self._backend.get_vocab(with_added_tokens=False), *self._added.values())
         # A byte-level vocabulary writes each byte as one letter.
         return max(len(p) if self._byte_level else len(p.encode()) for p in pieces)
@@ -48,7 +50,7 @@ class TokenText:
         piece = self._backend.id_to_token(token)
         if piece is None:
             return b""
-        # The bytes of a token cannot be had by decoding it alone: a part of a character is decoded to U+FFFD.
+        # Decoding a token alone does not give its bytes, because a part of a character is decoded to U+FFFD.
         if self._byte_level and all(c in _byte_of() for c in piece):
             return bytes(_byte_of()[c] for c in piece)
         if self._fallback and (byte := _BYTE.fullmatch(piece)):
@@ -81,10 +83,10 @@ class Decoder:
         """The text that this token completes; '' while a character is incomplete."""
         self._ids.append(token)
         before, now = self._around()
-        # The last character is incomplete, or the decoder took a space back: wait for the next token.
+        # If the last character is incomplete, or the decoder removed a space, the next token is waited for.
         if now.endswith(HALF) or len(now) <= len(before):
             return ""
-        # The window moves on by what was read before this piece, so its cost stays that of a few tokens.
+        # The new window begins with the tokens of this piece, so that it stays a few tokens long.
         piece = now[len(before) :]
         self._window, self._read = self._read, len(self._ids)
         self._said += piece
@@ -92,8 +94,8 @@ class Decoder:
 
     def finish(self) -> str:
         """The rest: bytes that are no complete character, as the decoder writes them."""
-        # Decoded once as a whole, in case the windows left something out. Where it does not continue what was
-        # sent (byte fallback), the window's rest is all that can be added.
+        # All ids are decoded once more as a whole, in case the windows left something out. If the whole text does not
+        # begin with the text that was sent (byte fallback), only the rest of the window can be added.
         whole = self._words.text(self._ids)
         if whole.startswith(self._said):
             return whole[len(self._said) :]
@@ -101,7 +103,7 @@ class Decoder:
         return now[len(before) :]
 
     def _around(self) -> tuple[str, str]:
-        """The text of the window without and with what came last."""
+        """(the text of the window without the tokens that came last, with them)."""
         window = self._ids[self._window :]
         return self._words.text(window[: self._read - self._window]), self._words.text(window)
 
@@ -123,18 +125,19 @@ class Stops:
         if self.found or not self._stops:
             return "" if self.found else piece
         text, held = self._held + piece, len(self._held)
-        # Only a stop string that ends in the new piece is new: it begins at most len(s) - 1 characters before that.
-        found = (text.find(s, max(0, held - len(s) + 1)) for s in self._stops) if armed else ()
-        at = min((i for i in found if i >= 0), default=-1)
-        if at >= 0:
+        # A stop string that was not found before ends in the new piece, so it begins at most len(s) - 1 characters
+        # before the piece.
+        places = (text.find(s, max(0, held - len(s) + 1)) for s in self._stops) if armed else ()
+        stop_place = min((i for i in places if i >= 0), default=-1)
+        if stop_place >= 0:
             self.found, self._held = True, ""
-            return text[:at]
-        # The longest end of the text that a later piece may complete to a stop string.
-        keep = max(
+            return text[:stop_place]
+        # The length of the longest end of the text that is the beginning of a stop string.
+        held_back = max(
             (n for s in self._stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0
         )
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self._held = text[len(text) - held_back :]
+        return text[: len(text) - held_back]
 
     def finish(self) -> str:
         """The text that was held back and is no stop string."""

@@ -1,10 +1,9 @@
 """Checks who may ask for a page of this machine, and limits what the page may do.
 
-A page that computes is a program that others could steer: another page in the same browser, another user of the
-machine, or a name that a hostile site lets point to 127.0.0.1. So every request must name this machine as its host,
-must come from this server's own page, and must carry a secret. The secret stands in the address that the browser is
-opened with; the first answer puts it into a cookie that no script can read, and sends the browser on to the address
-without it.
+A page that computes is a program that others could use: another page in the same browser, another user of the machine,
+or a hostile site whose name points to 127.0.0.1. So every request must name this machine as its host, must come from
+this server's own page, and must carry a secret. The secret is in the address that the browser is opened with. The first
+answer puts it into a cookie that no script can read, and redirects the browser to the address without the secret.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ class Guard:
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie; servers on other ports of this machine have others."""
+        """The name of the cookie. It has the port, so that servers on other ports of this machine have other
+        cookies."""
         return f"posttrain-{self.port}"
 
     @property
@@ -58,15 +58,15 @@ class Guard:
 
     def refuses(self, request: web.Request) -> str:
         """Returns the reason why a request is refused; '' where it is not."""
-        # The Host is the name in the browser's address bar. A hostile site may let its own name point to
-        # 127.0.0.1, but the browser then sends that name.
+        # The Host is the name in the browser's address bar. A hostile site may let its own name point to 127.0.0.1, but
+        # then the browser sends that name.
         hosts, origins = request.headers.getall("Host", []), request.headers.getall("Origin", [])
         if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
             return "this server answers to 127.0.0.1 and localhost alone"
         # A browser adds the Origin of the page that asks, and no script can change it.
         if any(origin != f"http://{hosts[0]}" for origin in origins):
             return "a page of another place may not ask here"
-        # For a GET of the same origin browsers send no Origin; for every other method they do.
+        # Browsers send no Origin with a GET to the same origin. With every other method they send it.
         if request.method != "GET" and not origins:
             return "a request that changes something must come from this server's own page"
         if not self._knows(request.cookies.get(self.cookie, "")):
@@ -74,19 +74,20 @@ class Guard:
         return ""
 
     def _knows(self, given: str) -> bool:
+        """Returns whether this is the secret, compared in constant time."""
         return hmac.compare_digest(given.encode(errors="surrogateescape"), self.token.encode())
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Exchange the secret of a first address for a cookie; refuse what `refuses` names."""
-        first = request.query.get(TOKEN)
+        given = request.query.get(TOKEN)
         hosts = request.headers.getall("Host", [])
-        # The secret leaves the address at once: an address stays in the history and in what is copied.
-        # SameSite=Strict keeps the cookie off requests that other sites cause.
-        if first is not None and len(hosts) == 1 and hosts[0].lower() in self.hosts and self._knows(first):
-            on = web.Response(status=303, headers={"Location": request.path})
-            on.set_cookie(self.cookie, self.token, httponly=True, samesite="Strict", path="/")
-            return on
+        # The secret is removed from the address at once, because an address stays in the history and may be copied.
+        # With SameSite=Strict the browser does not send the cookie with requests that other sites cause.
+        if given is not None and len(hosts) == 1 and hosts[0].lower() in self.hosts and self._knows(given):
+            redirect = web.Response(status=303, headers={"Location": request.path})
+            redirect.set_cookie(self.cookie, self.token, httponly=True, samesite="Strict", path="/")
+            return redirect
         if why := self.refuses(request):
             return web.Response(status=403, text=f"{why}\n")
         try:

@@ -13,6 +13,7 @@ import json
 from functools import cache
 from typing import Any
 
+# Elements without content and without an end tag.
 VOID = ("input", "link", "meta", "br", "img")
 
 
@@ -23,8 +24,10 @@ class Markup(str):
 
 
 def tag(name: str, *inside: str, **attributes: str | float | bool | None) -> Markup:
-    """One element. An attribute that is None or False is left out; `_` in its name is written `-`, and one at the end
-    falls away (`class_`)."""
+    """One element. An attribute that is None or False is left out.
+
+    `_` in the name of an attribute is written `-`, and is left out at its end (`class_`).
+    """
     words = [name]
     for key, value in attributes.items():
         key = key.rstrip("_").replace("_", "-")
@@ -38,12 +41,13 @@ def tag(name: str, *inside: str, **attributes: str | float | bool | None) -> Mar
 
 def join(*parts: str) -> Markup:
     """Parts after each other, escaped where they are not HTML."""
-    # Text between tags enters a page here alone, and only the type says that it is HTML already.
+    # All text between tags enters a page here. Only text of the type `Markup` is HTML already.
     return Markup("".join(p if isinstance(p, Markup) else html.escape(p) for p in parts))
 
 
 @cache
 def _reader() -> Any:
+    """The parser of Markdown, made once."""
     from markdown_it import MarkdownIt
 
     return MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -61,14 +65,14 @@ def inline(text: str) -> Markup:
 
 def data(identity: str, value: Any) -> Markup:
     """Data that a script of the page reads. `</script>` cannot occur in it."""
-    # A browser ends the element at the first `</script`, also within a JSON string. Without any `<` it cannot
-    # occur, and JSON reads the escape back.
+    # A browser ends the element at the first `</script`, even inside a JSON string. So every `<` is written as an
+    # escape, which a JSON parser reads back.
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return Markup(f'<script type="application/json" id="{html.escape(identity)}">{text}</script>')
 
 
 def document(title: str, *body: str, styles: tuple[str, ...], scripts: tuple[str, ...], language: str = "en") -> str:
-    """A whole page. Scripts and styles are files of the same place; nothing stands inline."""
+    """A whole page. Scripts and styles are files of the same server; none is inside the page."""
     head = [
         tag("meta", charset="utf-8"),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),

@@ -18,11 +18,11 @@ from posttrain.system.errors import ConfigError
 from posttrain.web.guard import Guard
 
 GRACE = 1.0
-"""Seconds that open requests have at the end."""
+"""Seconds that open requests have to finish when the server ends."""
 
 
 def static_files(*packages: str) -> dict[str, Path]:
-    """The files of the `static` folders of these packages by name; of two with one name the later counts."""
+    """The files of the `static` folders of these packages, by name. Of two files with one name the later one counts."""
     folders = [Path(str(resources.files(p))) / "static" for p in packages]
     return {f.name: f for folder in folders for f in sorted(folder.iterdir()) if f.suffix in (".js", ".css", ".svg")}
 
@@ -32,7 +32,7 @@ def bound_socket(port: int) -> socket.socket:
     if not 0 <= port < 65536:
         raise ConfigError(f"--port {port}: a port lies in 0..65535 (0: any free one)")
     s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Else the port of a server that has just ended is refused for a minute.
+    # Without this option the port of a server that has just ended is refused for a minute.
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         s.bind(("127.0.0.1", port))
@@ -53,17 +53,18 @@ async def serve_locally(
         path: the page that is opened first.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
-    came: list[int] = []
+    signals: list[int] = []
 
     def end(number: int) -> None:
-        came.append(number)
+        signals.append(number)
         done.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, number)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=GRACE, handler_cancellation=True)
     await runner.setup()
-    # Before the first request: hosts, cookie and address all have the port, which the system may have chosen.
+    # The port is set before the first request, because hosts, cookie and address contain it. The system may have chosen
+    # it.
     guard.port = at.getsockname()[1]
     try:
         await web.SockSite(runner, at).start()
@@ -79,4 +80,4 @@ async def serve_locally(
         await runner.cleanup()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-    return 128 + came[0]
+    return 128 + signals[0]

@@ -1,7 +1,6 @@
 """The kinds of pictures that a page can show, as data. The front end draws them; nothing here knows HTML or a browser.
 
-Each picture has a title, says in `says` what it shows (read aloud where nobody sees it), and gives its numbers as a
-table. A value of None is a gap.
+Each picture has a title and gives its numbers as a table. A value of None is a gap.
 
 >>> Bars("Credit", ("a", "b"), {"grpo": (0.5, -0.5)}).table()
 (('', 'grpo'), [('a', '0.5'), ('b', '-0.5')])
@@ -20,7 +19,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """(column names, rows), all as text."""
 
 Tone = Literal["plain", "good", "bad", "mute", "one", "two", "three", "four"]
-"""Meaning of a colour. `good` and `bad` also differ by form, so that nobody needs to see the colour."""
+"""Meaning of a colour. `good` and `bad` also differ by form, for people who do not see the colours."""
 
 
 def number(x: float | None, digits: int = 4) -> str:
@@ -39,9 +38,9 @@ def number(x: float | None, digits: int = 4) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """A value as JSON: floats with five significant digits, and None for what is not finite."""
-    # JSON has no NaN and no infinity; a browser refuses to parse them. Five digits are more than a picture can
-    # show and keep pages small.
+    """A value as JSON. Floats have five significant digits, and those that are not finite are None."""
+    # JSON has no NaN and no infinity, and a browser refuses to parse them. Five digits are more than a picture can
+    # show, and they keep pages small.
     if isinstance(x, float):
         return float(f"{x:.5g}") if math.isfinite(x) else None
     if isinstance(x, Mapping):
@@ -58,17 +57,17 @@ class Picture:
     title: str
 
     def table(self) -> Table:
-        """Its numbers."""
+        """The numbers of the picture."""
         raise NotImplementedError
 
     def as_json(self) -> dict[str, Any]:
         """The picture as the front end reads it, with its table."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        shown = {"kind": type(self).__name__.lower(), **fields}
+        data = {"kind": type(self).__name__.lower(), **fields}
         if not isinstance(self, Bars | Curve):
-            # Of bars and curves the table is the series themselves; sending it twice would double the size of a page.
-            shown["columns"], shown["rows"] = self.table()
-        return _plain(shown)
+            # The table of bars and curves has the same numbers as their series. Sent twice, they would double the page.
+            data["columns"], data["rows"] = self.table()
+        return _plain(data)
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,8 @@ class Tiles(Picture):
         return ("row", "text", "value", "meaning", "note"), rows
 
     def as_json(self) -> dict[str, Any]:
-        # Lists in place of objects: a page has thousands of tiles, and the names would be most of its size.
+        # Lists instead of objects, because a page has thousands of tiles, and the names of fields would be most of its
+        # size.
         plain = {n: [[t.text, t.tone, t.value, t.level, t.note] for t in ts] for n, ts in self.rows_of.items()}
         columns, rows = self.table()
         return _plain(
@@ -171,8 +171,8 @@ class Branch:
 
     def rows(self, depth: int = 0) -> list[tuple[str, ...]]:
         """This node and all below it, with their depth."""
-        own = (str(depth), self.text, number(self.value))
-        return [own, *(row for branch in self.below for row in branch.rows(depth + 1))]
+        first = (str(depth), self.text, number(self.value))
+        return [first, *(row for branch in self.below for row in branch.rows(depth + 1))]
 
     def as_json(self) -> list[Any]:
         return [self.text, self.tone, self.value, [b.as_json() for b in self.below]]
