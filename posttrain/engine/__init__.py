@@ -2,5 +2,5 @@
 
 Read `model`, `layers`, `head`, `learner` and `optimizer` in this order; then `embedded`, the engine in this process.
 `vllm` and `endpoint` are engines elsewhere, `pool` several of them, `transfer` the way of new weights to them,
-`parallel` a learner over ranks, `cpu` the compiled code.
+`parallel` a learner over ranks, `adapters` weights trained over frozen ones, `files` model files, `cpu` compiled code.
 """

@@ -1,1 +1,1 @@
-"""Model files: checked before they are parsed, and compared after they were written."""
+"""Model files: checked before they are parsed, read and written, and compared after they were written."""

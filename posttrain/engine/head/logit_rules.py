@@ -125,8 +125,8 @@ class LogitRules:
             places = self.seen.places(at, to, width, first)
             old, p = flat[places], self.penalty
             divisor = torch.full((), p, dtype=z.dtype, device=z.device)  # a GPU would multiply by 1 / p
-            # A penalty p > 1 makes every seen token less probable: it
-            # divides logits above 0 and multiplies those below.
+            # A penalty p > 1 makes every seen token less probable: it divides logits above 0, and multiplies those
+            # below.
             flat.index_copy_(0, places, torch.where(old < 0, old * divisor, old / divisor))
             penalised = places, torch.full_like(old, 1 / p).masked_fill_(old.detach() < 0, p)
         if self.never_V is not None:

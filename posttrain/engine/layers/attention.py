@@ -191,8 +191,8 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
     out: list[list[int]] = []
     tokens = 0
     for s in order.tolist():
-        # With s the last group has n + 1 rows, each padded to the length of
-        # its first. Of these positions a share of 1 - waste must be real.
+        # With segment s the last group has n + 1 rows, each padded to the length of the group's first one. Of these
+        # positions a share of at least 1 - waste must be real.
         length = int(lengths_S[s])
         if out and tokens + length >= (1 - waste) * (len(out[-1]) + 1) * int(lengths_S[out[-1][0]]):
             out[-1].append(s)

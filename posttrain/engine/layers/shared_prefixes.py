@@ -72,8 +72,8 @@ class Sharing:
         if not self._every:
             ids, lengths, at = _until_read(ids, lengths, at)
         tree = self._tree(ids, lengths) if self.on else None
-        # Positions of one place may have been sent to different experts
-        # by the sampler. Then one computation cannot stand for both.
+        # The sampler may have sent positions of one place to different experts. Then one computation cannot stand for
+        # both.
         if tree is not None and routing is not None and not routing.fold(tree.place_N):
             tree = None
         self.computed += len(packed.ids_N) - (0 if tree is None else len(ids) - len(tree.first_U))

@@ -161,8 +161,8 @@ class Moments(UpdateRule):
         state, groups = self.inner.state[weight], self.inner.param_groups
         group = next(g for g in groups if any(t is weight for t in g["params"]))
         rows, values = gradient.indices()[0], gradient.values()
-        # Rows of a part. `rows` are ascending, so the edges cut them by
-        # binary search: part i has the rows cuts[i] to cuts[i + 1].
+        # `size` is the number of rows of a part. `rows` are ascending, so the edges of the parts cut them by binary
+        # search: part i has the entries cuts[i] to cuts[i + 1] - 1 of `rows`.
         size = max(1, PART // (ROWS * weight.shape[1])) * ROWS
         edges = range(0, weight.shape[0], size)
         cuts = [*torch.searchsorted(rows, torch.tensor([*edges], device=rows.device)).tolist(), len(rows)]
