@@ -222,8 +222,9 @@ class GroupQueue:
             passed.append(not self._refuses(group))
             begun.append(asked.begun)
             tokens_said, self.cursor = tokens_said + asked.said, asked.cursor
+            # Taking one makes no room: it counted as waiting and now as taken, or, if refused, as neither. A group
+            # that ends as refused makes room, and `_again` uses it.
             self._taken, self._played = self._taken + passed[-1], len(played)
-            self._admit()
         # An engine in this process gets no time while the learner computes. So turns that were begun end first.
         await self.idle()
         self._last = tuple(played)
