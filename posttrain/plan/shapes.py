@@ -138,7 +138,7 @@ class ModelShape:
         form, h, q, kv = self.form, self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         if (x := self.latent) is not None:
             key = x.plain + x.rope
-            # DeepSeek-V2 (2405.04434). Queries: h -> r_q, a norm, r_q -> heads x (plain + rope). Keys and values:
+            # DeepSeek-V2. Queries: h -> r_q, a norm, r_q -> heads x (plain + rope). Keys and values:
             # h -> r + rope, a norm over r, r -> heads x (plain + value). The output: heads x value -> h.
             queries = h * x.query_rank + x.query_rank + x.query_rank * self.heads * key if x.query_rank else h * q
             keys_and_values = h * (x.rank + x.rope) + x.rank + x.rank * self.heads * (x.plain + x.value)
