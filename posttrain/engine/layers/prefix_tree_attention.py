@@ -118,8 +118,8 @@ def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
     # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
     # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
     begin: dict[int, int] = {}
-    # From the shortest on: each becomes the first one kept that is less than `SLACK` shorter. Rounding down is always
-    # valid, since a shorter beginning is shared too.
+    # From the shortest length on: each becomes the first kept length that is less than `SLACK` shorter, or is kept
+    # itself. Rounding down is always valid, since a shorter beginning is shared too.
     for shared in sorted(set(tree)):
         least = next((b for b in begin.values() if shared - b < SLACK), shared)
         begin[shared] = least
@@ -194,7 +194,7 @@ class _Bucket:
         return self.own == self.count * self.longest
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Its part of rows [U, ...]."""
+        """The rows of this bucket's unique positions, out of rows [U, ...]."""
         return rows[self.begin : self.begin + self.own]
 
 

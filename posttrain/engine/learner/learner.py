@@ -58,7 +58,8 @@ class HFLearner:
         gradient_checkpointing: which activations the backward computes again, and does not keep (`activation_memory`).
         offload_activations: keep activations in the memory of the CPU until the backward.
         sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
-            (`embedded.exact_replay`). Log-probs get these values then, and keep their own gradients.
+            (`embedded.exact_replay`). Where it is given, log-probs have its values and the gradients of the packed
+            pass.
         replays: compute a token by the experts that its sampler chose, where these are known
             (`core.exchange.expert_choices`).
 
@@ -122,7 +123,7 @@ class HFLearner:
         return TokenScores(
             logp_M,
             spread,
-            # Detached, the value's loss trains its head and leaves the model as it is.
+            # With `head_only` the states are detached: the loss of the values trains their head, and not the model.
             self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None,
             None if ids_MK is None else reader.candidates(packed, hidden, ids_MK),
             rewards,

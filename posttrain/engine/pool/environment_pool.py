@@ -61,8 +61,9 @@ class PlayedElsewhere:
     done: list[Move] = field(default_factory=list[Move])
     """The moves in the conversation so far."""
     said: dict[int, Utterance] = field(default_factory=dict[int, Utterance])
+    """Turns that were said, by their number in the episode."""
     turns: dict[int, asyncio.Task[Utterance]] = field(default_factory=dict[int, asyncio.Task[Utterance]])
-    """Turns that are being said."""
+    """Turns that are being said, by their number in the episode."""
     deaths: int = 0
     since: float = field(default_factory=time.monotonic)
 

@@ -84,8 +84,8 @@ class Scheduler:
     @property
     def filled(self) -> int:
         """Blocks needed for what the slots and prompts have cached or are caching; shared blocks count once."""
-        # One look at the first row of each block that holds a cached position or the pending one. A block of several
-        # sequences is counted once.
+        # `spoken` has the block of every cached position and of the pending one, found by the first row of each block.
+        # A block of several sequences is counted once.
         s = self.slots
         waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
         at, first = np.flatnonzero(s.generating), np.arange(0, s.table.shape[1], BLOCK)
@@ -117,8 +117,9 @@ class Scheduler:
             if begun_only and request.begun is None:
                 break
             if not request.gone:
-                # Siblings of one prompt share its prefill: the first makes the prompt, the others wait at it. One that
-                # was preempted has tokens of its own behind the prompt, and is a prompt of its own.
+                # Siblings of one prompt share its prefill: the first request makes the `Prompt`, and the others wait
+                # for it. A request that was preempted has tokens of its own behind the prompt, so it gets a `Prompt` of
+                # its own.
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:
                     # Its one block is for the copy of the prompt's partly filled last block.
@@ -145,7 +146,7 @@ class Scheduler:
             request.slot, request.gone = None, True
             self.failed.append((request, error))
             return False
-        # The prefix tree still had all of it, so no pass will compute it and call `_resume`.
+        # The prefix tree still had all tokens of this request, so no pass will compute them and call `_resume`.
         if prompt.resumes and prompt.done == len(prompt.ids):
             self._caching.remove(prompt)
             self._resume(prompt)
@@ -185,7 +186,7 @@ class Scheduler:
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
         """Record that the pass was computed. `hidden(i)` is the hidden state of its position i. Drafts
         count once they are said."""
-        # Not the drafts: whether they stay is known after they were verified.
+        # Drafts are not counted here: only after they were verified is it known which of them stay.
         self.slots.cached[plan.generating] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             # Whole blocks go into the tree as soon as they are computed, not when the prompt ends: another prompt with
