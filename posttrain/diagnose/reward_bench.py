@@ -56,8 +56,7 @@ class BenchScore:
 
 
 def reward_bench(right: Mapping[str, Sequence[bool]]) -> BenchScore:
-    """RewardBench 1 (2403.13787): whether the chosen completion scores higher than the rejected one, for each pair of
-    each subset.
+    """RewardBench 1 (2403.13787), from whether each pair's chosen completion scores higher than the rejected one.
 
     A section is the mean of its subsets' accuracies by weight, and the score the mean of the sections that have data.
 

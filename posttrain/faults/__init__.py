@@ -1,5 +1,7 @@
-"""Real bugs that can be planted in the real code on purpose, to see that the run's own checks catch them. These are the
-ones that teach; `tests/mutants` has the others."""
+"""Real bugs that can be planted in the real code on purpose, to see that a run's own checks catch them.
+
+The faults of this package are those that teach something; `tests/mutants` has others.
+"""
 
 from __future__ import annotations
 

@@ -65,8 +65,10 @@ def changes(work: Work, stage: str) -> Iterator[Saving]:
 
 
 def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Saving]:
-    """The cheapest changes with which the stage fits into `memory` bytes: up to `count` single changes, or else one
-    combination of several. Empty where nothing is enough."""
+    """The cheapest changes with which the stage fits into `memory` bytes; empty where nothing is enough.
+
+    They are up to `count` single changes or, where no single one is enough, one combination of several.
+    """
     single = [c for c in changes(work, stage) if most(c.work) <= memory][:count]
     if single:
         return single

@@ -13,8 +13,10 @@ from posttrain.system.errors import ConfigError, nearest
 
 
 def _config(family: str, hidden: int, layers: int, heads: int, kv: int, feed: int, words: int, **more: Any) -> Any:
-    """A `config.json` with these settings. `kv`: number of key heads; `feed`: width of the feed-forward part; `words`:
-    size of the vocabulary."""
+    """A `config.json` with these settings.
+
+    `kv` is the number of key heads, `feed` the width of the feed-forward part, `words` the size of the vocabulary.
+    """
     return {
         "model_type": family,
         "hidden_size": hidden,

@@ -212,8 +212,10 @@ class ModelShape:
         return round(self.layers * bytes_each * (x.rank + x.rope if shared else heads * (x.plain + x.rope + x.value)))
 
     def attending(self, length: int) -> int:
-        """Operations of attention for one token that reads `length` cached ones, in all layers. A latent cache is read
-        as it is: the step that unfolds it is moved to the query."""
+        """Operations of attention for one token that reads `length` cached ones, in all layers.
+
+        A latent cache is read as it is: the step that would unfold it is applied to the query instead.
+        """
         x = self.latent
         # A head reads a token twice: its key for the score and its value for the sum. A latent one is read
         # as its short vector both times, and the part with the position once. Each is a multiplication and

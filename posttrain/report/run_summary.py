@@ -217,8 +217,10 @@ def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callab
 
 
 def finding_lines(of: RunOutcome) -> list[str]:
-    """Returns the findings of the live rules, each rule of a stage once, with the steps at which it held
-    (docs/help/diagnosis.md)."""
+    """Returns the findings of the live rules with the steps at which they held (docs/help/diagnosis.md).
+
+    Each rule is there once for each stage.
+    """
     findings = [n.line for n in findings_of(run_reader.steps(of.folder))]
     out = ["what the rules saw"] if findings else []
     for line in findings:

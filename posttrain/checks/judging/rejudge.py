@@ -209,8 +209,11 @@ def _again(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
 async def _asked_again(
     env: Environment, e: Episode, group: Group, at: StepNumber, text: Callable[[np.ndarray], str]
 ) -> Sequence[Judged]:
-    """New verdicts about one episode. Sources that judge whole groups get its group again; they are left out where an
-    attempt of the group cannot be read from its record."""
+    """New verdicts about one episode.
+
+    Sources that judge whole groups get its group again. They are left out where an attempt of the group cannot be read
+    from its record.
+    """
     together = env.abilities.together
     if together is None:
         return await env.judge(_again(e, text))

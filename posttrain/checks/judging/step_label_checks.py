@@ -244,8 +244,10 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
 
 
 def step_lengths(text: str, separator: str) -> list[int]:
-    """Characters up to the end of each step. A blank piece belongs to the step before it; at the start of the text it
-    belongs to the first step."""
+    """Characters up to the end of each step.
+
+    A blank piece belongs to the step before it. At the start of the text it belongs to the first step.
+    """
     out: list[int] = []
     at = 0
     for piece in text.split(separator):
@@ -282,8 +284,10 @@ def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype:
 
 
 class StepJudgeCheck(Observer):
-    """Process reward models that judge: the scores of one answer at every step, and at `due` steps that no weight has
-    changed."""
+    """Process reward models that judge score as they were trained.
+
+    At every step: one answer's steps have the scores of its own tokens. At `due` steps: no weight has changed.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}

@@ -413,8 +413,10 @@ def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float
 
 
 def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
-    """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1. Zeros if it spreads by at most
-    `doubt`."""
+    """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1.
+
+    It is 0 everywhere if it spreads by at most `doubt`.
+    """
     spoken = [x for x in each if len(x)]
     if not spoken:
         return each

@@ -1,5 +1,7 @@
-"""Checks that credit and weights are those computed a second way (`checks.learning.credit_by_definition`), and no
-episode is lost."""
+"""Checks that no episode is lost, and that credit and weights equal those that are computed a second way.
+
+`checks.learning.credit_by_definition` is the second computation.
+"""
 
 from __future__ import annotations
 

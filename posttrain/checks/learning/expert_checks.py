@@ -269,8 +269,10 @@ def learned_from(batch: Batch, passes: Passes) -> np.ndarray:
 
 
 def load_of(batch: Batch, heard: np.ndarray, routed_N: np.ndarray, experts: int) -> np.ndarray:
-    """int64 [R, E]: how often each expert was chosen for a token that predicts one of `heard`. Rows that are UNKNOWN
-    do not count."""
+    """int64 [R, E]: how often each expert was chosen for a token that predicts one of `heard`.
+
+    Rows of `routed_N` that are UNKNOWN do not count.
+    """
     # The experts of the place that predicts the token, whose hidden state its log-prob is read from.
     rows = routed_N[batch.source_M[heard]]
     chosen = [rows[:, r][rows[:, r] != UNKNOWN] for r in range(routed_N.shape[1])]
@@ -319,8 +321,11 @@ def experts_moved(followed: Sequence[FollowedExpert], trained: Mapping[str, Any]
 
 
 class ExpertsCheck(Observer):
-    """In runs of a mixture of experts whose engine records its routers' choices: the choices are the sampler's, the
-    learner follows them where it should, routers and experts learn; and the gauges of load, mismatch and drift."""
+    """Checks a mixture of experts whose engine records its routers' choices.
+
+    The choices are the sampler's, the learner follows them where it should, and routers and experts learn. It also
+    reports the gauges of load, mismatch and drift.
+    """
 
     def __init__(self) -> None:
         self._tokens: StepTokens | None = None

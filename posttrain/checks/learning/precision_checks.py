@@ -91,14 +91,17 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
 
 
 def scale_was_checked(steps: Sequence[Step]) -> bool:
-    """Returns whether one of a stage's steps so far had a gradient that could be compared. A gradient of 0, or one that
-    overflows, cannot be."""
+    """Returns whether one of a stage's steps so far had a gradient that could be compared.
+
+    A gradient of 0, or one that overflows, cannot be compared.
+    """
     return any(GAP in s.gauges for s in steps)
 
 
 class ScaleCheck(Observer):
-    """On the first step with a gradient of a stage whose loss is scaled: the optimizer holds the gradient of the loss
-    itself.
+    """In a stage whose loss is scaled, the optimizer holds the gradient of the loss itself.
+
+    It is checked at the stage's first step with a gradient.
 
     It costs a second backward pass of that step. A loss that reads values or candidates is not checked: their
     gradients take other ways than through log-probs.

@@ -161,8 +161,10 @@ def drawn_again(
 
 
 def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
-    """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`. NaN bounds count as
-    another."""
+    """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`.
+
+    Where a bound is NaN it counts as another token.
+    """
     # F e^-d <= F' <= F e^d, and the same of 1 - F: near 0 the first is the narrower, near 1 the second.
     least = np.maximum(odds.below_M * math.exp(-apart), 1 - (1 - odds.below_M) * math.exp(apart))
     most = np.minimum(odds.upto_M * math.exp(apart), 1 - (1 - odds.upto_M) * math.exp(-apart))
@@ -342,8 +344,11 @@ def _of_the_learner(most_behind: int, index: int) -> bool:
 
 
 def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode], first: int, stream: str) -> Gauges:
-    """Test draws of the learner's own weights, from episode `first` on: repeat them, or bet on them where the engine
-    does not draw by place. `stream` is that of the episodes' random numbers."""
+    """Test draws of the learner's own weights, from episode `first` on.
+
+    Draws are repeated, or bet on where the engine does not draw by place. `stream` is that of the episodes' random
+    numbers.
+    """
     dtype, learner = roles.run.model.dtype, as_sampled(roles.learner)
     if roles.sync.sampler.draws_by_place:
         if (looked := look(episodes, first)) is None:

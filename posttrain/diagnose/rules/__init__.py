@@ -1,2 +1,4 @@
-"""Rules that read the gauges during a run and say what is wrong. `all_rules` has them all; they warn and never stop a
-run."""
+"""Rules that read the gauges during a run and say what is wrong.
+
+They warn and never stop a run. `all_rules` has them all.
+"""

@@ -17,8 +17,10 @@ WORDS = 60
 
 
 def kind_of(note: str) -> str:
-    """The name of the rule that a note comes from. For other notes: their words, without numbers and without what
-    stands in brackets."""
+    """The name of the rule that a note comes from.
+
+    For other notes it is their words, without numbers and without what stands in brackets.
+    """
     if note.startswith(RULE):
         return note.removeprefix(RULE).partition(":")[0]
     # Numbers and brackets change from step to step; the words around them are the kind.

@@ -70,8 +70,10 @@ def known(steps: Sequence[Step], name: str) -> list[float]:
 
 
 def graded(history: Sequence[Step]) -> bool:
-    """Returns whether the rewards of these steps are grades: some step has a reward and no share of right answers
-    (`core.measure.right`)."""
+    """Returns whether the rewards of these steps are grades (`core.measure.right`).
+
+    They are if some step has a reward and no share of right answers.
+    """
     return any(mean(s, "rollout/reward") is not None and mean(s, "rollout/solved") is None for s in history)
 
 
@@ -124,8 +126,10 @@ def scatter(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Trend:
-    """The change of a gauge: the means of the first and of the last third of some steps, and the standard error of
-    their difference."""
+    """The change of a gauge from the first third of some steps to the last third.
+
+    It has the means of both thirds, and the standard error of their difference.
+    """
 
     before: float
     after: float

@@ -1,5 +1,7 @@
-"""Gradients of recorded minibatches, as the trainer would have computed them, from a learner that takes no optimizer
-step."""
+"""Gradients of recorded minibatches, from a learner that takes no optimizer step.
+
+They are computed as the trainer would have computed them.
+"""
 
 from __future__ import annotations
 

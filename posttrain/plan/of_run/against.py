@@ -152,8 +152,10 @@ def time_terms(timed: Throughput, steps: Sequence[Step]) -> list[Compared]:
 
 
 def _in_turn(timed: Throughput) -> Times:
-    """The times that a run's clock would show. Where samples are asked ahead, the clock's rollout is the time that the
-    learner waits for groups."""
+    """The times that a run's clock would show.
+
+    Where samples are asked ahead, the clock's rollout is the time that the learner waits for groups.
+    """
     t = timed.times
     if timed.topology != "asynchronous":
         return t

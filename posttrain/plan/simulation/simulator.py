@@ -196,9 +196,11 @@ class _Simulation:
             heapq.heappush(e.active, (e.passes + answer.lengths[0], self.count, answer))
 
     def _say(self, e: _Slots, answer: _Turns, active: bool = True) -> None:
-        """Count an answer's tokens since the last count: one for each pass, under the present version of the
-        weights."""
-        # So it is called before the version changes, and where a turn ends or is broken off.
+        """Count an answer's tokens since the last count, one for each pass.
+
+        They count under the present version of the weights. So it is called before the version changes, and where a
+        turn ends or is broken off.
+        """
         tokens, answer.mark = (e.passes - answer.mark) * active, e.passes
         answer.turn.append((self.version, tokens))
         self.sums["spoken"] += tokens

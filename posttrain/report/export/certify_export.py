@@ -364,8 +364,9 @@ def _same_answers(
     stop_ids: Sequence[int],
     bound: float,
 ) -> ExportComparison:
-    """The greedy answers are the run's, token by token. Where two tokens are equally probable up to rounding, either
-    may be said; these are counted as `ties`.
+    """The greedy answers are the run's, token by token.
+
+    Where two tokens are equally probable up to rounding, either may be said. These are counted as `ties`.
 
     Args:
         packed: the prompts with their answers.

@@ -33,8 +33,9 @@ LINES_A_SECOND, TABLES_A_SECOND = 10, 4
 
 
 class RoleProgress(Progress):
-    """The live line, with the table of roles below it. A thread of its own draws both, so the table goes on while the
-    learner computes.
+    """The live line, with the table of roles below it.
+
+    A thread of its own draws both, so the table goes on while the learner computes.
 
     Args:
         roles: None: there is no table.

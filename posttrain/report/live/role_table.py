@@ -41,8 +41,8 @@ class RoleWatch:
         self._begun, self._waited = time.monotonic(), self._waits()
 
     def rows(self) -> list[RoleRow]:
-        """A row for each engine, for turns that no engine has yet, for each process that plays episodes, for the groups
-        asked ahead, and for the learner."""
+        """The rows of the table: engines, turns that no engine has yet, processes that play episodes, queue,
+        learner."""
         engines = self.pool.rows()
         busy_times = [e.meter.read() - before for e, before in zip(self.pool.engines, self._meters, strict=True)]
         # The pool lists its engines first. What it lists behind them has no meter.
