@@ -1,7 +1,7 @@
-"""Read a request: its body, its fields and its prompt ids. Each step is bounded; computation is outside the event loop.
+"""Reads a request: its body, its fields and the ids of its prompts. Each step has a bound.
 
-Texts are tokenized in two threads, one for small requests and one for large ones, so that a small request does not wait
-for a large one.
+Bodies are parsed and texts tokenized outside the event loop, in two threads: one for small requests and one for large
+ones, so that a small request does not wait for a large one.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ REST = 3.0
 """After a large request its thread sleeps this many times as long as the request took, because parsing JSON blocks all
 other threads."""
 SHORTEST = 16
-"""Lower bound assumed for the longest token, in bytes, when a text is refused by its length: many vocabularies have one
-for unknown words."""
+"""Assumed number of bytes of the longest token, at least, when a text is refused by its length. A token for unknown
+words, which many vocabularies have, may stand for a long word."""
+# (the fields of a request, the ids of its prompts)
 Understood = tuple[GenerationRequest, list[np.ndarray]]
 
 
@@ -67,11 +68,12 @@ class Intake:
         self.served, self.limits = served, limits
         self._held = 0
         """Bytes of bodies that are being read or wait to be parsed."""
-        # One thread each: parsing holds the interpreter's lock, so more of them would not be faster, and would
+        # One thread for each kind. Parsing holds the interpreter's lock, so more threads would not be faster, and would
         # leave less time for the event loop.
         self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="posttrain-serve") for _ in range(2))
         self._rests = 0.0
-        # No text of more bytes fits into the context, whatever its tokens are.
+        """When the thread of large requests may go on, in seconds of `time.monotonic`."""
+        # A text of more bytes does not fit into the context, even with the longest tokens.
         self._most = served.sampler.context * max(SHORTEST, served.words.longest)
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ class Intake:
             Refusal: 413 or 415.
         """
         try:
-            # Reading either of them parses the header, which may be anything.
+            # Reading these two parses the header, which may be any text and raise an error.
             kind, charset = request.content_type, (request.charset or "utf-8").lower()
         except ValueError:
             kind, charset = "unreadable", ""
@@ -98,7 +100,7 @@ class Intake:
         coding = request.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise Refusal(f"content encoding {coding!r}: send the body as it is", status=415)
-        # Refused before a byte of the body is read. A length that lies, or none, is found by `_body`.
+        # A body that is announced as too long is refused before it is read. `_body` finds a wrong or missing length.
         if (request.content_length or 0) > self.limits.body:
             self._too_long()
 
@@ -122,7 +124,7 @@ class Intake:
 
     def parse_request(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
         """The checked fields and prompt ids of a body; runs in a thread."""
-        # Cheap checks before costly ones: fields, the model's name and ids first, then templates and tokenizers.
+        # Cheap checks come first (fields, the model's name, ids), then templates and tokenizers, which take longer.
         asked: Any = read(kind, parse(body))
         self.known(asked.model)
         self._in_vocabulary(asked)
@@ -133,31 +135,32 @@ class Intake:
     def known(self, name: str) -> None:
         """Refuse a model that is not served here."""
         if name != self.served.name:
-            said = f"there is no model {name!r} here, only {self.served.name!r}"
-            raise Refusal(said, status=404, param="model", code="model_not_found")
+            message = f"there is no model {name!r} here, only {self.served.name!r}"
+            raise Refusal(message, status=404, param="model", code="model_not_found")
 
     async def _body(self, request: web.Request) -> bytes:
         """Read the whole body, within its time limit. Its bytes count as held until `_release`."""
-        kept = bytearray()
+        body = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.content.iter_any():
-                    kept += chunk
+                    body += chunk
                     self._held += len(chunk)
-                    if len(kept) > self.limits.body:
+                    if len(body) > self.limits.body:
                         self._too_long()
-                    # Of all callers together, by what has arrived: a body may come without a length.
+                    # The limit for all callers together counts the bytes that have arrived, because a body may have no
+                    # length.
                     if self._held > self.limits.bodies:
                         raise Refusal("too much is being sent at once; try again", status=503)
         except BaseException as error:
-            # Every way out of here but the return gives the bytes back, cancellation included.
-            self._release(len(kept))
+            # Every way out except the return releases the bytes, also a cancellation.
+            self._release(len(body))
             if isinstance(error, TimeoutError):
                 raise Refusal(f"the body was not complete after {self.limits.body_seconds:g} s", status=408) from None
             if isinstance(error, web.RequestPayloadError):
                 raise Refusal(f"the body cannot be read ({error})") from None
             raise
-        return bytes(kept)
+        return bytes(body)
 
     def _release(self, size: int) -> None:
         self._held -= size
@@ -168,17 +171,18 @@ class Intake:
         )
 
     def _in_vocabulary(self, asked: GenerationRequest) -> None:
+        """Refuses ids that are no tokens of the model, and more alternatives than it has tokens."""
         top, most = asked.alternatives or 0, self.served.vocabulary
         if top > most:
             param = "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs"
             raise Refusal(f"{top} alternatives of {most} tokens: ask for fewer", param=param)
-        # An id beyond the embedding would be an index error in the engine, in the middle of a batch with other
-        # callers.
+        # An id beyond the embedding would raise an index error in the engine, in a batch with other callers.
         for param in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if unknown := [i for i in getattr(asked, param) or () if not 0 <= i < most]:
                 raise Refusal(f"{param}: {unknown[:5]} are no tokens of this model (0..{most - 1})", param=param)
 
     def _prompt(self, prompt: str | list[int]) -> np.ndarray:
+        """The ids of one prompt of a completion."""
         if isinstance(prompt, str):
             # JSON can hold half a surrogate pair, which has no UTF-8; here only its length counts.
             self._short(len(prompt.encode(errors="surrogatepass")), "prompt")
@@ -192,6 +196,7 @@ class Intake:
         return np.array(prompt, np.int32)
 
     def _chat(self, asked: ChatRequest) -> np.ndarray:
+        """The ids of the prompt of a chat."""
         if not self.served.renderer.tokenizer.chat_template:
             raise Refusal(
                 f"{self.served.name} has no chat template, so messages cannot be written for it: use /v1/completions,"
@@ -199,8 +204,8 @@ class Intake:
                 param="messages",
                 code="no_chat_template",
             )
-        # Every message has at least one token, so as many as the context has places cannot fit. Checked before
-        # the template runs, as are the texts' sizes.
+        # Every message has at least one token, so as many messages as the context has tokens leave no room. Their
+        # number and the sizes of the texts are checked before the template runs.
         self._room(len(asked.messages), "messages", "messages")
         tools = asked.offered
         self._short(len(json.dumps(tools, ensure_ascii=False).encode(errors="surrogatepass")) if tools else 0, "tools")
@@ -248,12 +253,14 @@ class Intake:
             self._full(param, f"{size:,} bytes", f" tokens, which {self._most:,} bytes fill at the least")
 
     def _room(self, length: int, param: str, what: str = "tokens") -> None:
+        """Refuses a prompt of `length` tokens or messages that leaves no room to answer."""
         if length >= self.served.sampler.context:
             self._full(param, f"{length} {what}")
 
     def _full(self, param: str, what: str, more: str = "") -> NoReturn:
-        said = f"{param}: {what} leave no room to answer in a context of {self.served.sampler.context}{more}"
-        raise Refusal(f"{said}; shorten it", param=param, code="context_length_exceeded")
+        """Raises the refusal of a prompt that leaves no room to answer."""
+        message = f"{param}: {what} leave no room to answer in a context of {self.served.sampler.context}{more}"
+        raise Refusal(f"{message}; shorten it", param=param, code="context_length_exceeded")
 
 
 def _size(message: Message) -> int:
@@ -276,14 +283,14 @@ def parse(body: bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers of JSON differ on which of two equal names counts, so a proxy could check another value than the
-    # one served.
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    """A JSON object from its names and values. Refuses a name that is given twice."""
+    # JSON readers differ on which of two equal names counts. A proxy could check another value than this server uses.
+    values = dict(pairs)
+    if len(values) < len(pairs):
         seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))
-        raise Refusal(f"{twice!r} stands twice in one object: send it once", param=twice)
-    return made
+        repeated = next(k for k, _ in pairs if k in seen or seen.add(k))
+        raise Refusal(f"{repeated!r} stands twice in one object: send it once", param=repeated)
+    return values
 
 
 def _no_number(name: str) -> NoReturn:

@@ -25,6 +25,7 @@ MOST_CHOICES = 1024
 MOST_NAMES = 64
 """Most fields of an object, because the refusal has a sentence for each unknown one."""
 MOST_STOPS = 16
+"""Most stop strings of a request."""
 MOST_TOP = 20
 """Most alternatives shown beside a token."""
 COLDEST, HOTTEST = 0.01, 100.0
@@ -41,7 +42,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_names(cls, given: Any) -> Any:
-        # Before pydantic looks at them: it makes an error for each unknown name.
+        # This is checked before pydantic, which makes an error for each unknown name.
         if isinstance(given, dict) and len(given) > MOST_NAMES:
             raise ValueError(f"{len(given)} fields, and there are {len(cls.model_fields)}")
         return given
@@ -54,13 +55,14 @@ class StreamOptions(_Strict):
 
 
 def _one_or_many(stop: Any) -> Any:
+    """Stop strings as a list: one string, a list of them, or null."""
     if isinstance(stop, list) and len(stop) > MOST_STOPS:
         raise ValueError(f"{len(stop)} stop strings, and at most {MOST_STOPS} are looked for")
     return [stop] if isinstance(stop, str) else [] if stop is None else stop
 
 
 DECIMAL = re.compile(r"0|[1-9][0-9]{0,17}")
-"""A token id as JSON's keys write it: one spelling for each."""
+"""A token id as a key of JSON, with one spelling for each number: `17`, and not `017`."""
 
 
 def _by_id(bias: Any) -> Any:
@@ -68,12 +70,14 @@ def _by_id(bias: Any) -> Any:
     if not isinstance(bias, dict) or not all(isinstance(k, str) and DECIMAL.fullmatch(k) for k in bias):
         raise ValueError('logit_bias is an object from token ids to numbers, such as {"17": -2.5}')
     # Two keys cannot become one id: DECIMAL allows one spelling of each number.
-    made = {int(k): x for k, x in bias.items()}
-    wrong = next((k for k, x in made.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
-    return made if wrong is None else {wrong: made[wrong]}  # only one is reported, whatever their number
+    by_id = {int(k): x for k, x in bias.items()}
+    out_of_range = next((k for k, x in by_id.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
+    return (
+        by_id if out_of_range is None else {out_of_range: by_id[out_of_range]}
+    )  # one error is enough, however many entries are wrong
 
 
-# fail_fast: a list of a million wrong entries is one error, and not a million.
+# With `fail_fast` a list of a million wrong entries gives one error and not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -127,9 +131,10 @@ class GenerationRequest(_Strict):
 
     def sampling(self, stops: Sequence[int], room: int) -> Sampling:
         """The contract of one answer. `stops` are the model's own stop ids."""
-        # Temperature 0 is the argmax: nothing divides by it, and truncation has no effect on it.
+        # Temperature 0 means the most probable token. The logits are not divided by it, and truncation does not change
+        # the result.
         greedy = self.temperature == 0
-        shown = self.alternatives
+        alternatives = self.alternatives
         return Sampling(
             temperature=1.0 if greedy else self.temperature,
             top_p=1.0 if greedy else self.top_p,
@@ -143,7 +148,7 @@ class GenerationRequest(_Strict):
             greedy=greedy,
             # A greedy token has log-prob 0 under the distribution it was taken from. The model's own log-prob
             # is that of the most probable alternative, so one is asked for (`Choice._take` reads it).
-            top=0 if shown is None else max(shown, int(greedy)),
+            top=0 if alternatives is None else max(alternatives, int(greedy)),
             max_tokens=self.limit(room),
             # Each id once, the model's own first.
             stop_ids=tuple(dict.fromkeys((*(() if self.ignore_eos else stops), *self.stop_token_ids))),
@@ -162,7 +167,8 @@ def _prompt(prompt: Any) -> Any:
 
 
 def _ids(x: Any) -> bool:
-    # By exact type: True would pass as the token 1.
+    """Returns whether a value is a non-empty list of token ids."""
+    # The exact type is compared, because True would be the token 1.
     return isinstance(x, list) and len(x) > 0 and all(type(i) is int and 0 <= i < 2**31 for i in x)
 
 
@@ -179,7 +185,7 @@ class CompletionRequest(GenerationRequest):
     def _few(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs come with a whole answer only: leave stream out")
-        # `n` is bounded by itself, but every prompt has that many answers.
+        # `n` has a bound of its own, but every prompt has `n` answers, so the product is bounded too.
         if self.n * len(self.prompt) > MOST_CHOICES:
             raise ValueError(
                 f"n={self.n} answers to {len(self.prompt)} prompts are more than {MOST_CHOICES}; send several requests"
@@ -195,13 +201,14 @@ class CompletionRequest(GenerationRequest):
 
 
 def _content(given: Any) -> Content:
+    """The content of a message; ValueError if it is neither text nor parts of text."""
     try:
-        found = content_of(given)
+        content = content_of(given)
     except DataError as error:
         raise ValueError(str(error)) from None
-    if why := unread(found):
+    if why := unread(content):
         raise ValueError(why)
-    return found
+    return content
 
 
 class ChatMessage(_Strict):
@@ -252,8 +259,8 @@ class ChatRequest(GenerationRequest, ToolRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def limit(self, room: int) -> int:
-        # OpenAI's API has no limit on a chat answer by default: here it is what the context leaves. A prompt
-        # that leaves nothing is refused when it is read (`Intake`).
+        # OpenAI's API has no default limit on a chat answer. Here it is the rest of the context. A prompt that leaves
+        # no rest is refused when it is read (`Intake`).
         return self.max_completion_tokens or self.max_tokens or max(room, 1)
 
 
@@ -271,39 +278,40 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "this server writes text"),
     "store": ((False,), "nothing is stored"),
 }
-"""Parameters of OpenAI's API that are not served: the values without effect, which are accepted, and why others are
-refused."""
+"""Parameters of OpenAI's API that are not served: (the values without effect, which are accepted; why others are
+refused).
+"""
 
 
 def read(kind: type[Any], body: Any) -> Any:
     """A request from JSON. `Refusal` names the wrong field. null means the default, as in OpenAI's API."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
-    # Clients send parameters with their neutral values, so those pass; what would change the answer is refused.
-    given = {k: v for k, v in body.items() if v is not None}
-    for name in [k for k in given if k in UNSUPPORTED and k not in kind.model_fields]:
+    # Clients send parameters with values that have no effect, and these are accepted. Other values are refused.
+    fields = {k: v for k, v in body.items() if v is not None}
+    for name in [k for k in fields if k in UNSUPPORTED and k not in kind.model_fields]:
         neutral, why = UNSUPPORTED[name]
-        # best_of equal to n asks for no choice among more answers.
-        if given[name] not in neutral and not (name == "best_of" and given[name] == given.get("n", 1)):
+        # With best_of equal to n there is no choice among more answers, so it is accepted too.
+        if fields[name] not in neutral and not (name == "best_of" and fields[name] == fields.get("n", 1)):
             raise Refusal(f"{name} is not supported: {why}. Leave it out", param=name, code="unsupported_parameter")
-        del given[name]
+        del fields[name]
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _refusal(kind, error) from None
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
     """The first error of pydantic, as a sentence."""
-    # One error is enough to correct; all of them could be longer than the request. Names of our validators are
-    # part of a place in pydantic and mean nothing to a caller.
+    # Only the first error is shown, because all of them could be longer than the request. Pydantic's places have the
+    # names of our validators in them, which mean nothing to a caller and are left out.
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
     if first["type"] == "extra_forbidden":
-        top = len(first["loc"]) == 1
-        hint = nearest(where, sorted(kind.model_fields)) if top else "it is not read there"
+        at_top = len(first["loc"]) == 1
+        hint = nearest(where, sorted(kind.model_fields)) if at_top else "it is not read there"
         return Refusal(f"unknown parameter {where}: {hint}", param=where, code="unknown_parameter")
     if first["type"] == "missing":
         return Refusal(f"{where} is missing", param=where, code="missing_required_parameter")
-    said = first["msg"].removeprefix("Value error, ")
-    return Refusal(f"{where}: {said}" if where else said, param=where or None, code="invalid_value")
+    message = first["msg"].removeprefix("Value error, ")
+    return Refusal(f"{where}: {message}" if where else message, param=where or None, code="invalid_value")

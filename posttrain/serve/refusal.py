@@ -31,7 +31,7 @@ class Refusal(Exception):
 
     def bytes(self) -> bytes:
         """The whole HTTP answer; the connection is closed after it."""
-        # Written by hand for a socket that aiohttp never gets.
+        # Written here without aiohttp, for a connection that is refused before aiohttp gets it.
         body = json.dumps(self.body()).encode()
         headers = {**_HEADERS.get(self.status, {}), "Content-Type": "application/json", "Connection": "close"}
         lines = [f"{k}: {v}" for k, v in {**headers, "Content-Length": len(body)}.items()]
@@ -50,6 +50,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def _cut(text: str) -> str:
+    """A text of at most `LONGEST` characters."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

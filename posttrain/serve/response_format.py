@@ -15,6 +15,7 @@ from posttrain.verifier.calling import read_data
 DRAWS = 16
 """How often an answer is drawn until it has the form."""
 DEEPEST = 16
+"""The deepest nesting of a schema."""
 TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -24,6 +25,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
+# Keywords of a schema that are checked.
 READ = frozenset(
     {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "minimum", "maximum", "anyOf"}
 )
@@ -63,6 +65,7 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _is(value: Any, kind: str) -> bool:
+    """Returns whether a value has this type of JSON."""
     # In JSON 1.0 is the integer 1.
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()
@@ -71,6 +74,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Returns whether two values are equal in JSON."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -86,6 +90,8 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(schema: Any, deep: int) -> None:
+    """ValueError if a schema is malformed, has other keywords than `READ` and `SAID`, or is more than `deep` levels
+    deep."""
     if not isinstance(schema, dict) or not deep:
         raise ValueError(f"a schema is an object, at most {DEEPEST} deep")
     # A keyword that is ignored would let answers through that the caller has ruled out, so it is refused.

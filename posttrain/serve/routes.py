@@ -56,7 +56,7 @@ class Server:
         self._intake.close()
 
     def app(self) -> web.Application:
-        # `_spoken` is outside, so refusals of `_allowed` are written by it too.
+        # `_spoken` is the outer middleware, so it also writes the refusals of `_allowed`.
         app = web.Application(middlewares=[_spoken, self._allowed], client_max_size=self.limits.body)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -74,12 +74,12 @@ class Server:
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse callers without the token. Without a token, refuse requests to another host name (DNS rebinding)."""
-        # For load balancers, which have no token. It says nothing about model or load.
+        # Load balancers ask for /health without a token. The answer does not describe the model or the load.
         if request.path == "/health":
             return await handler(request)
         token = self.served.token
         if token is None:
-            # `request.host` does a name lookup where there is no Host header
+            # The header is read itself, because `request.host` looks up a name if there is no Host header.
             hosts = request.headers.getall("Host", [])
             if len(hosts) != 1 or not _local(hosts[0]):
                 raise Refusal(
@@ -87,13 +87,13 @@ class Server:
                 )
             return await handler(request)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # As bytes and in constant time; a header may hold bytes that are no text.
+        # The token is compared in constant time, and as bytes, because a header may have bytes that are no text.
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             given.strip().encode(errors="surrogateescape"), token.encode()
         ):
-            said = "no" if not given else "a wrong"
+            which = "no" if not given else "a wrong"
             raise Refusal(
-                f"{said} token: send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)",
+                f"{which} token: send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)",
                 status=401,
             )
         return await handler(request)
@@ -110,10 +110,11 @@ class Server:
 
     def _card(self) -> dict[str, Any]:
         s = self.served
-        own = {"id": s.name, "object": "model", "created": s.created, "owned_by": "posttrain"}
-        return own | {"root": s.root, "max_model_len": s.sampler.context}
+        card = {"id": s.name, "object": "model", "created": s.created, "owned_by": "posttrain"}
+        return card | {"root": s.root, "max_model_len": s.sampler.context}
 
     async def _generate(self, kind: type[GenerationRequest], prefix: str, request: web.Request) -> web.StreamResponse:
+        """Reads a request of one kind and answers it."""
         self._intake.check(request)
         asked, prompts = await self._intake.read(request, kind)
         waits_for(request, "answer")
@@ -134,16 +135,17 @@ class Server:
     async def _answer(
         self, request: web.Request, asked: GenerationRequest, prompts: Sequence[np.ndarray], kind: str
     ) -> web.StreamResponse:
+        """Generates all answers to a request, and writes them whole or as a stream."""
         s, count = self.served, asked.n * len(prompts)
-        # Counted in answers, not in requests: one request may ask for a thousand.
+        # The limit is on answers and not on requests, because one request may ask for a thousand answers.
         if self.answers + count > self.limits.answers:
             raise Refusal(
                 f"{self.answers} answers wait or are being written, and {count} more are too many; try again later",
                 status=429,
             )
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
-        # Each answer's random numbers come from the seed and its place among the n, so a request with a seed is
-        # answered the same whatever runs beside it.
+        # The random numbers of an answer come from the seed and its place among the n. So a request with a seed gets
+        # the same answers, whatever other requests run.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         choices: list[Choice] = []
         for ids in prompts:
@@ -163,12 +165,12 @@ class Server:
             await work
             scores = None
             if isinstance(asked, CompletionRequest) and asked.prompt_logprobs is not None:
-                # The n answers to a prompt share its array, so its identity names the prompt.
+                # The n answers to a prompt share one array of ids, so the identity of the array stands for the prompt.
                 scores = {id(ids): await s.sampler.score(ids) for ids in prompts}
             return web.json_response(shape.whole(choices, scores))
         finally:
-            # `work` is a task of its own: a handler that was cancelled, or failed to write, has to end it, or
-            # it would go on in the engine.
+            # `work` is a task of its own. If this handler is cancelled, or cannot write, it has to cancel `work`, which
+            # would otherwise continue in the engine.
             work.cancel()
             self.running.discard(work)
             self.answers -= count
@@ -177,7 +179,7 @@ class Server:
         """Run all choices at once, each until it has the form. The first failure cancels the others and is raised."""
 
         async def one(at: int) -> None:
-            # A greedy answer is the same every time.
+            # A greedy answer is drawn once, because it is the same every time.
             draws = 1 if choices[at].sampling.greedy else DRAWS
             for draw in range(draws):
                 choices[at] = choices[at].drawn_again(draw) if draw else choices[at]
@@ -195,7 +197,7 @@ class Server:
                     group.create_task(one(at))
         except* PosttrainError as many:
             cause: Any = many
-            # Groups may be nested; a caller is told the first cause.
+            # Groups may be nested. The caller gets the first cause.
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             raise refusal_of(cause) from None
@@ -208,6 +210,7 @@ class Server:
         queue: asyncio.Queue[Told | None],
         work: asyncio.Task[None],
     ) -> web.StreamResponse:
+        """Writes the pieces of the answers as events while they are generated."""
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
@@ -218,7 +221,8 @@ class Server:
 
         for choice in choices:
             await send(json.dumps(shape.first(choice)))
-        # Every piece is in the queue before the task is done, so None is behind them all, also where it failed.
+        # Every piece is in the queue before the task is done. So None comes behind all of them, even if the task
+        # failed.
         work.add_done_callback(lambda _: queue.put_nowait(None))
         while (told := await queue.get()) is not None:
             choice, piece = told
@@ -229,14 +233,14 @@ class Server:
         except Refusal as refusal:
             await send(json.dumps(refusal.body()))
         except asyncio.CancelledError:
-            # Two cancellations look alike here. If this handler is cancelled, the caller has left and nobody
-            # reads. Otherwise `cut` has cancelled `work`, and the caller is told why the stream ends.
+            # There are two possible reasons. If this handler was cancelled, the caller has gone. Otherwise `cut` has
+            # cancelled `work`, and the caller gets the reason why the stream ends.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             await send(json.dumps(Refusal("the server is stopping", status=503).body()))
         else:
-            # The headers have been sent with status 200, so a failure can only be an event; [DONE] stands
-            # behind whole answers alone.
+            # The headers with status 200 are already sent, so a failure is sent as an event (above). [DONE] is sent
+            # only behind whole answers.
             if (options := shape.request.stream_options) and options.include_usage:
                 await send(json.dumps(shape.last(choices)))
             await send("[DONE]")

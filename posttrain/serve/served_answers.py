@@ -32,7 +32,8 @@ class TextChunk:
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
     """(ids, log-probs) of the most probable tokens, where they were requested."""
     offsets: list[int] = field(default_factory=list[int])
-    """Complete characters of the answer before each token. Tokens of one character have the same offset."""
+    """Number of complete characters of the answer before each token. Tokens that make one character together have the
+    same offset."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.ids)
@@ -58,12 +59,13 @@ class Choice:
         self._decoder, self._stops = Decoder(words), Stops(sampling.stop)
         self._waiting = TextChunk()
         self._decoded = 0
-        """Number of complete characters, with those held back for a stop string."""
+        """Number of complete characters, including those that are held back for a stop string."""
         self._received = 0
+        """Number of tokens that came before the whole turn."""
         self._task: asyncio.Task[SampledTurn] | None = None
 
     def drawn_again(self, draw: int) -> Choice:
-        """A choice in its place with random numbers of its own."""
+        """A new choice in the same place, with other random numbers."""
         return Choice(self.index, self.prompt, self.sampling, seeds.key(self.place, "again", draw), self._words)
 
     async def run(self, generate: Callable[..., Any]) -> None:
@@ -71,25 +73,26 @@ class Choice:
 
         Alternatives arrive only with the whole turn; where they are requested, so do the tokens.
         """
-        # Without a stream nobody reads pieces, and the whole turn is taken at once.
+        # Without a stream nobody reads pieces, so the whole turn is taken at its end.
         early = self.sampling.top == 0 and self.told is not None
-        heard = {"heard": self._receive} if early else {}
-        task = self._task = asyncio.ensure_future(generate(self.prompt, self.sampling, self.place, **heard))
-        said: SampledTurn | None = None
+        callback = {"heard": self._receive} if early else {}
+        task = self._task = asyncio.ensure_future(generate(self.prompt, self.sampling, self.place, **callback))
+        turn: SampledTurn | None = None
         try:
-            said = await task
+            turn = await task
         except asyncio.CancelledError:
-            # Either a stop string was found here, and `_receive` cancelled the engine's task: that is a good
-            # end. Or this task itself is cancelled, and the engine's slot must be freed.
+            # There are two possible reasons. If a stop string was found here, `_receive` cancelled the engine's task,
+            # and the answer is complete. If this task itself is cancelled, the engine's slot must be freed.
             task.cancel()
             if not self._stops.found or _cancelled():
                 raise
-        if said is not None:
-            # What `heard` has not told yet: everything, where it was not used.
-            self._take(said.ids[self._received :], said.logp[self._received :], said.top)
-        self._end(said)
+        if turn is not None:
+            # What `callback` has not told yet: everything, where it was not used.
+            self._take(turn.ids[self._received :], turn.logp[self._received :], turn.top)
+        self._end(turn)
 
     def _receive(self, ids: np.ndarray, logp: np.ndarray) -> None:
+        """Takes tokens that the engine has sampled so far."""
         self._received += len(ids)
         self._take(ids, logp, None)
         if self._stops.found and self._task is not None:
@@ -98,21 +101,22 @@ class Choice:
     def _take(self, ids: np.ndarray, logp: np.ndarray, top: Top | None) -> None:
         """Add tokens one by one, so that the text does not depend on how many arrived together."""
         for i, (token, p) in enumerate(zip(ids.tolist(), logp.tolist(), strict=True)):
-            # The engine may be some tokens ahead of us. What it said behind the stop string is not part of the answer.
+            # The engine may be some tokens ahead. Tokens behind a stop string are not part of the answer.
             if self._stops.found:
                 return
             self._waiting.ids.append(token)
             self._waiting.offsets.append(self._decoded)
             if top is not None:
-                # Where fewer tokens than `top` may be said, the others have -inf, which JSON cannot hold.
-                order = np.isfinite(top.logp[i])
-                self._waiting.top.append((top.ids[i][order], top.logp[i][order]))
+                # If the contract allows fewer tokens than `top`, the others have the log-prob -inf, which JSON does not
+                # have.
+                allowed = np.isfinite(top.logp[i])
+                self._waiting.top.append((top.ids[i][allowed], top.logp[i][allowed]))
                 p = float(top.logp[i][0]) if self.sampling.greedy else p
             self._waiting.logp.append(p)
             # The stop token is reported with the others, but it has no text.
             if token in (self.sampling.stop_ids or ()):
                 continue
-            # As in the engine: it is the first token after `min_tokens` others that may complete a stop string.
+            # As in the engine, a stop string may be complete only after more than `min_tokens` tokens.
             armed = len(self.whole.ids) + len(self._waiting.ids) > self.sampling.min_tokens
             complete = self._decoder.add(token)
             self._decoded += len(complete)
@@ -121,15 +125,17 @@ class Choice:
                 self._release()
 
     def _end(self, said: SampledTurn | None) -> None:
+        """Releases the rest of the text, and sets the reason why the answer ended."""
         if not self._stops.found:
-            # Bytes that never became a character. They may complete a stop string only where the engine says
-            # that one ended the turn.
+            # The decoder may have bytes that never became a character. They may complete a stop string only if the
+            # engine says that a stop string ended the turn.
             text = self._stops.add(self._decoder.finish(), said is not None and said.stop is Stop.STRING)
             self._waiting.text = text + self._stops.finish()
         self.finish = "stop" if self._stops.found or (said is not None and said.stop.finished) else "length"
         self._release()
 
     def _release(self) -> None:
+        """Adds the waiting text to the answer, and sends it."""
         piece, self._waiting = self._waiting, TextChunk()
         if piece:
             self.whole.extend(piece)
@@ -170,23 +176,23 @@ class Shape:
         Args:
             scores: log-probs [T - 1] of each prompt, by Python `id` of its array of ids, where they were requested.
         """
-        out = self._frame(
+        answer = self._frame(
             "chat.completion" if self.chat else "text_completion", [self._choice(c, c.whole, c.finish) for c in choices]
         )
-        out["usage"] = usage(choices)
+        answer["usage"] = usage(choices)
         if scores is not None:
-            for c, choice in zip(choices, out["choices"], strict=True):
+            for c, choice in zip(choices, answer["choices"], strict=True):
                 choice["prompt_logprobs"] = self._prompt(c, scores[id(c.prompt)])
         if self.chat and self.request.return_token_ids:
-            out["prompt_token_ids"] = choices[0].prompt.tolist()
-        return out
+            answer["prompt_token_ids"] = choices[0].prompt.tolist()
+        return answer
 
     def first(self, choice: Choice) -> Json:
         """The first chunk of a choice."""
-        out = self._chunk([self._choice(choice, TextChunk(), None, role=True)])
+        chunk = self._chunk([self._choice(choice, TextChunk(), None, role=True)])
         if self.chat and self.request.return_token_ids:
-            out["prompt_token_ids"] = choice.prompt.tolist()
-        return out
+            chunk["prompt_token_ids"] = choice.prompt.tolist()
+        return chunk
 
     def next(self, choice: Choice, piece: TextChunk, finish: str | None) -> list[Json]:
         """The chunks of a choice's next text, or of its end. Each call comes as its name, then its arguments."""
@@ -195,54 +201,54 @@ class Shape:
         answer = self._answers.setdefault(choice.index, ToolAnswer(self.format))
         if finish is None:
             return [self._chunk([self._choice(choice, replace(piece, text=answer.add(piece.text)), None)])]
-        # OpenAI's clients join the arguments of a call from chunks by its index. Ours are known when the answer
-        # is whole, so they come in one chunk.
+        # OpenAI's clients join the arguments of a call from several chunks, by its index. Here they are known at the
+        # end of the answer, so they come in one chunk.
         rest, calls, finish = answer.finish(finish)
-        out = [self._choice(choice, TextChunk(text=rest), None)] if rest else []
+        parts = [self._choice(choice, TextChunk(text=rest), None)] if rest else []
         for i, call in enumerate(calls):
-            told = {**call, "function": {"name": call["function"]["name"], "arguments": ""}}
-            out.append(self._choice(choice, TextChunk(), None) | {"delta": {"tool_calls": [{"index": i, **told}]}})
-            more = {"index": i, "function": {"arguments": call["function"]["arguments"]}}
-            out.append(self._choice(choice, TextChunk(), None) | {"delta": {"tool_calls": [more]}})
-        return [self._chunk([c]) for c in (*out, self._choice(choice, TextChunk(), finish))]
+            opening = {**call, "function": {"name": call["function"]["name"], "arguments": ""}}
+            parts.append(self._choice(choice, TextChunk(), None) | {"delta": {"tool_calls": [{"index": i, **opening}]}})
+            arguments = {"index": i, "function": {"arguments": call["function"]["arguments"]}}
+            parts.append(self._choice(choice, TextChunk(), None) | {"delta": {"tool_calls": [arguments]}})
+        return [self._chunk([c]) for c in (*parts, self._choice(choice, TextChunk(), finish))]
 
     def last(self, choices: Sequence[Choice]) -> Json:
         """The last chunk, with the token counts where they were requested."""
         return self._chunk([]) | {"usage": usage(choices)}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        out = self._frame("chat.completion.chunk" if self.chat else "text_completion", choices)
-        return out | {"usage": None} if (o := self.request.stream_options) and o.include_usage else out
+        chunk = self._frame("chat.completion.chunk" if self.chat else "text_completion", choices)
+        return chunk | {"usage": None} if (options := self.request.stream_options) and options.include_usage else chunk
 
     def _frame(self, kind: str, choices: list[Json]) -> Json:
         about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**about, "system_fingerprint": self.fingerprint, "choices": choices}
 
     def _choice(self, c: Choice, piece: TextChunk, finish: str | None, role: bool = False) -> Json:
-        out: Json = {"index": c.index, "finish_reason": finish, "logprobs": self._logprobs(piece, role)}
+        choice: Json = {"index": c.index, "finish_reason": finish, "logprobs": self._logprobs(piece, role)}
         if not self.chat:
-            out["text"] = piece.text
+            choice["text"] = piece.text
         elif self.request.stream:
-            out["delta"] = (
+            choice["delta"] = (
                 {"role": "assistant", "content": ""} if role else {"content": piece.text} if piece.text else {}
             )
         else:
-            out["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+            choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
             if self.format is not None:
-                self._with_calls(out, piece.text, finish or "")
+                self._with_calls(choice, piece.text, finish or "")
         if self.request.return_token_ids:
-            out["token_ids"] = piece.ids
+            choice["token_ids"] = piece.ids
             if not self.chat and (role or not self.request.stream):
-                out["prompt_token_ids"] = c.prompt.tolist()
-        return out
+                choice["prompt_token_ids"] = c.prompt.tolist()
+        return choice
 
     def _with_calls(self, choice: Json, text: str, finish: str) -> None:
         """Put the calls of a whole answer into its message."""
         answer = ToolAnswer(self.format or "")
-        before = answer.add(text)
+        text_before = answer.add(text)
         rest, calls, choice["finish_reason"] = answer.finish(finish)
         if calls:
-            choice["message"] |= {"content": (before + rest).strip() or None, "tool_calls": calls}
+            choice["message"] |= {"content": (text_before + rest).strip() or None, "tool_calls": calls}
 
     def _logprobs(self, piece: TextChunk, role: bool) -> Json | None:
         if self.request.alternatives is None or role:
@@ -263,8 +269,8 @@ class Shape:
         return [None, *({str(i): {"logprob": p, "rank": None, "decoded_token": self._name(i)}} for i, p in later)]
 
     def _token(self, token: int, logp: float, top: tuple[Any, Any] | None) -> Json:
-        shown = self.request.alternatives or 0
-        ids, values = ([], []) if top is None else (top[0].tolist()[:shown], top[1].tolist()[:shown])
+        count = self.request.alternatives or 0
+        ids, values = ([], []) if top is None else (top[0].tolist()[:count], top[1].tolist()[:count])
         others = [self._scored(i, p) for i, p in zip(ids, values, strict=True)]
         return self._scored(token, logp) | {"top_logprobs": others}
 
@@ -272,12 +278,12 @@ class Shape:
         return {"token": self._name(token), "logprob": logp, "bytes": list(self.words.bytes(token))}
 
     def _table(self, ids: Any, values: Any) -> Json:
-        """Alternatives by their text; of several with one text, the most probable."""
-        out: Json = {}
-        shown = self.request.alternatives
-        for i, p in zip(ids.tolist()[:shown], values.tolist()[:shown], strict=True):
-            out.setdefault(self._name(i), p)
-        return out
+        """Log-probs of alternatives by their text. Of several tokens with one text, the most probable counts."""
+        by_text: Json = {}
+        count = self.request.alternatives
+        for i, p in zip(ids.tolist()[:count], values.tolist()[:count], strict=True):
+            by_text.setdefault(self._name(i), p)
+        return by_text
 
     def _name(self, token: int) -> str:
         """A token as text. An incomplete character is written as its bytes, so that names are unique."""
@@ -291,5 +297,5 @@ class Shape:
 def usage(choices: Sequence[Choice]) -> Json:
     """Token counts of a request: each prompt once, and all answers."""
     prompts = {id(c.prompt): len(c.prompt) for c in choices}
-    asked, said = sum(prompts.values()), sum(len(c.whole.ids) for c in choices)
-    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+    of_prompts, of_answers = sum(prompts.values()), sum(len(c.whole.ids) for c in choices)
+    return {"prompt_tokens": of_prompts, "completion_tokens": of_answers, "total_tokens": of_prompts + of_answers}

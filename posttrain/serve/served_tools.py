@@ -1,6 +1,6 @@
 """Tools of a chat request: what the caller offers, the calls in its messages, and those in an answer.
 
-In a stream, text is sent until a call may have begun.
+In a stream, text is sent as long as no call can have begun in it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class _ToolField(BaseModel):
 
 
 def _not_enforced(strict: Any) -> Any:
+    """Refuses `strict: true`, which cannot be kept."""
     if strict:
         raise ValueError("arguments are not forced into the schema, since answers are sampled freely: leave it out")
     return strict
@@ -76,9 +77,9 @@ class PastCall(_ToolField):
 
     def plain(self, as_text: bool) -> dict[str, Any]:
         """In the form that chat templates read: arguments as an object, or as text where a template wants that."""
-        given = self.function.arguments
-        told = {"name": self.function.name, "arguments": given if as_text else read_data.json_value(given)}
-        return {"id": self.id, "type": "function", "function": told}
+        arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments if as_text else read_data.json_value(arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class ToolRequest(_ToolField):
@@ -90,8 +91,8 @@ class ToolRequest(_ToolField):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        # What cannot be kept is refused: a client that relies on it would otherwise be given wrong answers
-        # without a word.
+        # Demands that cannot be met are refused. A client that relies on them would otherwise silently get wrong
+        # answers.
         if self.tool_choice not in (None, "none", "auto"):
             wanted = "required" if self.tool_choice == "required" else "a named function"
             raise ValueError(
@@ -118,14 +119,16 @@ class ToolRequest(_ToolField):
 
 
 def given_fields(message: Any) -> Any:
-    """A message without its empty fields; clients send back what they received, `refusal: null` included. One with
-    calls may have no content."""
+    """A message without its null fields, because clients send back what they received, such as `refusal: null`.
+
+    A message with calls may have no content, and then gets an empty one.
+    """
     if not isinstance(message, Mapping):
         return message
-    given = {k: v for k, v in message.items() if v is not None}
-    if given.get("role") == "assistant" and given.get("tool_calls") and "content" not in given:
-        given["content"] = ""
-    return given
+    fields = {k: v for k, v in message.items() if v is not None}
+    if fields.get("role") == "assistant" and fields.get("tool_calls") and "content" not in fields:
+        fields["content"] = ""
+    return fields
 
 
 WITHIN = {
@@ -159,8 +162,8 @@ class ToolAnswer:
         """The text that can be sent now."""
         self.text += piece
         end = self._certain()
-        out, self.sent = self.text[self.sent : end], max(self.sent, end)
-        return out
+        sendable, self.sent = self.text[self.sent : end], max(self.sent, end)
+        return sendable
 
     def finish(self, finish: str) -> tuple[str, list[dict[str, Any]], str]:
         """(the rest of the text, the calls in the form of OpenAI's API, the reason why the answer ended).
@@ -173,33 +176,35 @@ class ToolAnswer:
         if not calls or any(isinstance(c, Malformed) for c in calls):
             return rest, [], finish
         outside = parse(rest, self.format).content
-        made = [_call(c) for c in calls if isinstance(c, ToolCall)]
-        return outside, made, "tool_calls"
+        listed = [_call(c) for c in calls if isinstance(c, ToolCall)]
+        return outside, listed, "tool_calls"
 
     def _certain(self) -> int:
         """Number of characters that are text, whatever follows."""
-        # Some formats write a call as a whole turn that begins with a mark such as `{`. While the text may still
-        # become such a mark, and once it has, nothing is sent: `finish` decides. Thoughts may stand before the mark.
-        begins = self.text.lstrip()
+        # In some formats a call is a whole turn that begins with a mark such as `{`. If the text begins with such a
+        # mark, or may still become one, nothing is sent, and `finish` decides. The tag of a thought, which may come
+        # before the mark, counts like a mark.
+        stripped = self.text.lstrip()
         for mark in (*AT_BEGIN.get(self.format, ()), *(dict(THOUGHTS) if self.format in AT_BEGIN else ())):
-            if begins.startswith(mark) or mark.startswith(begins):
+            if stripped.startswith(mark) or mark.startswith(stripped):
                 return self.sent
-        # Marks that may stand anywhere: text is certain up to the first one, or up to an end of the text that
-        # may be the beginning of one.
-        found = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]
-        if found:
-            return max(self.sent, min(found))
-        held = max((_begun(self.text, m) for m in WITHIN.get(self.format, ())), default=0)
-        return max(self.sent, len(self.text) - held)
+        # Other marks may stand anywhere. The text before the first one is certain. Without one, the text is certain
+        # except an end that may be the beginning of a mark.
+        places = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]
+        if places:
+            return max(self.sent, min(places))
+        uncertain = max((_begun(self.text, m) for m in WITHIN.get(self.format, ())), default=0)
+        return max(self.sent, len(self.text) - uncertain)
 
 
 def _begun(text: str, mark: str) -> int:
     """Number of characters at the end of a text that may be the beginning of a mark."""
-    # The longest such end, and no whole mark: that one has been found.
+    # The longest such end counts. It is shorter than the mark, because whole marks were searched before.
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
+    """A call in the form of OpenAI's API."""
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
