@@ -19,19 +19,21 @@ from posttrain.system.errors import DataError
 
 CERTIFICATE = "certificate.json"
 FAILED = "certificate.failed.json"
-"""Left alone in the folder where something differs, with all that was compared."""
+"""Written in place of the export where something differs; it has all that was compared."""
 LINEAGE = "lineage.json"
 SCHEMA = 1
 LARGEST = 4 * read_untrusted.MiB
+"""Most bytes of a certificate or a lineage record that is read."""
 PLAIN_NAME = re.compile(r"[\w][\w.-]{0,199}")
 READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin", ".py")
 """Endings of the files from which a model is read."""
 FREE = (CERTIFICATE, FAILED)
+"""Files with such an ending that the certificate does not list."""
 
 
 @dataclass(frozen=True)
 class ExportComparison:
-    """One thing that was compared. `unlike` says the first difference; '' where there is none."""
+    """One comparison. `unlike`: the first difference in words; '' where there is none."""
 
     what: str
     count: int
@@ -40,7 +42,7 @@ class ExportComparison:
     """The unit of the count: files, tensors, tokens, prompts."""
     unlike: str = ""
     worst: float | None = None
-    """The largest difference, of what is compared by numbers."""
+    """The largest difference, where numbers are compared."""
     bound: float | None = None
     """The largest difference that rounding allows."""
     notes: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -49,7 +51,7 @@ class ExportComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportCertificate:
-    """All that was compared of an export."""
+    """All comparisons of an export with its run, and what was exported."""
 
     made: str
     """Kind of the export: weights, merged adapter, adapter, moving average."""
@@ -100,6 +102,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def _counts(path: Path) -> bool:
+    """Whether a path is a file that the certificate must list."""
     return path.suffix in READ and path.name not in FREE and path.is_file()
 
 
@@ -125,7 +128,7 @@ def verify_certificate(folder: Path) -> bool:
     if strange := [n for n in then if not isinstance(n, str) or not PLAIN_NAME.fullmatch(n)]:
         raise DataError(f"{path} is damaged: {str(strange[0])[:80]!r} is no name of a file here. {_way_out(folder)}")
     found = {p.name for p in folder.iterdir() if _counts(p)}
-    # Weights first: if several files differ, they are what the user has to know of.
+    # Weights come first: if several files differ, the message names the weights.
     for name in sorted({*then, *found}, key=_weights_first):
         if name not in found:
             raise DataError(f"{folder / name} is gone, and {CERTIFICATE} lists it. {_way_out(folder)}")
@@ -133,7 +136,7 @@ def verify_certificate(folder: Path) -> bool:
             raise DataError(
                 f"{folder / name} was added after the export: {CERTIFICATE} does not list it. {_way_out(folder)}"
             )
-        # A regular file, and not a pipe or a device that would hold the reader.
+        # Opened once and closed: `opened` refuses pipes and devices, which `digest` would read for ever.
         with read_untrusted.opened(folder / name, DataError):
             pass
         if files.digest(folder / name) != then[name]:
@@ -149,6 +152,7 @@ def _weights_first(name: str) -> tuple[bool, str]:
 
 
 def _way_out(folder: Path) -> str:
+    """A sentence about what to do with a folder that differs from its certificate."""
     return (
         f"Export or copy it again. If you changed it on purpose, remove {CERTIFICATE} and {LINEAGE}: it is then a model"
         " of its own, of which nothing is known"

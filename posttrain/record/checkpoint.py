@@ -22,7 +22,7 @@ from posttrain.system.errors import InvariantError, RunFolderError, nearest
 
 SCHEMA = 1
 BESIDE = ("model", "tokenizer")
-"""Folders of a run that say what its weights are of."""
+"""Folders of a run with the configuration of its model and with its tokenizer."""
 KEPT = "kept"
 """Folder of a run with the files that stay, such as the weights at a stage's border."""
 
@@ -45,7 +45,7 @@ class Checkpoint:
     metric: float | None
     position: Position
     state: Mapping[str, Any]
-    """Plain data, with the infinite numbers that JSON does not have (the interval of a single prompt)."""
+    """Plain data. It may have infinite numbers, such as the interval of a single prompt."""
 
     def verify(self) -> Checkpoint:
         """This checkpoint; raises RunFolderError that names a damaged file."""
@@ -56,14 +56,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A checkpoint whose state cannot be read, and why."""
+    """A checkpoint whose state cannot be read, and the reason (`why`)."""
 
     name: str
     folder: Path
     why: str
     order: float
-    """As `Checkpoint.order`, by the index; between two others where the index does not have it, since names begin with
-    the version of the weights."""
+    """`Checkpoint.order` as the index has it. If the index does not have it: a number between those of its neighbours
+    by name, since names begin with the version of the weights."""
     best: bool = False
     """Whether the index says that it is the best one."""
 
@@ -72,13 +72,13 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
     `verify` reads the rest.
 
-    Links, files and folders without any part of a checkpoint are ignored. So are checkpoints that their writer removes
-    meanwhile.
+    Ignored are links, files, folders without any part of a checkpoint, and checkpoints that their writer removes during
+    the call.
     """
     found: list[Checkpoint] = []
     unread: dict[Path, str] = {}
     for path in sorted((folder / "checkpoints").glob("[!.]*")):
-        # Links could lead out of the folder, and hidden names are those of unfinished writing.
+        # Links could lead out of the folder. The pattern of `glob` leaves out hidden names: unfinished checkpoints.
         if (
             path.is_symlink()
             or not path.is_dir()
@@ -92,7 +92,7 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
             if path.exists():
                 unread[path] = str(error)
     found.sort(key=lambda c: (c.order, c.name))
-    # The index is asked only for what cannot be read itself: the folders are the truth, the index a copy.
+    # The index is only a copy. It is read only if there are checkpoints whose own state cannot be read.
     best_one, listed = _index(folder) if unread else ("", {})
     damaged = [
         DamagedCheckpoint(p.name, p, why, _order(p.name, listed, found), p.name == best_one)
@@ -112,14 +112,15 @@ def _index(folder: Path) -> tuple[str, dict[str, float]]:
 
 
 def _order(name: str, listed: Mapping[str, float], found: Sequence[Checkpoint]) -> float:
+    """The order of a damaged checkpoint: from the index (`listed`), else by its name."""
     before = max((c.order for c in found if c.name < name), default=-1)
-    # Between the checkpoint with the next smaller name and the one behind it.
+    # Half a step behind the checkpoint with the next smaller name.
     return listed.get(name, before + 0.5)
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The last checkpoint, None where there is none; its state is as it was written. RunFolderError where that cannot
-    be read."""
+    """The last checkpoint; None where there is none. RunFolderError if its state cannot be read or is not as it was
+    written."""
     found, damaged = survey(folder)
     last = found[-1] if found else None
     # A readable older one must not pass for the newest.
@@ -134,9 +135,10 @@ def scan(folder: Path) -> list[Checkpoint]:
 
 
 def _read(path: Path) -> Checkpoint:
+    """The checkpoint in a folder, from its state.json. RunFolderError where that is damaged."""
     file = path / "state.json"
     data = files.read_json(file)
-    # A state that is damaged is found before its content is believed.
+    # The digest is compared before anything in the state is used.
     if (path / files.DIGESTS).is_file() and files.read_json(path / files.DIGESTS).get(file.name) != files.digest(file):
         raise RunFolderError(f"{file} is damaged (its digest differs from the one written with it)")
     if data.get("schema") != SCHEMA:
@@ -157,8 +159,10 @@ def _read(path: Path) -> Checkpoint:
 
 
 def refuse_damage_beside(folder: Path) -> None:
-    """RunFolderError that names a file of the model's configuration or of the tokenizer in a run folder which is not as
-    it was written, or was added. A folder without digests is not compared."""
+    """Raises RunFolderError if a file of the model's configuration or the tokenizer of a run was changed or added.
+
+    A folder without digests is not checked.
+    """
     for path in (folder / name for name in BESIDE):
         if not (path / files.DIGESTS).is_file():
             continue
@@ -184,8 +188,12 @@ def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def find(folder: Path, which: str = "last") -> Checkpoint:
-    """The checkpoint `last`, `best` or of a name, verified with what lies beside it. RunFolderError names what is
-    damaged, and the newest checkpoint that is not."""
+    """The checkpoint `last`, `best` or of a name, after its files, the model's configuration and the tokenizer were
+    checked.
+
+    Raises:
+        RunFolderError: it is damaged or not there. The message names the newest undamaged checkpoint.
+    """
     refuse_damage_beside(folder)
     found, damaged = survey(folder)
     if not found and not damaged:
@@ -194,10 +202,11 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
     chosen = named.get(which)
     if which == "last":
         chosen = found[-1] if found else None
-        # Damage that is older than the one that was asked for does not matter.
+        # Damage of checkpoints before the chosen one does not matter.
         damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
     elif which == "best":
-        # Damage of another checkpoint matters only where it was the best one, or where nothing can be read.
+        # Damage of other checkpoints matters only if the index says that one of them is the best, or if none can be
+        # read.
         damaged = [d for d in damaged if d.best or not found]
         chosen = best(found) or (found[-1] if found else None)
     else:
@@ -253,11 +262,11 @@ class Checkpoints:
         metric: float | None,
         position: Position,
     ) -> Checkpoint:
-        """Write one, durably, then drop the ones that are neither new nor best."""
-        # `write_directory` would replace the one of that name.
+        """Write a checkpoint durably, then remove those that are neither new nor best."""
+        # `write_directory` would replace a checkpoint of that name.
         if any(c.name == name for c in self.all):
             raise InvariantError(f"checkpoint {name} was already written: names must differ")
-        # One more than the last, and not their number: older ones are removed.
+        # One more than the last order. The number of checkpoints would not do, since older ones are removed.
         order = self.all[-1].order + 1 if self.all else 0
         where = {"steps": position.steps, "episodes": position.episodes}
         data = {"schema": SCHEMA, "order": order, "metric": metric, "position": where, "state": to_plain(dict(state))}
@@ -269,7 +278,7 @@ class Checkpoints:
         with files.disk_full_is_reported(self.folder / name, self.still_good):
             files.write_directory(self.folder / name, everything)
         self.all.append(_read(self.folder / name))
-        # Only after the new one is there are older ones removed, so there is always one to go on from.
+        # Older ones are removed only after the new one is complete, so the run can always go on from one.
         with files.disk_full_is_reported(self.folder / "index.json", self.still_good):
             self.retain()
         return self.all[-1]
@@ -277,7 +286,7 @@ class Checkpoints:
     def retain(self) -> None:
         """Keep the newest and the best; rewrite the index."""
         champion = best(self.all)
-        # The best one is kept however old it is, and at least one whatever `keep` says.
+        # The best one is kept however old it is. The newest one is always kept, even with `keep` 0.
         for c in self.all[: max(len(self.all) - max(self.keep, 1), 0)]:
             if c is not champion:
                 files.remove_directory(c.folder)
@@ -298,9 +307,8 @@ class Checkpoints:
         self.retain()
 
     def replace(self, old: Checkpoint, name: str, state: Mapping[str, Any], position: Position) -> Checkpoint:
-        """The files of a checkpoint under another name and with another state; the old one is removed then, and one
-        that had the name before."""
-        # A kill in an earlier attempt may have left one of this name.
+        """Writes the files of a checkpoint under another name with another state, and removes the old checkpoint."""
+        # An earlier attempt that was killed may have left a checkpoint of this name.
         for c in [c for c in self.all if c.name == name]:
             files.remove_directory(c.folder)
         self.all = [c for c in self.all if c.name != name]
@@ -309,7 +317,7 @@ class Checkpoints:
             for path in old.folder.iterdir():
                 if path.is_dir():
                     shutil.copytree(path, folder / path.name)
-                # The state is written anew and the digests are computed anew; all else is copied.
+                # State and digests are made new; all other files are copied.
                 elif path.name not in ("state.json", files.DIGESTS):
                     shutil.copyfile(path, folder / path.name)
 
@@ -327,7 +335,8 @@ class Checkpoints:
             files.remove_directory(self.kept_folder / name)
 
     def hold(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Files kept for good under a name (the weights at a stage's border). The same name again replaces them."""
+        """Keep files for the whole run under a name, such as the weights at the end of a stage. Files that were kept
+        under this name before are replaced."""
         target = self.kept_folder / name
         with files.disk_full_is_reported(target, self.still_good):
             files.write_directory(target, fill)

@@ -43,7 +43,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """One thing that a field asks for. `path` is the field's path as overrides write it, `what` a sentence about it."""
+    """One thing outside the run folder that a setting uses. `path`: the setting as overrides write it; `what`: a
+    sentence about what it does."""
 
     path: str
     kind: Kind
@@ -53,7 +54,7 @@ class Ask:
 
     @property
     def digest(self) -> str:
-        """Digest that is equal where the same field asks for the same thing. Files are compared by their full paths."""
+        """The same for two requests of the same field for the same thing. Files are named by their full paths in it."""
         # surrogatepass: a path may have bytes that are no text.
         return hashlib.blake2b(
             f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass"), digest_size=16
@@ -61,6 +62,7 @@ class Ask:
 
 
 Found = tuple[Kind, str] | tuple[Kind, str, tuple[str, ...]] | None
+"""What a value asks for, as the last fields of `Ask`; None for nothing."""
 
 DATA_FILES = (".jsonl", ".json", ".parquet")
 """Endings of the files that hold data."""
@@ -105,7 +107,7 @@ def _env(name: str) -> Found:
 def _here(name: str) -> bool:
     """Returns whether a name is that of a file or folder of this machine, there or not, and no hub id."""
     path = Path(name).expanduser()  # no hub id has two slashes, or the ending of a file of data
-    # A path that does not exist yet is still a path: it must not become a download of that name.
+    # A path need not exist. Taken for a hub id, it would become a download of that name.
     return name.count("/") > 1 or path.exists() or path.suffix in DATA_FILES
 
 
@@ -128,7 +130,7 @@ def _mixed(sets: tuple[tuple[str, float], ...]) -> Found:
 
 def _sandbox(name: str) -> Found:
     if "://" in name:
-        # An address gets the token even where the setting of the token is the usual one.
+        # A remote sandbox always gets the token, even if the setting of the token has its default.
         return Kind.ADDRESS, f"sends programs, and the token of the sandbox, to {name}"
     return (Kind.CODE, "runs programs that a model writes without a sandbox") if name == "none" else None
 
@@ -139,20 +141,20 @@ def _secret(name: str) -> Found:
 
 def _trackers(names: tuple[str, ...], run: Run) -> Found:
     if "wandb" in names:
-        # Tracking sends numbers in every case; what was said is sent only where completions are logged.
+        # Numbers are always sent, prompts and completions only with `log_completions`.
         what = "settings, numbers, prompts and completions" if run.log_completions else "settings and numbers"
         return Kind.ADDRESS, f"sends {what} to Weights & Biases, under your account"
     return (Kind.OUTSIDE, "writes into your trackio project") if "trackio" in names else None
 
 
 def _reward(name: str) -> Found:
-    # Read as a run would read it, so that what is asked for cannot differ from what is done.
+    # `Reward` reads the name, as in a run. So what the user is asked cannot differ from what is done.
     found = Reward(function=name)
     if found.judge_url:
         return Kind.ADDRESS, f"sends prompts and answers to {found.judge_url}, and believes what it answers"
     if found.judge_run:
         return Kind.OUTSIDE, f"reads the judge in {_file(found.judge_run)}", (found.judge_run,)
-    # A model of the run's own stage lies inside the folder.
+    # A reward model that a stage of the run trains is inside the run folder.
     outside = tuple(m for m in found.models if not m.startswith(STAGE))
     if found.models and not outside:
         return None
@@ -193,7 +195,8 @@ DECIDED: dict[str, Decision] = {
     "Ray.address": lambda x, _: (Kind.ADDRESS, f"sends the model and prompts to the Ray cluster {x}, which runs code"),
     "Run.trackers": _trackers,
 }
-"""For each field a function from its value to what that asks for, None for nothing. Of a mapping it gets each entry."""
+"""For each field a function: (its value, the object that has the field) -> what the value asks for, None for nothing.
+For a mapping it is called with each entry."""
 
 HARMLESS = frozenset(
     {
@@ -246,18 +249,20 @@ HARMLESS = frozenset(
 
 
 def key(cls: type, name: str) -> str:
-    """`Class.field`, with the class that declares the field first, so that fields of all stages are classified once."""
+    """`Class.field`, where the class is the base class that declares the field. So a field that all stages inherit is
+    classified once."""
     return f"{next(c for c in reversed(cls.__mro__) if name in inspect.get_annotations(c)).__name__}.{name}"
 
 
 def decided(cls: type, name: str) -> Decision | None:
-    """The function that gives what a text or switch of this class asks for; None where it has no classification."""
-    # By the class that declares the field, so that what a subclass inherits keeps its classification.
+    """The function that says what a field of this class asks for; None for a field without a classification."""
+    # Looked up by the class that declares the field, so an inherited field keeps its classification.
     named = key(cls, name)
     if named in DECIDED:
         return DECIDED[named]
     own: Any = cls if issubclass(cls, Stage) else Stage
-    # A field without any of these has no classification, and is treated as code where the stage is foreign.
+    # Without any of these the field has no classification. In a foreign kind of stage it then counts as code
+    # (`_asked`).
     if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece, Keep)) or name in own.harmless:
         return lambda x, _: None
     return (lambda x, _: _model(x)) if name in own.models else None
@@ -278,11 +283,15 @@ def _asked(node: Any, name: str, value: Any) -> Found:
 
 
 def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
-    """Returns the requests that need the user's word even in a run file, which people also write themselves: an address
-    together with the secret that is sent there (to an executor always one), and code that comes with a model."""
+    """Returns the requests that need the user's permission even in a run file, although people write such files
+    themselves.
+
+    These are an address together with a secret that is sent there, the address of a sandbox, which always gets a token,
+    and code that comes with a model.
+    """
     by_owner: dict[str, list[Ask]] = {}
     for ask in found:
-        # One owner: the address and the secret of one judge or one engine belong together.
+        # The owner is the judge, engine or sandbox to which an address and a secret belong.
         by_owner.setdefault(ask.path.rpartition(".")[0].removesuffix(".judge"), []).append(ask)
     out: list[Ask] = []
     for owner, own in by_owner.items():
@@ -297,8 +306,8 @@ def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
 def values(run: Run) -> dict[str, tuple[str, Any]]:
     """Every value of the tree as (`Class.field`, value), by the path that overrides use. Stages are under their names.
 
-    Where a field may have values of several classes, its class is a value too: two pieces without numbers of their own
-    differ in nothing else.
+    Where a field may have objects of several classes, the name of the class is a value too: two pieces without settings
+    differ in their classes only.
     """
     found = (*_walk(run, ""), *_kinds(run, ""))
     return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in found}
@@ -314,7 +323,7 @@ def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
             if not dataclasses.is_dataclass(x):
                 continue
             at = x.name if isinstance(x, Stage) else f"{here}.{i}" if isinstance(value, tuple) else here
-            # Where only one class is possible there is nothing to tell.
+            # If only one class is possible, its name says nothing.
             if not isinstance(x, Stage) and len(dataclass_json.pieces(item)) > 1:
                 yield at, node, name, type(x).__name__
             yield from _kinds(x, f"{at}.")

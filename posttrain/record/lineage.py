@@ -2,9 +2,9 @@
 
     lineage.json    in a run folder and beside exported weights: one link a model, oldest first
 
-Each link says which weights it ends with, which it began with, and the digests of tokenizer and chat template. Two
-links that do not fit each other are refused. The digest of a link covers all links before it, so a link that was
-changed is found. Links hold no path of a machine.
+Each link has fingerprints of the weights with which it began and ended, and digests of tokenizer and chat template. Two
+links that do not fit each other are refused. The digest of a link covers all links before it, so an edited link is
+found. Links have no paths of this machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ KINDS = {"base": "the base model", "adapter": "the adapter", "run": "run", "expo
 
 @dataclass(frozen=True, kw_only=True)
 class LineageLink:
-    """One model in the line. A digest that is '' is not known."""
+    """One model in the line of models. A digest '' means that it is not known."""
 
     kind: str
     """base, adapter (of somebody else), run, or export."""
     name: str
-    """The identity of a run; else words for people."""
+    """The identity of a run; for other kinds a name for people."""
     weights: str = ""
     """Fingerprint of the weights it ends with."""
     tokenizer: str = ""
@@ -56,21 +56,22 @@ def chain(links: Sequence[LineageLink]) -> list[dict[str, Any]]:
     """The links as JSON data, each with a digest that covers it and all links before it."""
     out: list[dict[str, Any]] = []
     for link in links:
-        # Through JSON, so that the digest is of what a reader will parse.
+        # A way through JSON, so that the digest is of the data that a reader will parse.
         data = json.loads(json.dumps(asdict(link), default=str))
         out.append({**data, "digest": _digest(data, out[-1]["digest"] if out else "")})
     return out
 
 
 def _digest(data: Mapping[str, Any], before: str) -> str:
-    # The digest before it is a part of the text: a change in one link changes the digests of all after it.
+    """The digest of a link (32 hex digits). `before`: the digest of the link before it."""
+    # `before` is a part of the text, so a change in one link changes the digests of all links after it.
     text = before + json.dumps(data, sort_keys=True)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def links_from(rows: Any, place: str, error: type[PosttrainError] = DataError) -> tuple[LineageLink, ...]:
     """The links that `chain` wrote. `error` where they are damaged or were changed."""
-    # Bounded before anything of it is read, since the file may be a stranger's.
+    # The number is checked before anything else, since the file may be a stranger's.
     if not isinstance(rows, list) or len(cast("list[Any]", rows)) > MOST:
         raise error(f"{place} is damaged: it has no list of at most {MOST} links")
     out: list[LineageLink] = []
@@ -85,7 +86,7 @@ def links_from(rows: Any, place: str, error: type[PosttrainError] = DataError) -
 
 
 def _checked(data: Mapping[str, Any], before: str, place: str, error: type[PosttrainError]) -> str:
-    """The digest of a link that is as it was written."""
+    """Returns the digest of a link, after checking that the link is as it was written."""
     texts = ("kind", "name", "weights", "tokenizer", "template", "dtype", "began", "base")
     # Exactly these entries, since each becomes a field of the link.
     if {*data} != {*texts, "about", "digest"} or data["kind"] not in KINDS or not isinstance(data["about"], dict):
@@ -101,7 +102,7 @@ def _checked(data: Mapping[str, Any], before: str, place: str, error: type[Postt
 
 
 def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = DataError) -> None:
-    """Refuse a line in which a model is not what the one before it left.
+    """Checks that each model in the line is what the link before it left.
 
     Raises:
         error: two links have other tokenizers, other chat templates, or other weights.
@@ -112,7 +113,7 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
         # Weights in two dtypes have two fingerprints although they are the same model, so only equal dtypes are
         # compared.
         known = before.weights and link.began and before.dtype == link.dtype
-        # The weights before it are those it began with, or those beneath its adapter.
+        # The link before must have ended with the weights with which this one began, or with those beneath its adapter.
         if known and before.weights not in (link.began, link.base):
             raise error(
                 f"{link.words} began with weights {link.began}, and {before.words} ended with {before.weights}: they"

@@ -2,9 +2,9 @@
 
     $XDG_STATE_HOME/posttrain/runs/ID.json          (~/.local/state where XDG_STATE_HOME is not set)
 
-ID is the random identity in run.json, so a run that is moved or copied is still known. The note has digests of what the
-run asked for (`record.external_access`) and of run.json. An edited run.json may use what it asked for before, and
-nothing more. Every user has separate notes. Another machine has none, unless it shares the home directory.
+ID is the random identity in run.json, so a run is still known after it was moved or copied. The note has digests of all
+that the run asked for (`record.external_access`), and of run.json. An edited run.json may use what it asked for before,
+and nothing more. Every user has their own notes. Another machine has none, unless it shares the home directory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def remember(identity: str, written: str, asked: Iterable[Ask]) -> str:
         return ""
     try:
         folder = notes_folder()
-        # Nobody else may read what this user runs, nor write a note that would be believed.
+        # Mode 0700: nobody else may read what this user runs, or write a note here.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = folder / f".{identity}.part"
         # No link is followed: whoever placed one there would choose the file that is written.
@@ -62,8 +62,8 @@ def remember(identity: str, written: str, asked: Iterable[Ask]) -> str:
 
 
 def recall(identity: object) -> Note | None:
-    """The note of a run, None where there is none that only this user can have written."""
-    # The identity becomes a file name, and it comes from the folder.
+    """The note of a run; None where there is none, or where somebody else could have written it."""
+    # The identity becomes a part of a file name, and it comes from a folder that may be a stranger's.
     if not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Groups that were asked ahead of the updates, as a checkpoint keeps them: rows of its state, a file of episodes."""
+"""Groups of the queue and of the replay buffer in a checkpoint: rows of its state, and files with their episodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from posttrain.system import files
 from posttrain.system.errors import RunFolderError
 
 QUEUE, REPLAY = "queue.npz", "replay.npz"
-"""Files of a checkpoint with the episodes of groups that had ended: of the queue, and of the replay buffer. Their
-format is that of a step's episodes."""
+"""Files of a checkpoint with the episodes of ended groups, of the queue and of the replay buffer. They have the format
+of a step's episodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,11 @@ class QueuedGroup:
     cursor: int
     """Prompts that were taken up to it."""
     begun: int
-    """The sampler's version when it was asked."""
+    """The sampler's version when the group was asked."""
     siblings: int = 0
-    """Episodes of it that lie in the file. 0: it had not ended, and is asked again."""
+    """How many of its episodes are in the file. 0: the group had not ended, and is asked again."""
     greedy: bool = False
-    """Whether its greedy answer follows them."""
+    """Whether the group's greedy answer follows these episodes in the file."""
     aborted: int = 0
     aborted_tokens: int = 0
     logged: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
@@ -74,12 +74,12 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
     if not ended:
         return []
     said = [r.episode for r in step_format.from_columns(step_format.read_columns(path))]
-    # Else every group after the first difference would get episodes of another one.
+    # With another number of episodes, groups would get episodes of other groups.
     if len(said) != sum(q.siblings + q.greedy for q in ended):
         raise RunFolderError(f"{path} is damaged: it holds {len(said)} episodes, and the state names others")
     out, at = list[Group](), 0
     for q in ended:
-        # The environment's own task of now, so that what judges it has all that it needs; its id must be the recorded
+        # The present task of the environment is taken, since it has all that judges need. Its id must be the recorded
         # one.
         own = said[at].task if task is None else task(q.index)
         episodes = [replace(e, task=own) for e in said[at : at + q.siblings + q.greedy] if e.task.id == own.id]

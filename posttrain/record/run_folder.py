@@ -39,7 +39,8 @@ from posttrain.system.errors import InvariantError, RunFolderError, nearest
 from posttrain.system.shell import command_line
 
 AMENDED = "steps.amended.jsonl"
-"""The record with another last line, until the checkpoint that goes with it is written."""
+"""A new record with another last line (`reopen`). It replaces the record when the checkpoint that belongs to it is
+written."""
 
 
 def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
@@ -52,6 +53,7 @@ def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
 
 
 def _lineages(run: Run) -> dict[str, Any]:
+    """The lineage of each stage's algorithm, by the name of the stage."""
     found = ((s.name, getattr(s, "algorithm", None)) for s in run.stages)
     return {name: lineage(a) for name, a in found if isinstance(a, AnyAlgorithm)}
 
@@ -71,10 +73,10 @@ class RunFolder:
         self._episodes = folder / "episodes"
         self._episodes.mkdir(exist_ok=True)
         for path in (folder, self._episodes):
-            # What a killed writer left half done is removed before anything is read or written.
+            # Half-written files of a killed writer are removed before anything is read or written.
             files.sweep(path)
         self._checkpoints = Checkpoints(folder, run.keep_checkpoints)
-        # Before the record is opened for appending: an amendment puts another file in its place.
+        # Before the record is opened for appending, since an amendment replaces its file.
         self._finish_amendment()
         self._steps = files.Lines(folder / "steps.jsonl")
         self._index = files.Lines(self._episodes / "index.jsonl")
@@ -83,7 +85,7 @@ class RunFolder:
 
     @staticmethod
     def refuse(folder: Path | str) -> None:
-        """RunFolderError where no run can begin: there is a file, a run, or a folder with other files in it."""
+        """Raises RunFolderError if no run can begin here: it is a file, has a run, or has other files."""
         folder = Path(folder)
         if not folder.exists():
             return
@@ -93,7 +95,7 @@ class RunFolder:
             raise RunFolderError(
                 f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out"
             )
-        # A lock and temporary files are left by a creation that was cut: the folder is still free.
+        # A creation that was interrupted leaves a lock and temporary files. Such a folder is still free.
         if others := sorted(p.name for p in folder.iterdir() if p.name != "lock" and not files.is_temporary(p)):
             raise RunFolderError(f"{folder} is not empty ({', '.join(others[:3])}). Choose another --out")
 
@@ -107,7 +109,7 @@ class RunFolder:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Under the lock from here on, so that two processes cannot both find the folder empty.
+            # The lock is taken before `refuse` looks, so that two processes cannot both find the folder empty.
             lock = files.Lock(folder)
         except OSError as error:
             raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
@@ -122,7 +124,7 @@ class RunFolder:
                 **facts,
             }
             with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
-                # Digests are made of the data as JSON gives it back: tuples and keys are then what a reader sees.
+                # Digests are made of the data after a way through JSON, as a reader sees it: tuples are lists then.
                 files.write_json(
                     folder / "run.json", {**data, "digests": run_reader.digests(json.loads(json.dumps(data)))}
                 )
@@ -137,11 +139,11 @@ class RunFolder:
 
     @staticmethod
     def open_for_resume(path: Path | str) -> tuple[RunFolder, Checkpoint | None]:
-        """The book cut back to its last checkpoint, and that checkpoint. It is None where none was written; the run
-        then starts from its beginning.
+        """(the folder, cut back to its last checkpoint, that checkpoint). None: there is no checkpoint, and the run
+        begins anew.
 
-        `path` is a run folder, or one checkpoint inside it: then everything after that checkpoint is removed.
-        A damaged checkpoint is an error that names the file and the one before it; nothing is skipped silently.
+        `path` is a run folder, or one checkpoint inside it. With a checkpoint, everything after it is removed. A
+        damaged checkpoint is an error that names the file and the newest undamaged checkpoint before it.
         """
         folder, chosen = run_reader.folder_of(path)
         run = run_reader.run_file(folder).run
@@ -161,12 +163,13 @@ class RunFolder:
             raise
 
     def _choose(self, name: str | None) -> Checkpoint | None:
+        """The checkpoint of this name, or the last one for None; its files are compared with their digests."""
         found, damaged = self._checkpoints.all, self._checkpoints.damaged
         names = [c.name for c in found]
         if name is None:
             last = found[-1] if found else None
-            # Damage that is newer than the last readable checkpoint is not passed over: going on would drop work
-            # unasked.
+            # If a newer checkpoint is damaged, the last readable one is not taken silently: work would be lost without
+            # the user's word.
             newer = [d for d in damaged if last is None or d.order > last.order]
             if newer:
                 raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, found))
@@ -200,11 +203,12 @@ class RunFolder:
         )
 
     def _cut_back(self, checkpoint: Checkpoint | None) -> None:
+        """Remove everything that was written after the checkpoint; with None the whole record."""
         position = checkpoint.position if checkpoint else Position(0, 0)
-        # The checkpoint has the length of both files when it was written. What was appended since is written again.
+        # The checkpoint has the length of both files at its time. Later lines will be written again.
         self._steps.truncate(position.steps)
         self._index.truncate(position.episodes)
-        # Read anew: it has only what the shortened index lists.
+        # Read again from the shortened index.
         self._written = {row.path.name for row in run_reader.episode_files(self.folder)}
         for path in self._episodes.glob("*.npz"):
             # Episode files that no line lists belong to steps that are played again.
@@ -246,8 +250,8 @@ class RunFolder:
             raise InvariantError(f"episodes of {stage} {index} ({kind}) were already written")
         path = self._episodes / name
         with files.disk_full_is_reported(path, self._checkpoints.still_good):
-            # The file first and its line afterwards: a line never names a file that is not there. Durable only at
-            # `sync`.
+            # The file is written before its line in the index, so a line never names a missing file. Both are made
+            # durable later, by `sync`.
             files.write_file(path, step_format.pack_columns(step_format.to_columns(records)), durable=False)
             self._index.append({"file": name, "stage": stage, "index": index, "kind": kind, "episodes": len(records)})
         self._written.add(name)
@@ -264,7 +268,7 @@ class RunFolder:
         Raises:
             RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is lost.
         """
-        # The record must be on the disk before a checkpoint says how long it is.
+        # The record must be on the disk before a checkpoint contains its length.
         self.sync()
         return self._checkpoints.write(name, write, state, metric, Position(self._steps.position, self._index.position))
 
@@ -279,14 +283,14 @@ class RunFolder:
     # --- a run that goes on longer ---------------------------------------------------------------------------------
 
     def reopen(self, ended: Checkpoint, name: str, state: Mapping[str, Any], gauges: Gauges) -> Checkpoint:
-        """A checkpoint inside the last stage in place of the one at its end, so that the stage goes on.
+        """Replaces the checkpoint at the end of the last stage by one inside that stage, so that the stage can go on.
 
         Args:
             name, state: of the new checkpoint. Its files and its metric are those of `ended`.
-            gauges: of the evaluation at the end. They go into the last line of the record, where they would be if the
-                stage had been longer from the beginning.
+            gauges: of the evaluation at the end. They are added to the last line of the record, as in a stage that was
+                longer from the beginning.
 
-        A kill between any two of its steps leaves a folder that goes on, or that is finished as before.
+        If the process is killed in between, the folder can be resumed, or is finished as before.
         """
         amended = self.folder / AMENDED
         size = self._steps.position
@@ -299,8 +303,8 @@ class RunFolder:
             with files.disk_full_is_reported(amended, self._checkpoints.still_good):
                 files.write_file(amended, data)
             size = len(data)
-        # The amended record has another length, which the new checkpoint names: by it a reader tells which of the two
-        # is meant.
+        # The amended record has another length, which the new checkpoint contains. `_finish_amendment` sees by it to
+        # which of the two records a checkpoint belongs.
         position = Position(size, self._index.position)
         made = self._checkpoints.replace(ended, name, state, position)
         self._checkpoints.let_go(self.run.stages[-1].name)
@@ -316,7 +320,7 @@ class RunFolder:
         if not amended.is_file():
             return
         newest = self._checkpoints.all[-1] if self._checkpoints.all else None
-        # The newest checkpoint has the amended length: its writing came to its end, and only the rename is missing.
+        # If the newest checkpoint has the amended length, it was written completely, and only the rename is missing.
         if newest is not None and newest.position.steps == amended.stat().st_size:
             os.replace(amended, self.folder / "steps.jsonl")
         else:
@@ -328,7 +332,7 @@ class RunFolder:
         data = files.read_json(path)
         data["run"], data["lineages"] = to_plain(run), _lineages(run)
         data["history"] = [*data.get("history", []), dict(entry)]
-        # As JSON gives it back, so that the digests are those that a reader computes.
+        # A way through JSON, so that the digests are those that a reader computes.
         data = json.loads(json.dumps(data))
         with files.disk_full_is_reported(path, self._checkpoints.still_good):
             files.write_json(path, {**data, "digests": run_reader.digests(data)})
@@ -348,8 +352,8 @@ class RunFolder:
             self._index.sync()
 
     def beside(self, name: str, write: Callable[[Path], object]) -> None:
-        """A folder of files for whoever reads this one, such as the tokenizer's; written once, whole or not at all."""
-        # Such a folder does not change in the course of a run, so it is not written twice.
+        """Writes a folder of files for readers of this one, such as the tokenizer: once, and whole or not at all."""
+        # Such files do not change during a run, so they are not written twice.
         if not (self.folder / name).is_dir():
             with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
                 files.write_directory(self.folder / name, write)
@@ -362,7 +366,7 @@ class RunFolder:
 
     def close(self) -> None:
         try:
-            # The lock is released even where the disk is full.
+            # This raises on a full disk. The lock is released even then.
             self.sync()
         finally:
             self._steps.close()

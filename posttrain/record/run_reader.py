@@ -49,11 +49,11 @@ class RunFile:
     identity: str | None = None
     """Random identity, made with the run; `record.provenance` finds its note by it."""
     edited: tuple[str, ...] = ()
-    """Entries that are not as they were written (`run.seed`), by their digests."""
+    """Names of entries that were changed since they were written, such as `run.seed`."""
     digest: str = ""
     """Digest of the whole file."""
     absent: tuple[OwnPiece, ...] = ()
-    """Pieces of its algorithms whose classes this program does not have; `run` has their record in their place."""
+    """Pieces of its algorithms whose classes this program does not have. In `run` their plain records stand instead."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ def run_file(folder: Path | str) -> RunFile:
         raise RunFolderError(f"{folder} is not a run folder: {why}")
     data = files.read_json(path)
     _check_schema(path, data.get("schema"))
-    # All that is neither the tree nor about the file itself is a fact of the run.
+    # The facts are all entries but the tree and those about the file itself.
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     known = known_pieces()
     with damage_is_named(str(path)):
         own = own_pieces(facts)
     # The user's own pieces that this program has not defined. Their records stay in the tree as they are.
     absent = tuple(p for p in own if p.name not in known)
-    # An error in any entry is damage of the file. `_read_run` tells apart what a changed class may cause.
+    # Any error here is reported as damage of the file. `_read_run` treats errors that a changed class may cause.
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
         return RunFile(
             _read_run(path, data, [p.name for p in own if p.name in known]),
@@ -114,7 +114,7 @@ def _read_run(path: Path, data: Mapping[str, Any], own: Sequence[str]) -> Run:
     try:
         return from_plain(Run, _migrated(data["run"]))
     except ConfigError as error:
-        # With pieces of the user's own it may be their class that changed, and not the file.
+        # With pieces of the user's own, their class may have changed, and the file may be as it was.
         if not own:
             raise
         raise RunFolderError(
@@ -137,8 +137,11 @@ def _check_schema(path: Path, schema: object) -> None:
 
 
 def _migrated(run: Any) -> Any:
-    """The tree of an older folder: `model.kernels` is the former `engine.layers.compiled_layers` (true, false or null),
-    and a stage that imitates and does not say which turns learned the last one."""
+    """The tree of an older folder, with two settings in their present form.
+
+    `engine.compiled` (true, false or null) became `model.kernels`. A stage that imitates had no `turns`, and learned
+    the last turn.
+    """
     run = {**run, "stages": [_with_turns(s) for s in run["stages"]]}
     engine, model = run["engine"], run["model"]
     if "compiled" not in engine:
@@ -155,18 +158,18 @@ def _with_turns(stage: Any) -> Any:
 
 
 def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of entries that differ from their digest; () where an older version wrote no digests."""
+    """Names of entries that differ from their digest, were added or removed; () where there are no digests."""
     then: Any = data.get("digests")
     if not isinstance(then, dict):
         return ()
-    # Names of both, so that an entry that was added and one that was taken away are told as well.
+    # The names of both, so that added and removed entries are found too.
     now, names = digests(data), {*digests(data), *map(str, cast("dict[Any, Any]", then))}
     return tuple(n for n in sorted(names) if now.get(n) != cast("dict[Any, Any]", then).get(n))
 
 
 def digests(data: Mapping[str, Any]) -> dict[str, str]:
     """One digest per entry of run.json and per field of the tree, so that an edit can be reported by name."""
-    # Each field of the tree by itself, since "run differs" would say nothing.
+    # The tree has one digest for each of its fields, so that a message can say which one was edited.
     parts = {k: v for k, v in data.items() if k not in ("run", "digests")}
     return {
         name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()
@@ -186,7 +189,7 @@ def damage_is_named(place: str) -> Generator[None]:
     # An error of this kind names its file already.
     except RunFolderError:
         raise
-    # Too deep for the parser. Without the cause, whose traceback is as deep.
+    # Nested too deeply for the parser. `from None`, since the traceback of the cause is as deep.
     except RecursionError:
         raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
     except (
@@ -218,16 +221,17 @@ def episode_name(stage: str, index: int, kind: str) -> str:
 
 
 def episode_files(folder: Path | str) -> list[EpisodeFile]:
-    """The listed episode files, in the order they were written. A file that is not yet listed is left out. A listed
-    file that is gone is included (`missing_episodes`). A name that no run gives, such as a path out of the folder, is
-    an error."""
+    """The listed episode files, in the order of writing. Listed files that are gone are included (`missing_episodes`).
+
+    A file that is not listed yet is left out. A name that no run gives, such as a path out of the folder, is an error.
+    """
     where = Path(folder) / "episodes"
     out: list[EpisodeFile] = []
     for number, d in files.read_lines(where / "index.jsonl"):
         with damage_is_named(f"{where / 'index.jsonl'}:{number}"):
             row = EpisodeFile(where / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
-            # The name follows from the other entries and has no folder in it: a listed path cannot lead out of the
-            # folder.
+            # The name must be the one that follows from the other entries, and have no folder in it. So it cannot lead
+            # out of the run folder.
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
             raise RunFolderError(
@@ -242,7 +246,7 @@ def losses(folder: Path | str, stage: str) -> dict[int, HeldoutLoss]:
     out: dict[int, HeldoutLoss] = {}
     for path in sorted((Path(folder) / HELDOUT).glob(f"{stage}-*.json")):
         index = path.stem.removeprefix(f"{stage}-")
-        if not index.isdecimal():  # of a stage whose name begins alike
+        if not index.isdecimal():  # a file of another stage whose name begins with this one's
             continue
         with damage_is_named(str(path)):
             rows = {str(k): (float(nll), float(tokens)) for k, (nll, tokens) in files.read_json(path).items()}
@@ -270,8 +274,8 @@ def read_episodes(path: Path) -> tuple[step_format.Recorded, ...]:
 
 
 def record_digest(folder: Path | str) -> str:
-    """Digest of the record without what is measured: equal for a run that was killed and resumed, and one that never
-    was."""
+    """Digest of the record without clocks and memory. A run that was killed and resumed has the same one as a run that
+    was not."""
     folder = Path(folder)
     h = hashlib.blake2b(digest_size=32)
     # Clock and memory differ between two equal runs.

@@ -1,9 +1,8 @@
 """Objects that a program hands to a run beside its tree: reward functions, environments, pieces, rows of data.
 
 The tree stays plain data. It names an object as `inline:NAME`, and the object itself is in `RuntimeObjects`. run.json
-records its source text and a digest of it under `objects`. Rows are data, so they are kept in the run folder, in
-`data/DIGEST.jsonl`, and a run is resumed or evaluated with them. Code is not kept in a form that could be run: whoever
-goes on with the run hands the object again.
+records the object's source text and a digest under `objects`, only to be read: to resume the run, the program hands the
+object again. Rows are data, so the run folder keeps them in `data/DIGEST.jsonl`.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ def source_text(thing: object) -> str:
 
 
 def source_file(thing: type) -> Path | None:
-    """The Python file that defines a class; None where it was defined in a notebook, at a prompt, or in the program
-    itself, which cannot be imported again without running it."""
+    """The Python file that defines a class; None for a class that was defined in a notebook, at a prompt, or in the
+    program itself."""
     try:
         path = Path(inspect.getsourcefile(thing) or "")
     except (OSError, TypeError):
         return None
-    # A module `__main__` would run the program again if it were imported.
+    # `__main__` is the program itself, and importing its file would run the program again.
     return path.resolve() if thing.__module__ != "__main__" and path.is_file() else None
 
 
@@ -70,7 +69,7 @@ def file_digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class OwnPiece:
-    """The record in run.json of the class of a piece that is no part of posttrain."""
+    """What run.json records of a piece's class that is not posttrain's own."""
 
     name: str
     file: str = ""
@@ -83,10 +82,10 @@ def own_pieces(facts: Mapping[str, Any]) -> tuple[OwnPiece, ...]:
     """The pieces of the user's own that run.json records. DataError where there are more than a run can have."""
     rows: Any = facts.get(OBJECTS)
     out: list[OwnPiece] = []
-    # The file may be a stranger's, so nothing in it is taken for the type that it should be.
+    # The file may be a stranger's, so the type of each entry is checked.
     for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
         one = object_of(row)
-        # A name that is an identifier, since it is looked up among classes.
+        # Only identifiers: the name is looked up among classes.
         if one.get("kind") == "piece" and str(one.get("name")).isidentifier():
             digests = {k: str(v) for k, v in object_of(one.get("files")).items()}
             out.append(OwnPiece(str(one["name"]), str(one.get("file") or ""), digests))
@@ -117,7 +116,8 @@ class ObjectNote:
 
     @staticmethod
     def of(name: str, kind: str, thing: Any) -> ObjectNote:
-        # Values that a function reads from around it may hold secrets or data; their names tell that there are such.
+        # A function may read values from where it was defined. They may be secrets or data, so only their names are
+        # kept.
         code = getattr(inspect.unwrap(thing), "__code__", None) if callable(thing) else None
         return ObjectNote(name, kind, source_text(thing), tuple(getattr(code, "co_freevars", ())))
 
@@ -130,7 +130,7 @@ class ObjectNote:
             "name": self.name,
             "kind": self.kind,
             "digest": self.digest,
-            # The digest is of the whole source; what is shown of it has no secrets.
+            # The digest is of the whole source. In the text that is written, secrets are removed.
             "source": scrubbed(self.source),
             "closes_over": list(self.closes_over),
             **({"file": self.file, "files": dict(self.files)} if self.kind == "piece" else {}),
@@ -155,7 +155,7 @@ class RuntimeObjects:
     data: Mapping[str, str] = field(default_factory=dict[str, str])
     """Rows as JSONL, by their digest."""
     folder: Path | None = None
-    """The run folder that keeps the rows of a run which goes on."""
+    """The folder of a resumed run, which has its rows."""
 
     def reward(self, name: str) -> Callable[..., Any]:
         """The reward function of a name in the tree; ConfigError, with the way to hand it, where there is none."""
@@ -206,7 +206,7 @@ class RuntimeObjects:
             RunFolderError: the kept file was changed.
         """
         digest = name.removeprefix(INLINE)
-        # Lines end in a newline and nothing else: texts may contain other separators that `splitlines` would cut at.
+        # Lines are cut at newlines only. `splitlines` would also cut at other separators inside texts.
         for number, line in enumerate(self._text(digest).removesuffix("\n").split("\n"), 1):
             yield f"prompts row {number}", read_untrusted.parse(line, f"prompts row {number}", DataError)
 
@@ -222,7 +222,7 @@ class RuntimeObjects:
                 " env=posttrain.prompts(rows)"
             )
         text = read_untrusted.read_bytes(path, LARGEST_ROWS, RunFolderError).decode(errors="replace")
-        # Rows that were edited would make another run under the same name.
+        # With edited rows it would be another run.
         if rows_digest(text) != digest:
             raise RunFolderError(f"{path} is not as it was written, so these are not the rows of the run")
         return text

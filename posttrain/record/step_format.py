@@ -5,8 +5,8 @@ Columns of an episode file, N tokens of all segments one after another:
     ids int32 [N], mask bool [N], logp float32 [N], version int32 [N], advantage float64 [N] (NaN: none)
     length int64 [segments]
     kept_length int64 [spoken tokens of truncated segments], kept_ids int32
-    top_ids int32, top_logp float32 [spoken tokens x K of segments that store their K most
-        probable tokens, one after another]
+    top_ids int32, top_logp float32 [spoken tokens x K of segments that store their K most probable tokens, one after
+        another]
     in_turn int32 [spoken tokens of segments whose sampling reads it]: position of each in its turn
     routed int16 [tokens x R x K of segments with router choices, one after another], routed_shape int64 [3 x segments]:
         tokens, R and K of each, 0 0 0 of one without (`core.exchange.expert_choices`); both only where some segment has
@@ -42,12 +42,16 @@ from posttrain.system.dataclass_json import from_plain, to_plain
 from posttrain.system.errors import RunFolderError
 
 Columns = dict[str, np.ndarray]
+"""The columns of an episode file, by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """An episode with its credit. `shaped` and `advantage` are None where it has none (evaluation, or not judged).
-    advantage is float64 per spoken token, one array per segment."""
+    """An episode with its credit.
+
+    `shaped` and `advantage` are None for an episode without credit: of an evaluation, or not judged. `advantage` has
+    one array a segment, with one float64 a spoken token.
+    """
 
     episode: Episode
     shaped: float | None = None
@@ -56,12 +60,14 @@ class Recorded:
 
 
 def of_step(credit: Credit, unjudged: Iterable[Group]) -> list[Recorded]:
-    """All episodes of a training step, those that were not judged too. Groups and siblings are in order. A greedy
-    answer comes after its group's siblings; its sampling has greedy=true."""
+    """All episodes of a training step, in the order of groups and siblings, those that were not judged too.
+
+    A greedy answer comes after its group's siblings. Its sampling has greedy=true.
+    """
     out: list[Recorded] = []
     for group in credit.groups:
         credited = {c.episode.sibling: c for c in group.episodes}
-        # Episodes that were not judged have no credit, and are kept with their group all the same.
+        # An episode that was not judged has no credit, and stands at its place in the group too.
         for episode in group.group.episodes:
             c = credited.get(episode.sibling)
             out.append(Recorded(episode) if c is None else Recorded(episode, c.shaped, c.advantage, c.dropped))
@@ -111,8 +117,8 @@ def step_from_plain(data: Mapping[str, Any]) -> Step:
 
 
 def _as_plain(value: object) -> Any:
-    """Values of tasks that JSON does not have: parts of messages and numpy by value,
-    anything else as text without addresses."""
+    """A value of a task that JSON does not have. Parts of messages and numpy arrays become plain data, anything else
+    text without memory addresses."""
     if isinstance(value, ContentPart):
         return value.plain()
     if isinstance(value, np.ndarray | np.generic):
@@ -139,7 +145,7 @@ def _verdict(j: Judged) -> dict[str, Any]:
         "paid": j.paid,
         "resolution": j.resolution,
         **({"measured": True} if j.measured else {}),
-        # Written where the default would be read otherwise: see `verdict_from_plain`.
+        # Written only where `verdict_from_plain` would else read another value.
         **({"by_model": j.by_model} if j.by_model or j.resolution > RESOLUTION else {}),
     }
 
@@ -147,12 +153,13 @@ def _verdict(j: Judged) -> dict[str, Any]:
 def verdict_from_plain(v: Mapping[str, Any]) -> Judged:
     verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
     resolution = v.get("resolution", RESOLUTION)
-    # Where nothing says whether a model judged, a coarse score is a model's: verifiers had none.
+    # Without the entry `by_model`, a score with a coarse resolution is a model's: verifiers have none.
     more = (v.get("paid", False), resolution, v.get("measured", False), v.get("by_model", resolution > RESOLUTION))
     return Judged(v["source"], v["weight"], verdict, v["end"], *more)
 
 
 def to_columns(records: Sequence[Recorded]) -> Columns:
+    """The columns of these episodes, as `from_columns` reads them."""
     tasks: dict[int, int] = {}
     samplings: dict[Sampling, int] = {}
     all_tasks: list[dict[str, Any]] = []
@@ -178,7 +185,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "visit": e.visit,
                 "sibling": e.sibling,
                 "stop": e.stop,
-                # The number of the contract: the first one gets 0, and equal ones share a number.
+                # For each segment the number of its sampling contract, counted from 0. Equal contracts have one number.
                 "samplings": [samplings.setdefault(s.sampling, len(samplings)) for s in e.segments],
                 "verdicts": [_verdict(j) for j in e.verdicts],
                 "reward": e.reward,
@@ -206,7 +213,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
         "version": _join([s.version for s in segments], np.int32),
         "advantage": _join(advantages, np.float64),
         "length": np.array([len(s.ids) for s in segments], np.int64),
-        # Lengths and not offsets, so that parts of several segments can be joined.
+        # Lengths are written, since those of several segments can be joined. Offsets begin anew in each segment.
         "kept_length": _join([np.diff(k.offsets) for k in kept], np.int64),
         "kept_ids": _join([k.ids for k in kept], np.int32),
         "top_ids": _join([t.ids.ravel() for t in top], np.int32),
@@ -222,7 +229,7 @@ def _routed_columns(segments: Sequence[Segment]) -> Columns:
     if not found:
         return {}
     shapes = [(0, 0, 0) if s.routed is None else s.routed.shape for s in segments]
-    # 0, 0, 0 for a segment without choices keeps one shape for each segment.
+    # A segment without choices gets the shape 0, 0, 0, so that each segment has one.
     return {
         "routed": _join([r.ravel() for r in found], np.int16),
         "routed_shape": np.array(shapes, np.int64).ravel(),
@@ -234,33 +241,36 @@ def _join(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
+    """The episodes that `to_columns` wrote."""
     meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
     tasks: list[Task] = [_task_from_plain(t) for t in meta["tasks"]]
     samplings: list[Sampling] = [from_plain(Sampling, s) for s in meta["samplings"]]
     cut = _Cut(columns)
     out: list[Recorded] = []
-    for m in meta["episodes"]:
-        about: int = m["task"]
-        which: list[int] = m["samplings"]
-        # In order, since the columns are cut from the front.
-        drawn = [cut.segment(samplings[i]) for i in which]
-        verdicts = tuple(verdict_from_plain(v) for v in m["verdicts"])
+    for row in meta["episodes"]:
+        task_number: int = row["task"]
+        contracts: list[int] = row["samplings"]
+        # In the order of writing, since `cut` takes each segment from the front of what is left.
+        drawn = [cut.segment(samplings[i]) for i in contracts]
+        verdicts = tuple(verdict_from_plain(v) for v in row["verdicts"])
         segments = tuple(s for s, _ in drawn)
-        said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
-        seats = tuple(SeatTurn(**t) for t in m.get("seats", ()))
+        text_to_turns = (row["text"], row["error"], row.get("state"), tuple(row.get("turns", ())))
+        seats = tuple(SeatTurn(**t) for t in row.get("seats", ()))
         episode = Episode(
-            tasks[about],
-            m["visit"],
-            m["sibling"],
+            tasks[task_number],
+            row["visit"],
+            row["sibling"],
             segments,
-            Stop(m["stop"]),
+            Stop(row["stop"]),
             verdicts,
-            *said,
-            m.get("cut", False),
+            *text_to_turns,
+            row.get("cut", False),
             seats,
-            m.get("right_at"),
+            row.get("right_at"),
         )
-        out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
+        out.append(
+            Recorded(episode, row["shaped"], tuple(a for _, a in drawn) if row["credited"] else None, row["dropped"])
+        )
     return tuple(out)
 
 
@@ -287,7 +297,8 @@ class _Cut:
         self.columns = columns
         self.lengths = iter(columns["length"].tolist())
         self.token = self.draw = self.kept = self.top = self.turn = self.routed = 0
-        # One cursor for each column: a segment takes from a column only what its contract has there.
+        # The cursors above say how far each column is used: tokens, draws of truncated segments, their kept ids, and so
+        # on.
         self.shapes = iter(columns.get("routed_shape", np.zeros(0, np.int64)).reshape(-1, 3).tolist())
 
     def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
@@ -297,7 +308,7 @@ class _Cut:
         ids, mask, logp, version, advantage = (
             self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage")
         )
-        # The contract says whether there is something to take. The columns themselves do not mark it.
+        # The sampling contract says which columns have something of this segment. The columns themselves do not say it.
         kept = self._kept(int(mask.sum())) if sampling.truncated else None
         top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
         in_turn = self._in_turn(int(mask.sum())) if sampling.in_turn else None
@@ -365,8 +376,11 @@ MOST_INFLATED = 200
 
 
 def read_columns(path: Path) -> Columns:
-    """The columns of a file. RunFolderError names a file that is missing or damaged, or would inflate to more than a
-    step can have. Sizes, types and shapes are checked before anything is inflated."""
+    """The columns of a file. Sizes, types and shapes are checked before anything is inflated.
+
+    Raises:
+        RunFolderError: the file is missing or damaged, or would inflate to more than a step can have.
+    """
     if not os.path.lexists(path):
         raise RunFolderError(f"{path} is missing")
     try:
@@ -378,8 +392,8 @@ def read_columns(path: Path) -> Columns:
             if len(entries) != len(archive.infolist()) or not entries.keys() <= DTYPES.keys():
                 raise RunFolderError(f"{path} is damaged: it holds other columns than an episode file does")
             total = sum(info.file_size for info in entries.values())
-            # A small file that claims to inflate to a huge one is an attack and no step. Large steps must stay
-            # readable.
+            # A small file that claims to inflate to a huge one is an attack. The first bound lets any file inflate that
+            # far, and the second one keeps large steps readable.
             if total > UNQUESTIONED and total > MOST_INFLATED * size:
                 raise RunFolderError(
                     f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does"
@@ -411,13 +425,12 @@ def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[An
             dtype != wanted
             or len(shape) != 1
             or shape[0] < 0
-            # The header, the shape and the type must fill the entry exactly, so nothing larger is allocated than is
-            # there.
+            # Header and numbers must fill the entry exactly. So nothing larger than the entry is allocated.
             or entry.tell() + shape[0] * dtype.itemsize != info.file_size
         ):
             raise ValueError(f"{info.filename} of {info.file_size:,} bytes says it is {dtype} {shape}")
         data = entry.read()
-    # The archive's own size may be a lie: what was read decides.
+    # The size in the archive's directory may be wrong, so the bytes that were read are counted.
     if len(data) != shape[0] * dtype.itemsize:
         raise ValueError(f"{info.filename} ends early")
     return np.frombuffer(data, dtype)
