@@ -1,9 +1,10 @@
-"""Ways to start the zygote, best first: in bubblewrap's namespaces, with Landlock alone, or unconfined (only by name).
+"""Backends: ways to start the zygote, the process that runs programs. The best one comes first.
+
+`Namespaces` uses bubblewrap, `Landlock` needs no namespaces, and `Unconfined` confines nothing and is used only by
+name. A backend defines how its zygote is started and what its jobs may do. `sandbox_worker` starts the zygote, and
+`selftest` decides whether the backend is safe to use.
 
 Also the files of the interpreter that programs run on: a sandbox makes only these readable.
-
-A backend defines how its zygote is started and what its jobs may do. `worker` starts the zygote; `selftest` decides
-whether the backend is safe to use.
 """
 
 from __future__ import annotations
@@ -71,8 +72,12 @@ def package(name: str) -> tuple[str, ...]:
 
 
 CELL = Path(__file__).parent / "cell"
+"""The folder of the code that runs inside a sandbox."""
 SCRATCH_BYTES, SCRATCH_FILES = 32 * MIB, 4096
+"""Most bytes and files that a program may write under /tmp."""
 ALLOW = "ALLOW_UNSANDBOXED_CODE"
+"""The environment variable that `Unconfined` needs."""
+# Variables with the value 1, and variables with other values.
 _ONE = "PYTHONUTF8 PYTHONDONTWRITEBYTECODE MALLOC_ARENA_MAX OPENBLAS_NUM_THREADS OMP_NUM_THREADS MKL_NUM_THREADS"
 _OWN = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT = {**_OWN, **dict.fromkeys(_ONE.split(), "1")}
@@ -81,6 +86,7 @@ would take 64 MiB of the address-space limit."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 """Directories of shared libraries, and of the time zones."""
 FLAGS = ("-s", "-S", "-P", "-B", "-m", "cell.zygote")
+"""Arguments of Python for the zygote. It has no user's or site packages, and writes no bytecode."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +119,9 @@ class Backend(Protocol):
 
 def settings(mode: str, control: int, uid: int | None, packages: tuple[str, ...], processes: int) -> dict[str, Any]:
     """The settings that every zygote gets."""
-    told = {"mode": mode, "control": control, "uid": uid, "packages": list(packages), "processes": processes}
+    common = {"mode": mode, "control": control, "uid": uid, "packages": list(packages), "processes": processes}
     scratch = {"scratch": "", "scratch_bytes": SCRATCH_BYTES, "scratch_files": SCRATCH_FILES}
-    return {**told, **scratch, "tasks": None, "readable": []}
+    return {**common, **scratch, "tasks": None, "readable": []}
 
 
 def unused_uid() -> int | None:
@@ -140,14 +146,13 @@ class Namespaces:
     processes: bool = True
 
     def start(self, control: int, limits: ProgramLimits) -> Start:
-        found = shutil.which(self.bwrap)
-        if found is None:
+        bwrap = shutil.which(self.bwrap)
+        if bwrap is None:
             raise SandboxUnavailableError("bubblewrap is not installed (apt install bubblewrap)")
         # bwrap reads its options from left to right, and a later mount covers an earlier one. So the order is:
-        # namespaces, the tree, packages into it, and at last the root is made read-only, when every mount point
-        # exists.
+        # namespaces, the tree, packages inside it. The root is made read-only last, when every mount point exists.
         uid = unused_uid()
-        command = [found, *spaces(uid is None), *tree(python(self.interpreter), self.cell, limits.processes > 0)]
+        command = [bwrap, *spaces(uid is None), *tree(python(self.interpreter), self.cell, limits.processes > 0)]
         for name in self.packages:
             for path in package(name):
                 command += ["--ro-bind", path, f"/packages/{os.path.basename(path)}"]
@@ -155,26 +160,26 @@ class Namespaces:
         env = {**ENVIRONMENT, "PYTHONPATH": "/inside", "LD_LIBRARY_PATH": "/python/lib"}
         for name, value in env.items():
             command += ["--setenv", name, value]
-        told = settings("namespaces", control, uid, self.packages, limits.processes)
-        told |= {"home": "/inside", "package_path": "/packages", "scratch": "/tmp", "readable": ["/"]}
-        # The bound counts every task of the sandbox's user: beside the program's children its own process, the
-        # zygote, and for an ordinary user the namespace's first process. Without children it only bounds threads.
-        told["tasks"] = limits.processes + 3 if limits.processes else 64
-        # The environment of bwrap itself is empty: --clearenv is for what it starts, and what bwrap got could
-        # be read in its own /proc entry.
-        return Start((*command, "--", "/python/bin/python3", *FLAGS), {}, told, reports=True)
+        given = settings("namespaces", control, uid, self.packages, limits.processes)
+        given |= {"home": "/inside", "package_path": "/packages", "scratch": "/tmp", "readable": ["/"]}
+        # The bound counts all tasks of the sandbox's user: the program's children, the program itself, the zygote and,
+        # for an ordinary user, the namespace's first process. Without children it only bounds threads.
+        given["tasks"] = limits.processes + 3 if limits.processes else 64
+        # bwrap itself gets an empty environment. --clearenv is only for the processes that it starts, and the
+        # environment of bwrap could be read in /proc.
+        return Start((*command, "--", "/python/bin/python3", *FLAGS), {}, given, reports=True)
 
 
 def spaces(unprivileged: bool) -> list[str]:
     """Options that isolate the zygote: every namespace, and only the capabilities root needs to change its user."""
-    out = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    # --new-session takes the controlling terminal away, through which a program could type into the user's shell.
-    out += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    options = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    # With --new-session there is no controlling terminal, through which a program could type into the user's shell.
+    options += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if unprivileged:
-        return [*out, "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
+        return [*options, "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
     # SETUID and SETGID are for `confine.drop`; SYS_ADMIN is for `confine.bound_files`, which mounts /tmp again.
     # The zygote loses all three before the first job.
-    return [*out, *(x for cap in ("SETUID", "SETGID", "SYS_ADMIN") for x in ("--cap-add", f"CAP_{cap}"))]
+    return [*options, *(x for cap in ("SETUID", "SETGID", "SYS_ADMIN") for x in ("--cap-add", f"CAP_{cap}"))]
 
 
 def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
@@ -183,39 +188,40 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
 
     `tools` adds the system's programs, for jobs that may start processes.
     """
-    out: list[str] = []
+    options: list[str] = []
     version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
-    # Explicit modes: parents that bwrap makes by itself are closed to other users, and the zygote becomes one.
+    # The modes are given, because directories that bwrap makes by itself are closed to other users, and for root the
+    # zygote becomes another user.
     for path in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/dev", "/usr", "/usr/share", "/etc"):
-        out += ["--perms", "0755", "--dir", path]
+        options += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
-        # On most distributions /lib and /lib64 are links into /usr; the links are made again, or the tree would
-        # be mounted twice.
+        # On most distributions /lib and /lib64 are links into /usr. The links are made again, so that no tree is
+        # mounted twice.
         if os.path.islink(path):
-            out += ["--symlink", os.readlink(path), path]
+            options += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
-            out += ["--ro-bind", path, path]
+            options += ["--ro-bind", path, path]
     if tools:
-        out += ["--ro-bind-try", "/usr/bin", "/usr/bin", "--symlink", "usr/bin", "/bin"]
-    out += ["--ro-bind", interpreter.executable, "/python/bin/python3"]
-    out += ["--ro-bind", interpreter.library, f"/python/lib/{version}"]
+        options += ["--ro-bind-try", "/usr/bin", "/usr/bin", "--symlink", "usr/bin", "/bin"]
+    options += ["--ro-bind", interpreter.executable, "/python/bin/python3"]
+    options += ["--ro-bind", interpreter.library, f"/python/lib/{version}"]
     if os.path.realpath(interpreter.platform_library) != os.path.realpath(interpreter.library):
         platform = Path(interpreter.platform_library)
-        out += ["--ro-bind", str(platform), f"/python/{platform.parent.name}/{version}"]
+        options += ["--ro-bind", str(platform), f"/python/{platform.parent.name}/{version}"]
     if interpreter.shared:
-        out += ["--ro-bind", interpreter.shared, f"/python/lib/{os.path.basename(interpreter.shared)}"]
-    # What is installed beside the standard library must not be in sight: only the packages that were asked for.
-    # An empty file system covers it.
+        options += ["--ro-bind", interpreter.shared, f"/python/lib/{os.path.basename(interpreter.shared)}"]
+    # Packages that are installed beside the standard library must not be visible, except those that were asked for. An
+    # empty file system covers their folder.
     for packages in ("site-packages", "dist-packages"):
         if (Path(interpreter.library) / packages).is_dir():
             hidden = f"/python/lib/{version}/{packages}"
-            out += ["--tmpfs", hidden, "--remount-ro", hidden]
-    out += ["--ro-bind", str(cell), "/inside/cell"]
+            options += ["--tmpfs", hidden, "--remount-ro", hidden]
+    options += ["--ro-bind", str(cell), "/inside/cell"]
     for device in ("/dev/null", "/dev/urandom"):
-        out += ["--dev-bind", device, device]
-    # The size bounds the bytes that a program may write. It is memory, so without a bound it would escape
-    # `ProgramLimits.memory`.
-    return [*out, "--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs", "/tmp"]
+        options += ["--dev-bind", device, device]
+    # The size bounds the bytes that a program may write. They are in memory, and `ProgramLimits.memory` does not count
+    # them.
+    return [*options, "--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs", "/tmp"]
 
 
 @dataclass(frozen=True)
@@ -235,24 +241,24 @@ class Landlock:
     def start(self, control: int, limits: ProgramLimits) -> Start:
         if limits.processes:
             raise SandboxUnavailableError("landlock cannot contain programs with processes; only namespaces can")
-        # No scratch directory and no bound on tasks: without namespaces /tmp is the machine's, and for an
-        # ordinary user the bound would count all other processes of that user.
-        told = settings("landlock", control, unused_uid(), self.packages, 0)
-        command, told_more, readable = in_place(self.packages, self.interpreter, self.cell)
-        told |= {**told_more, "readable": readable}
-        return Start(command, {**ENVIRONMENT, "PYTHONPATH": told["home"]}, told)
+        # There is no scratch directory, because without namespaces /tmp belongs to the machine. There is no bound on
+        # tasks, because for an ordinary user it would count all other processes of that user.
+        given = settings("landlock", control, unused_uid(), self.packages, 0)
+        command, where, readable = in_place(self.packages, self.interpreter, self.cell)
+        given |= {**where, "readable": readable}
+        return Start(command, {**ENVIRONMENT, "PYTHONPATH": given["home"]}, given)
 
 
 def in_place(
     packages: tuple[str, ...], interpreter: str | None, cell: Path
 ) -> tuple[tuple[str, ...], dict[str, str], list[str]]:
     """For a zygote in the machine's own file system: its command, where its files are, and the paths it must read."""
-    own = python(interpreter)
+    paths = python(interpreter)
     folders = [p for name in packages for p in package(name)]
     where = {"home": str(cell.parent), "package_path": os.path.dirname(folders[0]) if folders else ""}
-    readable = [own.library, own.platform_library, *SYSTEM, *folders, "/dev/null", "/dev/urandom"]
-    readable += [own.shared] if own.shared else []
-    return (own.executable, *FLAGS), where, readable
+    readable = [paths.library, paths.platform_library, *SYSTEM, *folders, "/dev/null", "/dev/urandom"]
+    readable += [paths.shared] if paths.shared else []
+    return (paths.executable, *FLAGS), where, readable
 
 
 @dataclass(frozen=True)
@@ -279,5 +285,5 @@ class Unconfined:
         if limits.processes:
             raise SandboxUnavailableError("sandbox='none' cannot end a program's children; processes need namespaces")
         command, where, _ = in_place(self.packages, self.interpreter, CELL)
-        told = settings("none", control, None, self.packages, 0) | where
-        return Start(command, {**ENVIRONMENT, "PYTHONPATH": told["home"]}, told)
+        given = settings("none", control, None, self.packages, 0) | where
+        return Start(command, {**ENVIRONMENT, "PYTHONPATH": given["home"]}, given)

@@ -87,7 +87,7 @@ class Choice:
             if not self._stops.found or _cancelled():
                 raise
         if turn is not None:
-            # What `callback` has not told yet: everything, where it was not used.
+            # The tokens that `_receive` has not taken yet: all of them, if it was not used.
             self._take(turn.ids[self._received :], turn.logp[self._received :], turn.top)
         self._end(turn)
 

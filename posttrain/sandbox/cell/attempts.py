@@ -1,8 +1,8 @@
-"""Counts how often a program asked for a socket of a network. Each request is refused; the kernel tells of it here,
-whichever way it was asked.
+"""Counts how often a program asked for a network socket. The kernel reports each request here, and it is refused.
 
-The zygote carries the filter that tells, every job inherits it, and no job holds the descriptor that answers: a program
-can neither hide an attempt nor allow one. Nobody there to answer is a refusal too (seccomp_unotify(2)).
+A seccomp filter makes these reports. The zygote sets it, every job inherits it, and no job has the descriptor that
+answers. So a program can neither hide an attempt nor allow it. If nobody answers, the request is refused too
+(seccomp_unotify(2)).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import struct
 
 from . import syscalls
 
+# The number of the system call, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER.
 SECCOMP, FILTER, NEW_LISTENER = 317, 1, 8
+# SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND.
 RECEIVE, SEND = 0xC0502100, 0xC0182101
 NOTICE = 80
 """Bytes of struct seccomp_notif, which begins with the attempt's id."""
@@ -26,7 +28,7 @@ class Attempts:
     """The filter, set for this process and its children, and the count."""
 
     def __init__(self, libc: ctypes.CDLL) -> None:
-        """OSError where this cannot be: a kernel before 5.0, or somebody outside already listens."""
+        """OSError where the filter cannot be set: the kernel is older than 5.0, or another listener exists already."""
         code = syscalls.telling()
         text = ctypes.create_string_buffer(code, len(code))
         # struct sock_fprog: the number of instructions (8 bytes each), padding, and a pointer to them.
@@ -38,19 +40,19 @@ class Attempts:
         self.count = 0
 
     def refuse(self) -> None:
-        """Answer one attempt. The program that made it may be gone, which is an answer too."""
+        """Read one attempt, count it and refuse it. The program that made it may have ended meanwhile."""
         notice = bytearray(NOTICE)
-        # ENOENT: the program was ended between its attempt and our reading or answering it.
+        # ENOENT means that the program ended before the attempt was read or answered.
         with contextlib.suppress(FileNotFoundError):
             fcntl.ioctl(self.fd, RECEIVE, notice)
             self.count += 1
-            # struct seccomp_notif_resp: the attempt's id, the value, the error, flags. A negative error is what
-            # the call returns; the kernel itself never carries the call out.
+            # struct seccomp_notif_resp: the attempt's id, the value, the error, flags. The call returns the negative
+            # error, and the kernel does not execute it.
             fcntl.ioctl(self.fd, SEND, struct.pack("QqiI", *struct.unpack_from("Q", notice), 0, -syscalls.EPERM, 0))
 
 
 def watched(attempts: Attempts | None, *fds: int) -> select.poll:
-    """A poll of `fds`, and of the attempts where they are counted."""
+    """A poll of `fds`, and of the descriptor of the attempts if they are counted."""
     poll = select.poll()
     for fd in (*fds, *([attempts.fd] if attempts else [])):
         poll.register(fd, select.POLLIN)
@@ -58,7 +60,7 @@ def watched(attempts: Attempts | None, *fds: int) -> select.poll:
 
 
 def heard(poll: select.poll, attempts: Attempts | None, seconds: float | None = None) -> set[int]:
-    """The descriptors that have something to say, after `seconds` at most; attempts are answered here."""
+    """The descriptors that can be read, after `seconds` at most. An attempt among them is answered here."""
     ready = {fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)}
     if attempts and attempts.fd in ready:
         attempts.refuse()
@@ -66,7 +68,7 @@ def heard(poll: select.poll, attempts: Attempts | None, seconds: float | None = 
 
 
 def taken(attempts: Attempts | None) -> int | None:
-    """Returns the number of attempts since the last call; None where nobody counts."""
+    """Returns the number of attempts since the last call; None if they are not counted."""
     if attempts is None:
         return None
     count, attempts.count = attempts.count, 0

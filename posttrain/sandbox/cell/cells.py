@@ -1,9 +1,8 @@
-"""A session inside its own process: pieces of a program one after the other, in one namespace that is kept between
-them.
+"""A session inside its own process: pieces of a program, run one after the other in one namespace.
 
-Each piece is answered as a notebook cell would be: what it printed, then the repr of a last expression. One socket
-brings the pieces and takes a line for each that is done; the streams are those of any program. Like a job's, every word
-said here is the program's own.
+A piece shows what a notebook cell would: what it printed, then the repr of a last expression. The pieces come over one
+socket, and a line for each piece that is done goes back over it. The output goes to the standard streams. As with a
+job, nothing that comes from this process is trusted, because the program could have written it.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 from . import program
 
 LENGTH = 8
-"""Bytes of the number before a piece: how long it is."""
+"""Bytes of the number before a piece, which is the length of the piece."""
 
 
 def converse(wire: int) -> int:
-    """Answer pieces until the wire ends; the exit status."""
+    """Answer pieces until the wire ends. Returns the exit status."""
     module = ModuleType("__main__")
     program.begin(module)
-    # So that lines printed before a piece is killed have arrived: a killed process flushes nothing.
+    # Each line is written at once, because a killed process writes nothing from its buffers.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     done = 0
     while (piece := _piece(wire)) is not None:
@@ -38,11 +37,13 @@ def converse(wire: int) -> int:
 
 
 def _piece(wire: int) -> bytes | None:
+    """The next piece; None at the end of the wire."""
     head = _exactly(wire, LENGTH)
     return None if head is None else _exactly(wire, int.from_bytes(head, "big"))
 
 
 def _exactly(wire: int, count: int) -> bytes | None:
+    """`count` bytes of the wire; None if it ends before."""
     parts = bytearray()
     while len(parts) < count:
         part = os.read(wire, min(65536, count - len(parts)))
@@ -53,14 +54,15 @@ def _exactly(wire: int, count: int) -> bytes | None:
 
 
 def _cell(piece: bytes, name: str, space: dict[str, Any]) -> int:
-    """Run one piece; 0, 1 for an exception (SystemExit too: it ends the piece, not the session), or MEMORY_ERROR."""
+    """Run one piece. Returns 0, or 1 for an exception, or MEMORY_ERROR. SystemExit ends the piece and not the
+    session."""
     try:
-        # As in a notebook: the last statement, if it is an expression, is taken off and evaluated apart for its value.
+        # As in a notebook, a last statement that is an expression is evaluated separately, because its value is shown.
         tree = ast.parse(piece, name)
         _remember(piece, name)
         last = tree.body[-1] if tree.body else None
         shown = tree.body.pop() and last.value if isinstance(last, ast.Expr) else None
-        # dont_inherit: else the `from __future__` of this file would hold for the program.
+        # With `dont_inherit` the `from __future__` of this file does not apply to the program.
         exec(compile(tree, name, "exec", dont_inherit=True), space)
         if shown is not None:
             value = eval(compile(ast.Expression(shown), name, "eval", dont_inherit=True), space)
@@ -80,6 +82,6 @@ def _cell(piece: bytes, name: str, space: dict[str, Any]) -> int:
 
 
 def _remember(piece: bytes, name: str) -> None:
-    """So that a traceback shows the line that failed."""
+    """Keeps the source of a piece, so that a traceback can show the line that failed."""
     text = piece.decode("utf-8", "replace")
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)

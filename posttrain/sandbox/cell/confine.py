@@ -1,6 +1,6 @@
-"""A process gives up, one after the other and for good: privileges, memory and time, files (Landlock), calls (seccomp).
+"""A process gives up its rights for good: privileges, memory and time, files (Landlock), system calls (seccomp).
 
-Everything here is a raw system call through ctypes, so that it needs no package and no helper program.
+Everything here is a raw system call through ctypes, so that no package and no helper program is needed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from . import syscalls
 
 libc = ctypes.CDLL(None, use_errno=True)
 
+# Options of prctl; numbers of the Landlock calls; flags of mount.
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 MS_NOSUID, MS_NODEV, MS_REMOUNT = 2, 4, 32
 
+# Rights of Landlock, as bits.
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 SPECIAL = 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11
 """Making devices, sockets and pipes with names: never allowed."""
 TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
+# The rights that a rule for a file may have.
 OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Landlock version -> number of file rights it knows; 16 from version 5 on."""
+"""Number of file rights that each version of Landlock has; 16 from version 5 on."""
 
 
 def checked(result: int, what: str) -> int:
-    """OSError with the reason where a call returned -1."""
+    """The result of a call. OSError with the reason if it is -1."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -56,8 +59,8 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
 
     TCP is shut from version 4, abstract sockets and signals to other processes from version 6.
     """
-    # A right that the rule set handles is refused everywhere but under a path with a rule for it. So `every` names all
-    # rights that this kernel knows: one that is left out stays allowed. Asking for more than it knows is an error.
+    # A right that the rule set handles is refused everywhere except under a path with a rule for it. A right that it
+    # does not handle stays allowed. So `every` has all rights that this kernel knows. More rights would be an error.
     version = landlock_version()
     every = (1 << RIGHTS.get(version, 16)) - 1
     # struct landlock_ruleset_attr: rights of files; bind and connect of TCP; scopes (abstract sockets, signals).
@@ -71,7 +74,8 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
         for path in paths:
             try:
                 tree = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            # The list of system directories covers several distributions; none has all of them.
+            # The list of system directories is for several distributions, and none of them has all of these
+            # directories.
             except FileNotFoundError:
                 continue
             except PermissionError:
@@ -89,8 +93,8 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
 
 def drop(uid: int | None) -> None:
     """Become `uid` with no group and no capability; new privileges can never be gained."""
-    # Groups before the user: after setresuid the process may not change anything any more, and its capabilities
-    # are gone with it.
+    # The groups are changed before the user, because after setresuid the process has no right and no capability to
+    # change anything.
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -101,7 +105,8 @@ def drop(uid: int | None) -> None:
 
 
 def bound_files(path: str, size: int, files: int) -> bool:
-    """Bound the number of files of the scratch file system too; only root may, and only before it drops its rights."""
+    """Bounds the size and the number of files of the scratch file system. Returns whether that was allowed: only root
+    may, and only before it drops its rights."""
     options = f"size={size},nr_inodes={files}".encode()
     return (
         libc.mount(b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(MS_REMOUNT | MS_NOSUID | MS_NODEV), options) == 0
@@ -109,9 +114,10 @@ def bound_files(path: str, size: int, files: int) -> bool:
 
 
 def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> None:
-    """The rlimits of one job. `tasks` bounds threads and processes where the uid is the sandbox's own.
+    """Sets the rlimits of one job. `tasks` bounds threads and processes, if the uid is the sandbox's own.
 
-    `cpu=False` leaves processor time to whoever watches the job's clock: this limit is one for its whole life.
+    With `cpu=False` there is no limit on processor time. A session needs a limit for each piece, and this one would be
+    for the whole life of the process.
     """
     # The kernel counts whole seconds. At the soft limit it sends SIGXCPU, which a program can ignore; one
     # second later SIGKILL.
@@ -122,7 +128,7 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
         (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_STACK, limits["stack"], limits["stack"]),
-        # None of the last three: a core file, memory that cannot be swapped out, queues in the kernel's memory.
+        # These three are forbidden: a core file, memory that cannot be swapped out, queues in the kernel's memory.
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
@@ -133,11 +139,12 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
 
 
 def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) -> tuple[Any, Any]:
-    """Landlock, for good, and what `shut` needs: all that can be done before the job is known."""
+    """Sets Landlock, and prepares the filter for `shut`. This is everything that is possible before the job is
+    known."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
-    # Landlock can come before the job, because it only concerns files opened from here on. The filter of calls
-    # cannot: taking the job over and setting its limits are calls that the filter refuses.
+    # Landlock can be set before the job comes, because it only concerns files that are opened later. The filter of
+    # calls cannot, because it refuses the calls that receive the job and set its limits.
     if rules is not None:
         checked(libc.syscall(RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0)), "landlock_restrict_self")
         os.close(rules)
@@ -148,11 +155,11 @@ def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) ->
         os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes, told=told
     )
     text = ctypes.create_string_buffer(code, len(code))
-    # The header holds the address of `text`, so both have to be kept alive until `shut`.
+    # The header has the address of `text`, so both objects have to exist until `shut`.
     return ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text))), text
 
 
 def shut(filter: tuple[Any, Any]) -> None:
-    """Seccomp: after this the process has only what it was given."""
+    """Sets the seccomp filter. After this the process can make only the calls that the filter allows."""
     header, _ = filter
     prctl(PR_SET_SECCOMP, 2, "seccomp", ctypes.addressof(header))

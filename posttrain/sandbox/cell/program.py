@@ -1,7 +1,7 @@
-"""One job inside its own process: run the program, or call one of its functions, and leave.
+"""One job inside its own process: runs the program, or calls one of its functions, and ends.
 
-Nothing said here is trusted outside: the program shares this process and can forge all of it. It is given arguments and
-never expected values, so what it can forge is its own answer.
+Nothing that this process reports is trusted outside, because the program runs in it and can forge all of it. The
+process gets arguments and never expected values, so the program can only forge its own answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 MEMORY_ERROR = 121
 """Exit status of a program that ended with MemoryError."""
 NAME = "<program>"
+"""Name of the program's file in tracebacks."""
 DEPTH, NODES = 100, 200_000
+"""The deepest nesting and the most parts of a result."""
 
 
 class NotPlain(Exception):
@@ -31,10 +33,10 @@ class NotPlain(Exception):
 def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
     """A value as JSON that keeps its type: lists, tuples, sets, dicts and bytes are tagged.
 
-    Exact types only. A subclass of int could lie about what it equals, so it is not an int here. An array of numpy is
-    the list, and a scalar of numpy the number, truth or text that it holds.
+    Only exact types are accepted: a subclass of int could compare equal to anything. An array of numpy is written as a
+    list, and a scalar of numpy as the number, truth value or text that it holds.
     """
-    # A list, so that all levels count in one place: the bound is on the whole value.
+    # The count is in a list, so that all levels of the recursion share it. The bound is on the whole value.
     seen = [0] if count is None else count
     seen[0] += 1
     if depth > DEPTH or seen[0] > NODES:
@@ -43,7 +45,7 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
     if value is None or kind is bool or kind is str or kind is float:
         return value
     if kind is int:
-        # Hexadecimal: Python refuses to turn more than 4300 decimal digits into a number and back.
+        # Hexadecimal, because Python refuses to convert more than 4300 decimal digits.
         return {"int": hex(value)}
     if kind is list or kind is tuple or kind is set or kind is frozenset:
         return {kind.__name__: [encode(v, depth + 1, seen) for v in value]}
@@ -57,10 +59,10 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
 
 
 def _of_numpy(value: Any) -> Any:
-    """An array or a scalar of numpy as built-in values; anything else, an array of other things or one too large, as it
-    is."""
-    # Never imported here: without numpy in the sandbox no value can be of it. By exact type again, because a
-    # subclass of ndarray may answer `tolist` with anything.
+    """An array or a scalar of numpy as built-in values. Anything else is returned as it is, and so are arrays that are
+    too large or have elements of other kinds."""
+    # numpy is not imported here: if the program has not imported it, no value is of it. Exact types again, because
+    # `tolist` of a subclass of ndarray may return anything.
     numpy = sys.modules.get("numpy")
     kind = type(value)
     if numpy is None or not (kind is numpy.ndarray or kind in numpy.sctypeDict.values()):
@@ -89,18 +91,18 @@ def decode(said: Any) -> Any:
 
 
 def run(source: bytes, call: bytes, result: int) -> int:
-    """Run the program as `__main__`; with a `call`, import it and write the value of that call to `result`. The exit
+    """Run the program as `__main__`, or call one of its functions and write the value to `result`. Returns the exit
     status."""
-    # A function is called in a module of another name, so what stands under `if __name__ == "__main__"` does not run.
+    # For a call the module has another name, so that code under `if __name__ == "__main__"` does not run.
     module = ModuleType("solution" if call else "__main__")
     begin(module)
     try:
         status = _guarded(source, call, result, module)
-        # The process leaves by os._exit, which does nothing of what an interpreter does at its end: wait for
-        # threads, run exit functions, close files. An honest program relies on all three.
+        # The process ends by os._exit. So the steps of an interpreter's end have to be made here: wait for threads, run
+        # exit functions, close files. An honest program relies on all three.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        # what only the program's names held is closed, and so written, as at the end of any Python
+        # Files that only the program's names refer to are closed by this, and so their buffers are written.
         module.__dict__.clear()
     except SystemExit as leave:
         status = _status(leave)
@@ -112,8 +114,10 @@ def run(source: bytes, call: bytes, result: int) -> int:
 
 
 def begin(module: ModuleType) -> None:
-    """Make `module` the main one, and every program start from the same random state (numpy's is inherited so)."""
-    # Under both names: pickle, dataclasses and typing look a class's module up by its name.
+    """Make `module` the main module, and set the random state with which every program starts. numpy's random state
+    comes from the zygote."""
+    # The module is registered under both names, because pickle, dataclasses and typing look up a class's module by its
+    # name.
     module.__dict__["__builtins__"] = builtins
     sys.modules[module.__name__] = sys.modules["__main__"] = module
     sys.argv = ["program"]
@@ -123,8 +127,8 @@ def begin(module: ModuleType) -> None:
 
 
 def streams() -> None:
-    """The standard streams anew: those of the zygote were made for other files, of which Python remembers whether they
-    can seek."""
+    """Makes the standard streams anew. Those of the zygote were made for other files, and Python remembers whether
+    these can seek."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         raw = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115 (open as long as the program)
         raw.raw.name = f"<{name}>"  # type: ignore[attr-defined]
@@ -135,6 +139,7 @@ def streams() -> None:
 
 
 def _guarded(source: bytes, call: bytes, result: int, module: ModuleType) -> int:
+    """Runs the program, and the call if there is one. Returns the exit status."""
     try:
         exec(compile(source, NAME, "exec", dont_inherit=True), module.__dict__)
         if call:
@@ -153,7 +158,7 @@ def _guarded(source: bytes, call: bytes, result: int, module: ModuleType) -> int
 def _answer(call: dict[str, Any], result: int, module: ModuleType) -> None:
     """Call the function that was asked for, by its dotted name; `Solution.f` is a method of a fresh `Solution()`."""
     target: Any = module
-    # A class on the way is instantiated, so `Solution.f` is bound.
+    # A class in the dotted name is instantiated, so that `Solution.f` is a bound method.
     for part in call["function"].split("."):
         target = getattr(target() if isinstance(target, type) else target, part)
     value = target(*decode(call["args"]), **decode(call["kwargs"]))
@@ -161,13 +166,14 @@ def _answer(call: dict[str, Any], result: int, module: ModuleType) -> None:
         text = json.dumps({"value": encode(value)})
     except (NotPlain, RecursionError) as error:
         text = json.dumps({"type": str(error)})
-    # A pipe takes what there is room for.
+    # One write may take only a part, as much as the pipe has room for.
     rest = text.encode()
     while rest:
         rest = rest[os.write(result, rest) :]
 
 
 def _status(leave: SystemExit) -> int:
+    """The exit status of a SystemExit, as Python's own: text is printed and gives 1."""
     code = leave.code
     if code is None:
         return 0
@@ -178,9 +184,8 @@ def _status(leave: SystemExit) -> int:
 
 
 def trace(error: BaseException, name: str = NAME) -> str:
-    """The traceback from the program's own first line on (in a file named `name...`): our frames are nobody's
-    business."""
-    # A syntax error has no frame of the program; then no frame is shown at all.
+    """The traceback from the first frame of the program on, whose file is named `name...`. Our frames are left out."""
+    # A syntax error has no frame of the program. Then no frame is shown.
     at = error.__traceback__
     while at is not None and not at.tb_frame.f_code.co_filename.startswith(name):
         at = at.tb_next
@@ -188,6 +193,7 @@ def trace(error: BaseException, name: str = NAME) -> str:
 
 
 def say(text: str) -> None:
+    """Writes to standard error, if the program left it open."""
     try:
         sys.stderr.write(text)
     except BaseException:
@@ -195,8 +201,8 @@ def say(text: str) -> None:
 
 
 def flushed(status: int) -> int:
-    """Push out what the streams hold, those too that the program put others in the place of; 1 instead of 0 where that
-    fails. One that it closed has nothing to say."""
+    """Flushes the standard streams, also those that the program replaced. Returns the status, or 1 instead of 0 if that
+    fails. Streams that the program closed are left out."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
             if stream is not None and not getattr(stream, "closed", False):
