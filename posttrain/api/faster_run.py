@@ -1,7 +1,8 @@
-"""What to make faster first in a run that was measured: changes that it does not have yet, and what each would bring.
+"""What to make faster first in a measured run: changes that it does not have yet, and the seconds that each would save.
 
-A change acts on the measured seconds of a role. What it leaves of them is counted from the run's own sizes where that
-is possible; else it is what was measured here of other runs, or what is usually quoted, and says so.
+A change shortens the measured seconds of a role. How much it shortens them is computed from the run's own sizes, where
+that is possible. Else it comes from measurements of other runs or from published figures. `RunChange.source` says
+which.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from posttrain.plan.throughput import Times
 from posttrain.plan.work import Work
 
 Source = Literal["this run", "counted", "measured here", "quoted"]
+"""Where the saved seconds come from: this run's measurements, its sizes, measurements of other runs, published
+figures."""
 ROLES = ("rollout", "score", "learn", "sync", "book", "evaluate", "checkpoint")
-"""Roles of the record whose seconds make up a step; `evaluate` and `checkpoint` are shared out over all steps."""
+"""Roles of the record whose seconds make up a step. Those of `evaluate` and `checkpoint` are divided by all steps."""
 RECOMPUTED = {"selective": 1 / 1.22, "full": 1 / 1.42}
-"""Of the learner's time where activations are kept (docs/help/slow.md, on a processor)."""
+"""By the kind of gradient checkpointing: the learner's time without it, as a share of its time with it
+(docs/help/slow.md, on a CPU)."""
 WORKERS = 4
+"""Processes of a reward function in the proposed change."""
 LEAST = 0.01
 """Smallest share of a step that is worth a line."""
 
@@ -36,21 +41,22 @@ class RunChange:
     words: str
     """Overrides to paste."""
     saves: float
-    """Seconds of a step."""
+    """Seconds of a step that it saves."""
     price: str
+    """What it costs, in words."""
     source: Source
 
 
 def by_saving(
     run: Run, stage: Stage, work: Work, seconds: Mapping[str, float], gauges: Gauges, clock: Mapping[str, float]
 ) -> list[RunChange]:
-    """The changes that this run does not have, that which brings the most first.
+    """The changes that this run does not have, largest saving first.
 
     Args:
-        work: with the lengths of the run (`plan.of_run.against.recorded_work`).
-        seconds: of a step, by role.
-        gauges: of its steps together.
-        clock: what else was timed in a step.
+        work: the sizes of the stage, with the lengths of the run (`plan.of_run.against.recorded_work`).
+        seconds: mean seconds of a step, by role.
+        gauges: the gauges of all steps together.
+        clock: the mean of every clock entry of a step.
     """
     whole = sum(seconds.values())
     found = [*_of_any(run, stage, seconds)]
@@ -79,18 +85,18 @@ def _of_sampling(
 ) -> Iterator[RunChange]:
     name, rollout = stage.name, seconds.get("rollout", 0.0)
     if not stage.staleness:
-        # Times of the record as a plan has them, so that the plan's own rule says what a step is when roles overlap.
+        # The recorded times in the form of a plan. So the plan's own rule computes the step in which roles overlap.
         times = Times(rollout, 0, seconds.get("score", 0), seconds.get("learn", 0), seconds.get("sync", 0))
         where = "placement=processes " if isinstance(run.placement, Local) else ""
         saved = times.total - times.step("asynchronous")
         price = "samples are a step older; engine and learner need cores or devices of their own"
         yield RunChange(f"{where}{name}.staleness=1", saved, price, "counted")
     if isinstance(run.engine, Embedded):
-        # What a rollout takes beyond the engine's own passes: it waits for rewards, tools and tasks.
+        # The part of a rollout without passes of the engine: it waits for rewards, tools and tasks.
         waits = rollout - clock.get("engine/step", rollout)
         workers = [i for i, r in enumerate(run.env.rewards) if getattr(r, "workers", 1) == 0]
         if workers:
-            # Only if rewards are all of the wait, which the record does not tell: the price says so.
+            # This counts all of the wait as rewards. The record does not tell whether it is, so `price` says it.
             saved = waits * (1 - 1 / WORKERS)
             price = "more processes; brings this where the reward is what the engine waits for"
             yield RunChange(f"env.rewards.{workers[0]}.workers={WORKERS}", saved, price, "counted")
@@ -98,8 +104,8 @@ def _of_sampling(
             saved = (rollout - max(0.0, waits)) * (1 - OPTIMISATIONS["speculation"].factor)
             yield RunChange("engine.lookup=4", saved, "only where text repeats itself; tokens stay the same", "quoted")
     if not stage.oversample and work.lengths.cv:
-        # The k-th of n answers to end is near the quantile k / (n + 1) of the lengths; it stands in place of the
-        # longest one.
+        # With `oversample` a group waits for the k-th of n answers, and no longer for the longest one. The k-th
+        # shortest of n lengths is near their quantile k / (n + 1).
         more = stage.siblings + max(1, stage.siblings // 4)
         first = work.lengths.quantile(stage.siblings / (more + 1)) / work.lengths.longest(work.sequences)
         price = "prefers short answers"
@@ -111,7 +117,7 @@ def _of_sampling(
 
 
 def _tail(gauges: Gauges) -> float:
-    """Share of the slots' time that is empty, in the end of a wave."""
+    """Share of the slots' time that is empty, mostly while the last long answers of a step are sampled."""
     full = gauges.get("engine/occupancy")
     return 1 - full.mean if full is not None and full.count else 0.0
 
@@ -127,6 +133,6 @@ def _of_learning(run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, f
         yield RunChange("model.share_prefixes=true", saved, "results change by rounding", "counted")
     if run.model.lora is None and run.model.path is not None:
         price = "an adapter trains, not all weights"
-        # A training pass is three products of each weight. An adapter leaves out the one that makes the weight's
-        # gradient.
+        # A training pass has three matrix products for each weight. With an adapter the one for the weight's gradient
+        # is left out.
         yield RunChange("model.lora.rank=16", seconds.get("learn", 0) / 3, price, "counted")

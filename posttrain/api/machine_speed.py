@@ -1,7 +1,8 @@
-"""`posttrain plan --probe`: what this machine's device reaches, measured once in about five seconds.
+"""`posttrain plan --probe`: measures the speed of this machine's device, once, in about five seconds.
 
-Four figures are kept in the cache folder with the versions and the date: arithmetic of a large product, reading of
-memory, the seconds of a pass of a small model that are neither, and the device's memory.
+Four figures are kept in the cache folder, with versions and date: the arithmetic of a large product (operations a
+second), the reading of memory (bytes a second), the seconds that a pass of a small model takes besides these two, and
+the bytes of the device's memory.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from posttrain.system.version import VERSION
 SECONDS = 1.2
 """Seconds of each measurement."""
 SIDE = 1024
-"""Side of the matrices of the product on a processor; four times that on an accelerator."""
+"""Rows and columns of the matrices of the large product on a CPU; on an accelerator four times as many."""
 READ = 1 << 28
-"""Bytes that are read; sixteen times that on an accelerator."""
+"""Bytes that are read on a CPU; on an accelerator sixteen times as many."""
 SMALL, CALLS = 64, 40
-"""Width of the small products, and how many make up a pass."""
+"""Width of the small products, and how many of them stand for a pass of a small model."""
 
 
 def probe() -> dict[str, Any]:
-    """The figures, which are written to the cache folder too."""
+    """Measures the figures, writes them to the cache folder and returns them."""
     where = machine()
     device, big = torch.device(where.device), where.accelerated
     told: dict[str, Any] = {
@@ -50,25 +51,27 @@ def probe() -> dict[str, Any]:
 
 
 def _fastest(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of many calls. One thread of a processor is measured in its own seconds, which other
-    programs change less."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
-    found, end = list[float](), time.perf_counter() + SECONDS
-    # At least three calls, also where one takes longer than the time: the first allocates and warms caches.
-    while time.perf_counter() < end or len(found) < 3:
+    """Seconds of the fastest of many calls.
+
+    A single CPU thread is measured in the CPU time of this process, which other programs change less than wall time.
+    """
+    single_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if single_thread else time.perf_counter
+    times, end = list[float](), time.perf_counter() + SECONDS
+    # At least three calls, even if one takes longer than `SECONDS`: the first one allocates and warms caches.
+    while time.perf_counter() < end or len(times) < 3:
         begun = clock()
         call()
         if device.type != "cpu":
-            # Calls to a device return at once: the time is that of the work, so it is waited for.
+            # A call to an accelerator returns before its work is done, so the end of the work is waited for.
             torch.get_device_module(device).synchronize(device)
-        found.append(clock() - begun)
-    return min(found)
+        times.append(clock() - begun)
+    return min(times)
 
 
 def _arithmetic(device: torch.device, side: int) -> float:
-    """Operations a second of a square product, by the library that is faster here."""
-    # The types that runs compute in on these devices, where the user names none.
+    """Operations a second of a product of two square matrices."""
+    # The dtypes that runs have by default on these devices.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
 
@@ -79,13 +82,13 @@ def _arithmetic(device: torch.device, side: int) -> float:
 
 
 def _reading(device: torch.device, size: int) -> float:
-    """Bytes a second of a sum."""
+    """Bytes a second that are read to sum up a large array."""
     x = torch.ones(size // 4, device=device)
     return size / _fastest(x.sum, device)
 
 
 def _latency(device: torch.device) -> float:
-    """Seconds of a pass of products so small that only their calls count."""
+    """Seconds of a pass of products so small that nearly all time goes into calling them."""
     # As many small calls as a pass of a small model has: their arithmetic takes nearly no time.
     layers = [nn.Linear(SMALL, SMALL).to(device) for _ in range(CALLS)]
     x = torch.ones(1, SMALL, device=device)

@@ -1,5 +1,8 @@
-"""A plan beside a run: what `posttrain plan --against RUN` prints, the prediction in the first lines of a run, and the
-notes of a run that leaves it. No torch is imported."""
+"""Compares a run with its plan. No torch is imported.
+
+`plan_against` is `posttrain plan --against RUN`, `faster` is `--budget RUN`, `factors_of` is `--calibrate RUN`.
+`watch_plan` prints a prediction in the first lines of a run, and later a note if the run takes more time or memory.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,14 @@ from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError
 
 OVER, SLOWER, STEPS = 1.1, 2.0, 10
-"""A note is given where memory is above its prediction by more than a tenth, and where the median step of so many takes
-more than twice its time."""
+"""A note is given if memory is above `OVER` times its prediction, or if the median of `STEPS` steps takes more than
+`SLOWER` times its predicted time."""
 SHORT = 1.0
-"""Seconds of a step below which Python's own time matters, which no plan counts. A stage whose predicted step is
-shorter is compared with its first steps, and a step that takes less is no matter for a note."""
+"""In a step of fewer seconds Python's own time matters, which no plan counts. A stage with a shorter predicted step is
+compared with its own first steps, and there is no note about a step that takes less time than this."""
 SHAPES = 1 << 30
-"""Bytes that a processor's libraries and its heap keep beside for the many sizes of a long run, at most. Measured: 650
-MiB after 200 steps of sizes that were all different."""
+"""Bytes that libraries and the heap of a CPU run may keep for the many tensor sizes of a long run. Measured: 650 MiB
+after 200 steps, all of different sizes."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,14 @@ class PlanAgainst:
     machine: Hardware
     steps: int
     held: float
+    """Bytes that the process had before its model was loaded; 0 on an accelerator."""
     memory: tuple[Compared, ...]
     """Empty where the run recorded no peaks."""
     place: Place
     time: tuple[Compared, ...]
     """Empty where nothing is known of the machine's speed."""
     own: Mapping[str, float]
-    """Median seconds of what no plan counts, by the role of the record."""
+    """Median seconds of the parts of a step that no plan counts, by the role of the record."""
 
     @property
     def factors(self) -> dict[str, float]:
@@ -105,10 +109,10 @@ def plan_against(
     shape, context = run_shape(run, folder)
     base = stage_work(run, stage, shape, run.model.context or context)
     base = replace(base, ranks=options.nproc or 1, replicas=options.replicas, parallel=options.parallel)
-    # On a CPU the process holds libraries and data too; the plan counts what comes on top of the bytes that it held.
+    # On a CPU the process also has libraries and data in memory. The plan counts only what comes on top of these bytes.
     told: Any = file.facts.get("machine")
     held = float(told.get("held", 0)) if isinstance(told, dict) and not base.accelerator else 0.0
-    # Memory is compared with the largest step, and time with all: a peak is of one step, a median of many.
+    # Memory is compared with the largest step, since a peak is of one step. Time is compared with all steps.
     place = places(recorded_work(base, largest_step(steps) or steps))[0]
     memory = memory_terms(place, steps, held) if held or base.accelerator else []
     rows = time_terms(timed_stage(run, stage, recorded_work(base, steps), where), steps) if timed else []
@@ -137,7 +141,7 @@ def faster(folder: str, options: PlanOptions) -> tuple[Stage, dict[str, float], 
     steps = [s for s in run_reader.steps(folder) if s.stage == stage.name]
     if not steps:
         raise ConfigError(f"--budget {folder}: stage {stage.name} took no step; name another with --stage")
-    warm = steps[1:] or steps  # the first step proves things once
+    warm = steps[1:] or steps  # without the first step, which also makes checks that are made only once
     clocks = {name for s in warm for name in s.clock}
     mean = {name: sum(s.clock.get(name, 0.0) for s in warm) / len(warm) for name in clocks}
     seconds = {role: mean[role] for role in ROLES if role in mean}
@@ -171,9 +175,10 @@ class Prediction:
 
 @dataclass
 class PlanWatch:
-    """A tracker that compares each step with its prediction and says once where it is left. It stops nothing.
+    """A tracker that compares each step with its prediction, and gives one note a stage on memory and one on time.
 
-    What it says is of clocks and memory, so it goes to people and not into the record, which is the same in every run.
+    It stops nothing. Its notes depend on clocks and memory, so they are printed and not recorded: the record is the
+    same in equal runs.
     """
 
     stages: Mapping[str, Prediction]
@@ -214,12 +219,12 @@ class PlanWatch:
         )
 
     def _time(self, p: Prediction, step: Step) -> str:
-        # Where steps are shorter than Python's own time, the first ones say how much longer than planned a step takes.
-        # The very first is left out, since it proves things once.
+        # If the predicted step is shorter than `SHORT`, the first steps say how much longer than planned a step takes.
+        # The very first one is left out, since it makes checks that are made only once.
         if step.index == FIRST + 1:
             predicted = p.timed(recorded_work(p.work, p.steps[1:])).step
             p.factor = step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
-        # Full windows that do not overlap, and none of the first steps in them.
+        # Compared are full windows of `STEPS` steps, which do not overlap and have none of the first steps.
         if step.index < FIRST + 1 + STEPS or step.index % STEPS:
             return ""
         last = p.steps[-STEPS:]
@@ -235,12 +240,14 @@ class PlanWatch:
 
 
 def watch_plan(run: Run, folder: Path, held: int | None, tell: Callable[[str], None]) -> PlanWatch:
-    """Tell the prediction of each stage; returns the tracker that compares the run with it. Nothing is predicted where
-    this machine was not probed, which a run never does."""
+    """Prints the prediction of each stage; returns the tracker that compares the run with it.
+
+    Nothing is predicted if this machine was never probed (`posttrain plan --probe`). A run does not probe it.
+    """
     where, timed = here()
     stages: dict[str, Prediction] = {}
     watch = PlanWatch(stages, float(held or 0), tell)
-    # The machine was probed on another kind of device than this run computes on.
+    # No prediction either if the probed device is a CPU and the run's is not, or the other way round.
     if not timed or held is None or where.device.accelerator != (run.model.device != "cpu"):
         return watch
     try:

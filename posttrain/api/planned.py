@@ -1,5 +1,5 @@
-"""`posttrain plan`: from the words of a command to a stage as sizes, and a machine. Nothing is loaded and no torch
-imported."""
+"""`posttrain plan`: from the words of a command to the sizes of a stage, and a machine. Neither model nor torch is
+loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from posttrain.system.machine import cores
 
 HERE = "here"
 PROBED = "machine.json"
-"""In the cache folder: what `posttrain plan --probe` measured."""
+"""Name of the file in the cache folder with the figures of `posttrain plan --probe`."""
 REACHED = 0.63
 """Share of the probed arithmetic that a step of a learner reaches on a processor. Measured
 (docs/research/plans-measured.md)."""
@@ -42,7 +42,7 @@ PROMPT, ANSWER, SPREAD = 256, 512, 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options of a plan that a config does not hold."""
+    """The options of a plan that are no settings of a run."""
 
     stage: str | None = None
     prompt: int | None = None
@@ -118,7 +118,8 @@ def assumed_of(stage: Stage, options: PlanOptions) -> Assumed:
     if not isinstance(stage, Reinforce):
         return options.assumed
     costs = cost(stage.algorithm)
-    # Some passes are needed only where a step has several updates. That of the reference is counted by the plan itself.
+    # `late` passes are needed only if a step has several updates. The pass of the reference is counted by the plan
+    # itself.
     late = costs.late if stage.optimizer_steps > 1 else 0
     own = costs.forwards + late - ("reference" in stage.algorithm.reads)
     return replace(options.assumed, forwards=max(0, own))
@@ -140,10 +141,10 @@ def stage_of(run: Run, name: str | None) -> Stage:
 
 
 def _ranks(options: PlanOptions, where: Hardware, run: Run) -> int:
+    """The ranks of the learner: those of --nproc, or one on each device that the engines leave."""
     if options.nproc is not None and options.nproc < 1:
         raise ConfigError(f"--nproc {options.nproc}: must be >= 1")
     apart = getattr(run.placement, "engines", 0) * (run.engine.workers if isinstance(run.engine, VLLM) else 1)
-    # Ranks on all devices that the engines leave.
     if options.nproc is None:
         return max(1, where.count - apart)
     if where.device.accelerator and options.nproc + apart > where.count:
@@ -169,7 +170,8 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
             "num_key_value_heads": model.kv_heads,
             "head_dim": model.hidden // model.heads,
             "intermediate_size": model.ffn,
-            # Architectures name the same sizes differently; a name that one does not read does no harm.
+            # Another architecture's name for `intermediate_size`. A name that an architecture does not read does no
+            # harm.
             "n_inner": model.ffn,
             "vocab_size": ALPHABET,
             "num_local_experts": model.experts,
@@ -212,11 +214,11 @@ def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Length
     sampling = stage.contract
     most = sampling.max_tokens if sampling is not None else options.answer or min(ANSWER, context or ANSWER)
     prompt = PROMPT if options.prompt is None else options.prompt
-    # Assumed lengths give way to a short context; lengths that the user names are refused below where they do not fit.
+    # Assumed lengths are shortened for a short context. Lengths that the user gives raise below if they do not fit.
     if options.prompt is None and context:
         prompt = max(1, min(PROMPT, context - most)) if sampling is not None else max(1, min(PROMPT, context // 4))
         most = most if sampling is not None else max(1, min(most, context - prompt))
-    # Sampled answers end somewhere below the most, demonstrations are what they are.
+    # Sampled answers end before the limit: the mean is assumed to be half of it. Demonstrations have the given length.
     mean = options.answer if options.answer is not None else most / 2 if sampling is not None else most
     spread = options.spread if options.spread is not None else SPREAD if sampling is not None else 0.0
     made = Lengths(prompt=prompt, mean=mean, most=max(most, 1), cv=spread)
@@ -240,7 +242,7 @@ def cache_file() -> Path:
 
 
 def here() -> tuple[Hardware, bool]:
-    """This machine, and whether its speed is known: it is once it was probed."""
+    """(this machine, whether its speed is known: only after it was probed)."""
     try:
         told = json.loads(cache_file().read_text())
         kept = {k: float(told[k]) for k in ("memory", "flops", "bandwidth", "latency")}
@@ -248,11 +250,11 @@ def here() -> tuple[Hardware, bool]:
             raise ValueError("a figure is not above 0")
         accelerator, source = bool(told["accelerator"]), f"probed on {told['date']}, {told['versions']}"
     except (OSError, ValueError, KeyError, TypeError):
-        # Not probed: memory is still known and planned, and the speeds are never read.
+        # Not probed. Memory is known and can be planned. The speeds given here are never read.
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
         return Hardware(HERE, Device(float(pages), 1e11, 1e10, "this machine", accelerator=False)), False
     latency = kept.pop("latency")
     found = Device(**kept, source=source, link=kept["bandwidth"], accelerator=accelerator)
-    # A step reaches a part of the arithmetic that one large product reaches.
+    # A step of the learner reaches only a part of the arithmetic that one large product reaches.
     share = 1.0 if accelerator else REACHED
     return Hardware(HERE, found, compute=share, reading=1.0, latency=latency, why=source), True

@@ -1,7 +1,7 @@
-"""`posttrain eval RM --answers POLICY`: how a reward model orders what a policy says, where the truth is known.
+"""`posttrain eval RM --answers POLICY`: how well a reward model orders a policy's answers, where the truth is known.
 
-A reward model is right about answers like those that it learned from. A policy says others, and RL moves it to those
-that are overrated. So its agreement is measured on each policy's own answers.
+A reward model is right about answers like those from which it learned. A policy gives other answers, and RL moves it to
+answers that the reward model overrates. So the agreement is measured on each policy's own answers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class TransferReport:
-    """A report of the order in which a reward model puts the answers of one policy, over prompts."""
+    """How well a reward model orders the answers of one policy, over prompts."""
 
     policy: str
     agreement: Score
     """Share of pairs of answers to a prompt that the scores order as their true worth does; equal scores count half.
     Prompts whose answers are all worth the same have no pair."""
     longer: Score
-    """The same of the length in tokens alone."""
+    """The agreement if answers were ordered by their length in tokens alone."""
     worth: Score
     """Mean true worth of the policy's answers."""
     answers: int
@@ -64,15 +64,17 @@ def transfer(
     trust: bool = False,
     ema: bool = False,
 ) -> list[TransferReport]:
-    """Let each policy answer the held-out prompts of the reward model's environment, and compare the order of its
-    scores with the truth: what the environment knows an answer to be worth (`Judgements.utility`), else what its
-    verifiers say.
+    """Let each policy answer the held-out prompts of the reward model's environment; compare the scores with the truth.
+
+    The truth is the worth of an answer that the environment knows (`Judgements.utility`), or else what its verifiers
+    say.
 
     Args:
         target: a run that trained a reward model, or the directory of one.
         policies: run folders, checkpoints inside them, model directories or hub ids.
         overrides: dotted changes of the environment, as in `evaluate_reward_model`.
-        samples: answers to each prompt, 2 at least. ema: score with the moving average of the run's weights.
+        samples: answers to each prompt, 2 at least.
+        ema: score with the moving average of the reward model's weights.
 
     Raises:
         ConfigError: nothing says what an answer is worth; episodes have several turns; no two answers differ in worth.
@@ -86,7 +88,7 @@ def transfer(
     from posttrain.environment.templates.renderer import Renderer
 
     run = asked_run(target, overrides, trust)
-    # The environment judges alone: with the reward model among the judges its scores would be compared with themselves.
+    # Reward models are taken out of the environment's judges. Else the scores could be compared with themselves.
     env = replace(run.env, rewards=(), measured=False) if run.env.has_reward_models else run.env
     how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "quiet": True, "trust": trust}
     # All policies answer before the reward model is loaded, so that one model is in memory at a time.
@@ -120,19 +122,19 @@ def _of_policy(
 
     found = scored_answers([_readable(g, worth) for g in groups], worth, learner, renderer, context)
     ordered = AgreementReport.of(found.score, found.worth, found.unit)
-    # A reward model that orders no better than length alone may have learned nothing else.
+    # For comparison: a reward model that orders no better than length alone may have learned nothing but length.
     longer = AgreementReport.of(found.tokens, found.worth, found.unit)
     if ordered is None or longer is None:
         raise ConfigError(
             f"{policy}: no two of its answers to a prompt are worth different things, so nothing can be ordered. Sample"
             " more (--samples), or at a higher --temperature"
         )
-    each = [float(np.mean(found.worth[found.unit == u])) for u in np.unique(found.unit)]
+    mean_worths = [float(np.mean(found.worth[found.unit == u])) for u in np.unique(found.unit)]
     return TransferReport(
         policy=policy,
         agreement=ordered.accuracy,
         longer=longer.accuracy,
-        worth=Score.of(each, min(0.0, *each), max(1.0, *each)),
+        worth=Score.of(mean_worths, min(0.0, *mean_worths), max(1.0, *mean_worths)),
         answers=len(found.score),
         left_out=sum(len(g.episodes) for g in groups) - len(found.score),
     )

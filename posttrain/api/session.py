@@ -55,8 +55,10 @@ from posttrain.verifier.reward_source import CALLS, CountedSource
 
 @contextmanager
 def open_session(request: RunRequest) -> Iterator[RunSession]:
-    """A run that is ready for its first step. At the end of the block its parts are closed. Then its
-    summary is written, and shown unless the run is quiet or an error ended it."""
+    """A run that is ready for its first step. At the end of the block its parts are closed, and its summary is written.
+
+    The summary is printed, unless the run is quiet or an error ended it.
+    """
     session = build_session(request)
     told = not request.quiet
     try:
@@ -66,7 +68,7 @@ def open_session(request: RunRequest) -> Iterator[RunSession]:
         raise
     finally:
         try:
-            # The summary is made of the whole record, so what is still open is closed before.
+            # Closed before the summary is made, which reads the whole record.
             session.close()
         finally:
             conclude(session.book.folder, session.terminal.console if told else None)
@@ -106,7 +108,7 @@ class RunSession:
                     if self.stopper.asked:
                         break
         finally:
-            # Also where a stage stops the run: a program may begin another run, and what was logged is not lost.
+            # Also after an error: nothing that was logged is lost, and the program may begin another run.
             for tracker in self.parts.trackers:
                 tracker.close(final_scalars(self.results))
 
@@ -121,7 +123,7 @@ def build_session(request: RunRequest) -> RunSession:
         count_on(request.book.folder, (request.environment, *request.others.values()))
     with ExitStack() as cleanup:
         session = _build(request, cleanup)
-        # All is built: from here on the session closes the parts, and this block no longer does.
+        # All parts are built. From here on the session closes them, and no longer this block.
         session.closing = cleanup.pop_all()
     return session
 
@@ -137,7 +139,7 @@ def new_folder(runs: Path, recipe: str) -> Path:
     while True:
         folder = runs / (began if number == 1 else f"{began}-{number}")
         try:
-            # To make it is also to ask whether it is there: two runs that begin at once cannot both have it.
+            # `mkdir` raises if the folder exists. So two runs that begin at once cannot both get it.
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
@@ -149,16 +151,16 @@ def new_folder(runs: Path, recipe: str) -> Path:
 
 
 def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
-    """Build in order; the run folder is made only after the checks before it have passed.
+    """Builds the parts in order. The run folder is made only after the checks before it have passed.
 
-    `cleanup` collects how each part is closed.
+    `cleanup` gets a function for each part that closes it.
     """
     run, book, quiet, held = request.run, request.book, request.quiet, resident()
     check_drivers(run)
     check_engine(run)
     over = request.ranks.world is not None
     threads = use_threads(rank_threads(run, request.ranks) if over else run.threads or learner_cores(run.placement))
-    # A setting of the whole process, taken back at the end: a later run in the same program must not inherit it.
+    # A setting of the whole process. It is undone at the end, so that a later run in the same program does not have it.
     cleanup.callback(use_deterministic(run.deterministic))
     # Ranks meet before a model is loaded: whether this process loads it depends on what they see.
     lead = cleanup.enter_context(leading(run, request.ranks))
@@ -168,7 +170,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         refuse_policy(policy, lead, blank is not None)
     notes = (*request.notes, *reading)
     if book is None:
-        # Only now: a model that cannot be loaded or shared leaves no folder behind.
+        # The folder is made after the policy: so a model that cannot be loaded or shared leaves no folder behind.
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
         places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
@@ -195,13 +197,13 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     parts = parts if lead is None else over_ranks(parts, run, lead)
     cleanup.callback(parts.close)
     if not quiet and lead is None:
-        # Into the list that `parts` has, so it gets the steps too. It reads the model's shape in the run folder.
+        # Added to the list that `parts` has, so it gets every step. It reads the model's shape from the run folder.
         trackers.append(watch_plan(run, book.folder, held, terminal.say))
     if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
     checkpoint = request.checkpoint
     if request.longer is not None:
-        # Written down only when all parts stand, since each of them could still refuse the new settings.
+        # Recorded only after all parts are built, since each of them could still refuse the new settings.
         checkpoint = begin(request.longer, book, checkpoint)
     progress = restore_progress(run, parts, checkpoint, request.longer)
     if checkpoint is not None and not quiet:
@@ -213,7 +215,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
 
 
 def count_on(folder: Path, environments: Iterable[Environment]) -> None:
-    """Lets sources that may be asked a number of times in a run count on from its record."""
+    """Sets the counts of reward sources with a limit of calls to those in the record of the resumed run."""
     sources = [s for e in environments for s in getattr(e, "rewards", ()) if isinstance(s, CountedSource)]
     steps = run_reader.steps(folder) if sources else ()
     for source in sources:
@@ -266,8 +268,11 @@ def heldout_notes(run: Run, places: Mapping[str, Environment]) -> tuple[str, ...
 
 
 def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, ...]:
-    """Write the lineage record of a run that begins or goes on. Where it cannot be made, that is a line for people: the
-    run may go on, and it is refused where its weights are exported or taken by another run."""
+    """Write the lineage record of a run that begins or is resumed.
+
+    If it cannot be made, that is only a line for people here. The run goes on, but its weights cannot be exported or
+    used by another run.
+    """
     try:
         with disk_full_is_reported(book.folder / LINEAGE, lambda: "Nothing was lost"):
             write_lineage(book.folder, "" if checkpoint is None else checkpoint.name)
@@ -277,15 +282,18 @@ def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, .
 
 
 def session_policy(request: RunRequest, blank: Policy | None = None) -> Policy:
-    """The policy of the run: `blank` where its model is not loaded in this process. A branch that goes on has all of it
-    in its own folder, but where it was cut before it kept the weights that it began with."""
+    """The policy of the run; `blank` if its model is not loaded in this process.
+
+    A resumed branch has its model in its own folder. Only if it was interrupted before it kept the weights of its
+    start, the other run is read once more.
+    """
     run, book, checkpoint = request.run, request.book, request.checkpoint
     if book is None:
         return make_policy(run, request.environment, request.others, blank=blank)
     if not is_branch(book.folder):
         return same_base(book.folder, make_policy(run, request.environment, request.others, blank=blank))
-    # A branch that was cut before its first checkpoint: the weights that it began with may be kept already, or must be
-    # read from the other run once more.
+    # Without a checkpoint, a branch goes on from the weights of its start. They may be kept in its folder already. Else
+    # they are read from the other run once more.
     kept = (book.folder / "kept" / START).is_dir()
     own = book.folder if checkpoint is not None or kept else None
     policy = make_policy(run, request.environment, request.others, own=own)
@@ -308,7 +316,7 @@ def restore_progress(
 
 
 def final_scalars(results: Sequence[StageResult]) -> dict[str, float]:
-    """The summary that trackers keep: what was measured on held-out tasks at the end of each stage."""
+    """The summary for trackers: the held-out measurements at the end of each stage, as `final/STAGE/NAME`."""
     named = ("accuracy", "reward", "loss", "agreement")
     return {f"final/{r.name}/{n}": x[0] for r in results for n in named if (x := getattr(r, n)) is not None}
 

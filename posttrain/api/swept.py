@@ -1,4 +1,4 @@
-"""`posttrain plan --sweep KNOB=A,B,C`: one plan for each value, and its loop simulated."""
+"""`posttrain plan --sweep KNOB=A,B,C`: for each value of a setting a plan, and a simulation of its loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from posttrain.plan.throughput import Assumed, Throughput
 from posttrain.system.errors import ConfigError
 
 MOST_VALUES = 12
+"""Most values of the knob."""
 MOST_ANSWERS = 256
+"""Most answers of a simulated step. A larger step is scaled down (`loop_of`)."""
 STEPS, ANSWERS = 24, 4096
-"""Steps that are simulated: so many, or fewer, that no more answers than these are played."""
+"""How many steps are simulated: `STEPS`, or fewer, so that there are at most `ANSWERS` answers, but at least 6."""
+# Knobs that are options of the plan, and knobs that are assumptions, with their types.
 OPTIONS = {"prompt": int, "answer": int, "spread": float, "nproc": int}
 ASSUMED = {"reward": float, "judges": int, "kept": float}
 
@@ -45,7 +48,7 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
     values = [v.strip() for v in given.split(",") if v.strip()]
     if not name or not values or len(values) > MOST_VALUES:
         raise ConfigError(f"--sweep {sweep}: write a knob and 1 to {MOST_VALUES} values, as --sweep staleness=0,1,2,4")
-    # Once without the knob: it refuses wrong words, and says to which stage the knob belongs.
+    # A plan without the knob comes first: it raises for wrong words, and has the stage to which the knob may belong.
     first = planned(recipe, words, options)
     if not first.work.samples:
         raise ConfigError(
@@ -69,10 +72,13 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
 
 
 def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
-    """A planned stage as a loop. Of more than `MOST_ANSWERS` answers a step an even part is played, by as large a part
-    of the slots: so the longest answer is that of the part."""
+    """A planned stage as a loop for the simulator.
+
+    A step of more than `MOST_ANSWERS` answers is scaled down: 1 / `part` of its prompts with 1 / `part` of the slots.
+    So the longest answer is the longest one of that part.
+    """
     w, a = t.work, t.assumed
-    # A part of 1 / n: of prompts, slots and judges, with the costs of n times as many sequences.
+    # Prompts, slots and judges are divided by `part`. A pass still costs as much as with all sequences.
     part = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))
     judges = max(1, a.judges // part)
     together = w.slots * max(1, w.engines)
@@ -87,7 +93,7 @@ def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
         prefill=t.prefill / w.prompts * part,
         learn=(t.reference + t.learn,),
         sync=t.sync,
-        # Fewer judges than the part would have are made up for by slower ones, so that their throughput is right.
+        # The number of judges is rounded to at least 1. Their seconds are corrected, so that their throughput is right.
         reward=a.reward * part * judges / a.judges,
         judges=judges,
         kept=a.kept,
