@@ -1,8 +1,7 @@
-"""The command line: `posttrain run | ladder | eval | serve | check | plan | new | show | export | faults`. Each command
-imports what it needs when it is called.
+"""The command line, `posttrain COMMAND`. Each command imports what it needs only when it is called.
 
-Errors of `system.errors` end with one message and their own exit code. Any other exception is a bug and keeps its
-traceback.
+`parser.COMMANDS` lists the commands. Errors of `system.errors` end with one message and their own exit code. Any other
+exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise `Terminated`. One that whoever started this process ignores (nohup) does
-    nothing."""
-    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _terminate) for number in heard}
+    """Inside the block SIGTERM and SIGHUP raise `Terminated`. A signal that was ignored before (`nohup`) stays
+    ignored."""
+    not_ignored = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    old_handlers = {number: signal.signal(number, _terminate) for number in not_ignored}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
@@ -62,7 +61,8 @@ def _shown(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        # Around the imports too, so that every signal ends with a word and a shell's exit code for it.
+        # Around the imports too, so that a signal at any time ends with a message and the exit code that shells use for
+        # it.
         with _terminated():
             return _main(list(sys.argv[1:] if argv is None else argv))
     except Terminated as error:
@@ -76,11 +76,13 @@ def _main(words: list[str]) -> int:
     guard_errors()
     quiet_libraries()
     try:
-        from posttrain.cli.parser import read_words  # imports all commands: only now, so that signals are heard before
+        # This imports all commands, so it stands here, where signals and errors are handled already.
+        from posttrain.cli.parser import read_words
 
         options = read_words(words)
         code = options.command(options)
-        # A full disk or a closed pipe shows only when the buffer is written; here it still becomes a message.
+        # Errors such as a full disk or a closed pipe come only when the buffer is written. Flushed here, they are
+        # caught below.
         sys.stdout.flush()
         return code
     except PosttrainError as error:

@@ -1,4 +1,4 @@
-"""`posttrain ladder --on RUN`: compare algorithms on a run's recorded batches, as tables or JSON."""
+"""`posttrain ladder --on RUN`: what algorithms would do with a run's recorded batches, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEGEND = (
     "of tokens of solved and of other responses    tokens: those whose log-prob has a gradient",
 )
 EQUAL = 1e-6
-"""Relative tolerance within which gradient norms count as equal and share one line."""
+"""Gradient norms with at most this relative difference count as equal, and share a line."""
 
 
 class ProgressLine:
@@ -64,7 +64,7 @@ class AblateOptions:
 
 def show(run: str, against: Sequence[str], at: AblateOptions, plain: bool, trust: bool) -> None:
     """Evaluate and print; `plain` prints JSON."""
-    run_file(run)  # a folder that is not there is told before torch is imported
+    run_file(run)  # raises for a folder that is not there, before torch is imported
     from posttrain.evaluation.ablation.ablation import ablate
 
     progress = ProgressLine()
@@ -128,6 +128,7 @@ def lines(a: Ablation) -> Iterator[str]:
 
 
 def _listed(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """A line for each text, behind the names to which it belongs."""
     for names, text in rows:
         yield from _prose(f"{names}: {text}", "  ")
 
@@ -144,7 +145,8 @@ def _order(r: AblationRow) -> tuple[float, float]:
 
 
 def where(a: Ablation) -> str:
-    """Returns the number of steps between the weights and those the step began with, and what follows from it."""
+    """Says how many steps lie between the weights in use and those with which the step began, and what follows from
+    it."""
     gap = f"mean log-prob gap to the sampler {a.logp_gap:.1e}" if not math.isnan(a.logp_gap) else "no token was scored"
     if a.behind is None:
         return f"of another stage than {a.stage}; {gap}"
@@ -157,7 +159,7 @@ def where(a: Ablation) -> str:
 
 
 def checks(a: Ablation) -> Iterator[str]:
-    """Lines that compare the rebuilt step with the record."""
+    """Lines that compare the step, computed again, with the record."""
     own = a.rows[0]
     if not own.norm:
         yield "own: no gradient, because no group has credit; nothing has a cosine with it. Look at another --step"
@@ -188,12 +190,13 @@ def checks(a: Ablation) -> Iterator[str]:
 
 
 def table(rows: Sequence[AblationRow]) -> Iterator[str]:
-    """The table. Algorithms with equal gradients share one line; their names are below it. A column is as wide as its
-    longest cell asks for, so tiny norms join no columns and move no row."""
+    """The table. Algorithms with equal gradients share one line, with their names below it. A column is as wide as its
+    longest cell, so very small norms, such as 1.234e-11, shift no column."""
     cells = [_cells(r) for r in rows]
     merged: list[tuple[AblationRow, tuple[str, ...], list[str]]] = []
     for i, (r, line) in enumerate(zip(rows, cells, strict=True)):
-        # The first row is the run's own and stays alone. Norms are compared beyond the digits that are printed.
+        # The first row is the run's own algorithm and shares no line. Norms are compared with more digits than are
+        # printed.
         if i > 1 and line == merged[-1][1] and math.isclose(merged[-1][0].norm, r.norm, rel_tol=EQUAL):
             merged[-1][2].append(r.name)
         else:
@@ -227,13 +230,13 @@ def _number(x: float, how: str) -> str:
 
 def means(found: Sequence[Ablation]) -> Iterator[str]:
     """Cosine and ratio over several steps, for the algorithms that were evaluated on all steps."""
-    by = [{r.name: r for r in a.rows} for a in found]
-    # A mean over other steps than those of the other rows would not be comparable.
-    common = [n for n in by[0] if all(n in rows for rows in by)]
+    rows_of_step = [{r.name: r for r in a.rows} for a in found]
+    # Only algorithms with all steps: means over different steps could not be compared.
+    common = [n for n in rows_of_step[0] if all(n in rows for rows in rows_of_step)]
     yield f"over {len(found)} steps: mean (least to most)"
     wide = max(map(len, common)) + 2
     for name in common:
-        cosines, ratios = ([getattr(rows[name], f) for rows in by] for f in ("cosine", "ratio"))
+        cosines, ratios = ([getattr(rows[name], f) for rows in rows_of_step] for f in ("cosine", "ratio"))
         yield f"{name:<{wide}}cosine {_span(cosines, '+.3f')}   ratio {_span(ratios, '.3g')}"
     yield ""
 

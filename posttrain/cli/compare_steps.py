@@ -38,11 +38,13 @@ class PromptPair:
 
     @property
     def change(self) -> float | None:
+        """Mean reward at the second step minus that at the first; None if one of them has no judged answer."""
         one, two = self.means
         return None if one is None or two is None else two - one
 
 
 def _mean(answers: Sequence[Recorded]) -> float | None:
+    """The mean reward of the judged answers; None where none was judged."""
     figures = [r.episode.figure for r in answers if r.episode.figure is not None]
     return float(np.mean(figures)) if figures else None
 
@@ -105,8 +107,11 @@ def _files(
 
 
 def _evaluations(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> dict[int, EpisodeFile]:
-    """Held-out evaluations of the stage by their step. Weights are evaluated once: where the stage began with weights
-    that the stage before had evaluated, that is its step 0."""
+    """Held-out evaluations of the stage by their step.
+
+    Weights are evaluated only once. So if the stage began with weights that an earlier stage had evaluated at its end,
+    that evaluation is step 0 of this stage.
+    """
     of_stage = choose_stage(run, files, wanted, "eval")
     there = {f.index: f for f in of_stage}
     stage = next((s for s in run.stages if s.name == of_stage[0].stage), None)
@@ -117,11 +122,13 @@ def _evaluations(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) ->
 
 
 def _ends(known: str) -> str:
+    """The first and the last of some steps, as options: `0, 20, 40` gives `0 40`."""
     steps = known.split(", ")
     return f"{steps[0]} {steps[-1]}"
 
 
 def _by_task(file: EpisodeFile) -> Answers:
+    """The episodes of a file by their tasks."""
     out: dict[str, list[Recorded]] = {}
     for r in read_episodes(file.path):
         out.setdefault(r.episode.task.asked, []).append(r)
@@ -135,6 +142,7 @@ def _pairs(one: EpisodeFile, two: EpisodeFile) -> list[PromptPair]:
 
 
 def _tally(pairs: Sequence[PromptPair]) -> str:
+    """One line about all prompts: the mean rewards, and how many prompts are better or worse."""
     judged = [p for p in pairs if p.change is not None]
     both = f"{len(pairs)} prompt{'s' * (len(pairs) != 1)} in both"
     if not judged:
@@ -150,6 +158,8 @@ def _tally(pairs: Sequence[PromptPair]) -> str:
 
 
 def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int, on: bool) -> Iterator[str]:
+    """One prompt with its answers at both steps. Without `full` the texts are shortened, and one answer a step is
+    shown."""
     most = 0 if full else PROMPT_LINES
     for line in folded(conversation(pair.task.prompt), width - 2, most, "; --full shows all"):
         yield paint(f"  {line}", "cyan", on)

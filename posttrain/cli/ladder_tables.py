@@ -1,4 +1,4 @@
-"""`posttrain ladder`: the tree of patches, a table, one algorithm, or the difference of two in the terminal's width."""
+"""`posttrain ladder` in the terminal: the tree of patches, the table, one algorithm, or the difference of two."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from posttrain.system.errors import ConfigError
 from posttrain.system.shell import command_line, with_reasons
 
 BETWEEN = "   "
+"""Space between the columns of a difference."""
 CREDIT = 11
-"""Columns to which the credit of the table is folded first: of a baseline and a scale each."""
+"""In a narrow terminal the column of the credit is made narrower first, down to so many columns."""
 NARROWEST_CELL = 8
 """Columns below which no cell of the table is made narrower."""
 
@@ -62,7 +63,7 @@ def tree() -> str:
 
 
 def _named(name: str) -> AnyAlgorithm:
-    """An algorithm of a ladder, or of the user's own file, which is imported only then."""
+    """An algorithm of a ladder by its name, or `path.py:NAME`, whose file is imported here."""
     if ":" not in name:
         return any_named(name)
     from posttrain.build.request.algorithm_file import algorithm_of
@@ -75,8 +76,8 @@ def table() -> str:
     head = ("name", "A", "region", "weight", "anchor", "fwd", "memory")
     rows = [head, *(_row(a) for a in LADDER.values())]
     wide = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    # Columns give way until the table fits: first the gaps, then the credit down to its own limit, then whichever
-    # column beside the name is widest, one character at a time, and never below the narrowest cell.
+    # The table is made narrower until it fits. First the gaps, then the column of the credit (place 1) down to
+    # `CREDIT`. Then always the widest column but the name, by one character, and never below `NARROWEST_CELL`.
     gap = 2 if sum(wide) + 2 * len(wide) - 2 <= screen_width() else 1
     while (over := sum(wide) + gap * (len(wide) - 1) - screen_width()) > 0:
         widest = 1 if wide[1] > CREDIT else max(range(1, len(wide)), key=wide.__getitem__)
@@ -96,7 +97,7 @@ def table() -> str:
 
 
 def _cell(text: str, width: int) -> list[str]:
-    """The lines of a cell, parted after `/`, `,`, `+` or `_` where there are any.
+    """The text of a cell in lines of at most `width`, broken after `/`, `,`, `+` or `_` where there are any.
 
     >>> _cell("groupmean/mixed_share", 12)
     ['groupmean/', 'mixed_share']
@@ -111,13 +112,13 @@ def _cell(text: str, width: int) -> list[str]:
 
 def _row(a: Algorithm) -> tuple[str, ...]:
     """A row of the table, abbreviated."""
-    paid, kept = cost(a), []
+    paid, memory_words = cost(a), []
     if a.reads & {"reference", "teacher"} and not a.own_teacher:
-        kept.append("copy")
+        memory_words.append("copy")
     if "values" in a.reads:
-        kept.append("head")
+        memory_words.append("head")
     if a.stores_top or a.distill is not None:
-        kept.append("K" if a.stores_top or (a.distill and a.distill.top) else "V")
+        memory_words.append("K" if a.stores_top or (a.distill and a.distill.top) else "V")
     forwards = str(paid.forwards) + (f"+{paid.late}" if paid.late else "")
     region = "-" if a.clip is None else type(a.clip).__name__.lower()
     return (
@@ -127,7 +128,7 @@ def _row(a: Algorithm) -> tuple[str, ...]:
         a.aggregate,
         anchor(a) or "-",
         forwards,
-        "+".join(kept) or "-",
+        "+".join(memory_words) or "-",
     )
 
 
@@ -139,7 +140,8 @@ def one(name: str) -> str:
     out = [f"{a.name}   ({source(a)})", "", *told]
     out += ["", *_prose("note     ", a.note)] if a.note else []
     out += ["", "choices, as an override spells them:"]
-    # Longer choices stand on a line of their own, so they do not push all meanings to the right.
+    # `wide`: the longest choice of at most 40 characters. A longer one gets a line of its own, above its meaning, so
+    # that it does not push all meanings to the right.
     wide = max(len(f"{f}={compact(getattr(a, f))}") for f in choices if len(f"{f}={compact(getattr(a, f))}") <= 40)
     for f in choices:
         typed = f"  {f}={compact(getattr(a, f))}"
@@ -181,13 +183,15 @@ def _preference(a: PreferenceAlgorithm) -> list[str]:
 
 
 def _prose(lead: str, text: str) -> list[str]:
+    """A text after its lead; further lines begin below the text."""
     return textwrap.wrap(
         text, _width(), initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False
     ) or [lead.rstrip()]
 
 
 def _form(form: str = FORM) -> list[str]:
-    """The form of every algorithm of a ladder; where the columns do not reach, the words stand below their line."""
+    """The form that all algorithms of a ladder have. Where a line is too long for the terminal, its words stand below
+    it."""
     out: list[str] = []
     for line in form.split("\n"):
         parts = re.split(r" {3,}", line) if len(line) > _width() else [line]
@@ -196,12 +200,12 @@ def _form(form: str = FORM) -> list[str]:
 
 
 def _width() -> int:
-    """Columns of an algorithm in full: those of the terminal, and 100 at most."""
+    """Columns for trees and single algorithms: those of the terminal, at most `WIDTH`."""
     return min(WIDTH, screen_width())
 
 
 def diff(left: str, right: str) -> str:
-    """The choices in which two algorithms differ, in the columns of the terminal; what is longer is wrapped."""
+    """The choices in which two algorithms differ, in three columns as wide as the terminal; longer text is wrapped."""
     a, b = _named(left), _named(right)
     if type(a) is not type(b):
         raise ConfigError(
@@ -223,8 +227,8 @@ def diff(left: str, right: str) -> str:
 
 
 def _shared(one: int, two: int, room: int) -> tuple[int, int]:
-    """Widths of two columns that want `one` and `two` and have `room` together: half each, or more for one where the
-    other needs less."""
+    """Widths of two columns that need `one` and `two`, and have `room` together: half of it each, or more for one of
+    them if the other needs less than half."""
     half = room // 2
     first = min(one, max(half, room - two))
     return first, room - first

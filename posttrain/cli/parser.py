@@ -29,7 +29,10 @@ from posttrain.system.errors import closest, nearest
 from posttrain.system.terminal_output import visible
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+"""The beginning of an override: `rl.steps=`."""
 _NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)' ")
+"""The beginning of argparse's message about an unknown command: argument COMMAND: invalid choice: 'runn' (choose from
+..."""
 _OVERRIDABLE = ("run", "eval", "serve", "check", "plan")
 """Commands that take `key=value` words."""
 
@@ -56,7 +59,7 @@ class _CommandParser(ArgumentParser):
     """A parser whose errors escape unknown words, because a shell may have expanded file names into them."""
 
     def error(self, message: str) -> NoReturn:
-        # argparse lists all commands in the order of the program; the nearest one is what helps.
+        # argparse's message only lists all commands. It is replaced by one with the nearest command.
         if found := _NO_COMMAND.match(message):
             names = re.findall(r"'([^']*)'", message[found.end() :])
             message = f"there is no command {found[1]}; {nearest(found[1], names)}"
@@ -75,7 +78,7 @@ def read_words(words: list[str]) -> Namespace:
     top, sub = _parsers()
     options, unknown = top.parse_known_args(rest)
     if unknown:
-        # The usage line that is shown is that of the command and not of the whole program.
+        # The error comes from the parser of the command, so that its usage line is shown, and not the whole program's.
         command = next((sub.choices[w] for w in rest[:1] if w in sub.choices), top)
         command.error(_unknown(unknown, command, takes_settings=rest[0] in _OVERRIDABLE))
     options.overrides = overrides
@@ -83,7 +86,7 @@ def read_words(words: list[str]) -> Namespace:
 
 
 def _unknown(words: list[str], command: ArgumentParser, takes_settings: bool) -> str:
-    """Returns the fault in words that a command does not take, and what was probably meant."""
+    """The message about words that a command does not take, with what was probably meant."""
     said = f"unrecognized arguments: {' '.join(words)}"
     options = [w for a in command._actions for w in a.option_strings]
     if words[0].startswith("-"):
@@ -107,6 +110,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parsers() -> tuple[ArgumentParser, Subparsers]:
+    """(the parser of the program, the parsers of its commands)."""
     make = cast("type[ArgumentParser]", _CommandParser)
     top = make(
         prog="posttrain",

@@ -1,4 +1,7 @@
-"""`posttrain plan` in the terminal: memory by term and instant, the five times of a step, what to change."""
+"""`posttrain plan` in the terminal: memory by term and instant, the five times of a step, and what to change.
+
+Also its forms --fit, --machines, --sweep, --forces and --probe, as text or JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from posttrain.system.errors import ConfigError
 from posttrain.system.terminal_output import tell
 
 SMALLEST = 0.002
-"""Terms below this share of the peak are summed up."""
+"""Terms below this share of the peak get no line of their own: their sum is the line `others`."""
 MIXTURE = (
     "a mixture of experts: a lower bound; published steps took 1.1 to 7 times as long (docs/research/plans-measured.md)"
 )
@@ -46,7 +49,7 @@ def show(o: Namespace) -> None:
 
 
 def options_of(o: Namespace) -> PlanOptions:
-    """The options of a plan that no config holds."""
+    """The options of a plan that are no settings of a run, from the words of the command."""
     drafts = getattr(o, "accepted", 0.0)
     factors = factors_of(o.calibrate, o.stage) if o.calibrate is not None else {}
     return PlanOptions(
@@ -117,7 +120,7 @@ def _memory(place: Place, found: Planned) -> Iterable[str]:
     fits = "fits" if place.most <= found.memory else "DOES NOT FIT"
     yield f"memory of {place.name}: {size(place.most)} of {size(found.memory)}, {fits}; highest at: {place.peak}"
     held = [t for t in place.held(place.peak) if t.bytes > SMALLEST * place.most]
-    # The slack has a line of its own, so what is left are the terms that are too small to be named.
+    # The rest of the peak: terms that are too small for a line. The slack has a line of its own.
     rest = place.most - sum(t.bytes for t in held) - max(0.0, place.slack(place.peak))
     width = max(len(t.name) for t in held)
     for t in held:
@@ -201,7 +204,7 @@ def _machines(o: Namespace) -> None:
         return
     days, most = steps * best.step / DAY, int(o.days * DAY / best.step)
     chosen = {word.partition("=")[0] for word in best.words.split()}
-    # The layout decides these settings, and the command that is printed has to be one that runs.
+    # The layout chooses these settings itself. Given twice, the printed command would not run.
     kept = [word for word in o.overrides if word.partition("=")[0] not in chosen]
     told = (
         *found.notes,

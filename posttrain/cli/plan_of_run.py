@@ -1,4 +1,7 @@
-"""`posttrain plan --against RUN` in the terminal: each term of a plan beside what the run took."""
+"""`posttrain plan --against RUN` and `--budget RUN` in the terminal.
+
+The first prints each term of a plan beside what the run took. The second prints what to make faster first.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from posttrain.plan.of_run.against import Compared
 from posttrain.system.terminal_output import tell
 
 TERMS = 3
-"""Terms of a plan that a line names."""
+"""How many terms of a plan a line names."""
 
 
 def against(o: Namespace) -> None:
@@ -99,9 +102,11 @@ def _time(found: PlanAgainst, folder: str) -> Iterable[str]:
 
 
 def _head(*words: str) -> str:
+    """The head of a table: the titles of its three text columns."""
     return f"  {'':<13}{words[0]:>10}{words[1]:>10}{'ratio':>7}  {words[2]}".rstrip()
 
 
 def _row(x: Compared, predicted: str, measured: str, more: str) -> str:
+    """A row of a table: predicted, measured, their ratio, and `more`."""
     ratio = f"{x.ratio:.2f}" if x.predicted > 1e-4 else "-"
     return f"  {x.name:<13}{predicted:>10}{measured:>10}{ratio:>7}  {more}".rstrip()

@@ -23,7 +23,7 @@ def screen_width() -> int:
 
 def cells(text: str) -> int:
     """Columns that a text takes."""
-    # Nearly all text is, and needs no table of widths.
+    # Nearly all text is ASCII, where each character takes one column.
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -32,19 +32,20 @@ def cells(text: str) -> int:
 
 
 def fold(text: str, width: int) -> Iterator[str]:
-    """The lines of one line of text, each at most `width` columns wide, parted at spaces where there are any.
+    """One line of text as lines of at most `width` columns, broken at spaces where there are any.
 
     >>> list(fold("one two three", 8))
     ['one two', 'three']
     """
-    # A character takes at most two columns, so of a longer text it is clear without measuring it again for each line.
+    # A text of more than 2 * width characters is nearly always too wide. So it is not measured as a whole again for
+    # each line.
     while len(text) > 2 * width or cells(text) > width:
         fits = _fitting(text, width)
         # Characters without a width, such as combining marks, may make a long text narrow.
         if fits == len(text):
             break
-        # Parted at the last space that still fits; a lone word that is longer, or spaces alone before it,
-        # are cut where the line ends.
+        # Broken at the last space that fits. If there is none, or only spaces before it, the text is cut where the line
+        # ends.
         at = text.rfind(" ", 1, fits + 1)
         at = at if text[:at].strip() and at > 0 else fits
         yield text[:at].rstrip()
@@ -65,10 +66,10 @@ def _fitting(text: str, width: int) -> int:
 
 
 def folded(text: str, width: int, most: int = 0, hint: str = "") -> Iterator[str]:
-    """Foreign text, its own line breaks kept, in lines of at most `width` columns.
+    """Foreign text in lines of at most `width` columns; its own line breaks stay.
 
-    With `most`, what has more lines than that is shown by its beginning and its end, and a line between them says how
-    many are left out, with `hint`.
+    `most`: of more lines than this only the beginning and the end are shown. A line between them says how many are left
+    out, followed by `hint`. 0: all lines are shown.
 
     >>> list(folded("a\\nb\\nc\\nd\\ne", 40, 4))
     ['a', 'b', '(2 lines left out)', 'e']
@@ -85,7 +86,7 @@ def folded(text: str, width: int, most: int = 0, hint: str = "") -> Iterator[str
 
 
 def hanging(lead: str, text: str, width: int) -> Iterator[str]:
-    """A text behind its lead; further lines begin below the text.
+    """A text after its lead, such as `said: `. Further lines are indented, so that they begin below the text.
 
     >>> list(hanging("said: ", "one two three four five", 26))
     ['said: one two three four', '      five']
@@ -104,9 +105,10 @@ def coloured() -> bool:
 
 
 def paint(text: str, colour: str, on: bool) -> str:
+    """The text in a colour of `_CODES`, if colours are `on`; colour '' changes nothing."""
     return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if on and colour else text
 
 
 def number(x: float | None) -> str:
-    """With three decimals, where it is of an ordinary size; - where there is none."""
+    """A number with three decimals, if it has an ordinary size; `-` for None."""
     return "-" if x is None else number_text(x)

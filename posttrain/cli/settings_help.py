@@ -1,7 +1,7 @@
 """`posttrain run RECIPE --help`: the settings as text, as wide as the terminal.
 
-Alone it shows what people change first; `--help all` shows everything, `--help NAME` one group, one setting or what
-begins with it.
+Without NAME it shows the settings that people change first. `--help all` shows all of them. `--help NAME` shows one
+group, one setting, or all settings below that name.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ WIDEST = 120
 FEW = 6
 """Choices up to this many are listed beside a setting; more are in its own help."""
 ARGS = 8
-"""So many settings of an environment are listed in its entry."""
+"""At most so many settings of an environment are listed in its entry."""
 LONGEST = 30
-"""Characters of a value; of a longer one, such as a path, the end is shown."""
+"""Most characters of a value. Of a longer one, such as a path, only the end is shown."""
 
 
 def width() -> int:
-    """Columns of the terminal, within what reads well."""
+    """Columns of the terminal, but at least 30 and at most `WIDEST`."""
     return max(30, min(shutil.get_terminal_size((80, 24)).columns, WIDEST))
 
 
 def settings_text(run: Run, topic: str, columns: int) -> str:
-    """The settings of a run that a topic names; '' for those that people change first."""
+    """The text about the settings of a run that a topic names. Topic '': those that people change first."""
     found = groups(run)
     name = topic.removeprefix("--").strip(".")
     if name in ("", "main"):
@@ -46,8 +46,7 @@ def settings_text(run: Run, topic: str, columns: int) -> str:
         return "\n".join([*_title(run, columns), *(line for g in found for line in _group(g, columns))])
     if chosen := [g for g in found if name in g.names]:
         return "\n".join(line for g in chosen for line in _group(g, columns))
-    # From the widest to the narrowest: a group, one setting, settings below a name, and then
-    # pieces that are not in use.
+    # The name may be that of a group (above), of one setting, of settings below it, or of a piece that is not in use.
     exact = [s for g in found for s in g.settings if name in _names(run, s)]
     below = [s for g in found for s in g.settings if any(p.startswith(f"{name}.") for p in _names(run, s))]
     if len(exact) == 1 and not below:
@@ -63,7 +62,7 @@ def settings_text(run: Run, topic: str, columns: int) -> str:
 def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
     """Returns advice on the name to ask for instead."""
     paths = {p for g in found for s in g.settings for p in _names(run, s)}
-    # In reverse order, so that of paths with one last word the first in the alphabet stays.
+    # In reverse order, so that of several paths with the same last word the first in the alphabet remains.
     tails = {p.rpartition(".")[2]: p for p in sorted(paths, reverse=True)}
     tops = ", ".join(dict.fromkeys(n for g in found for n in g.names if "." not in n))
     close = closest(name, paths) or tails.get(closest(name.rpartition(".")[2], tails) or "")
@@ -71,7 +70,7 @@ def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
 
 
 def _names(run: Run, s: Setting) -> list[str]:
-    """Every way to write a setting's path: by each stage of its kind, with and without `algorithm`, and alone."""
+    """Every way to write a setting's path: with STAGE, with the name of each stage, and without a stage."""
     if not s.path.startswith("STAGE."):
         head, _, rest = s.path.partition(".")
         return [s.path, rest] if rest and any(x.name == head for x in run.stages) else [s.path]
@@ -124,6 +123,7 @@ def _of_stage(s: Setting, stages: Iterable[str]) -> bool:
 
 
 def _group(g: SettingGroup, columns: int) -> Iterator[str]:
+    """The lines of one group, with the pieces that are not in use."""
     yield from ("", g.title)
     yield from _lines(g.settings, columns)
     if g.others:
@@ -138,7 +138,7 @@ def _group(g: SettingGroup, columns: int) -> Iterator[str]:
 def _alternative(o: Alternative, columns: int, long: bool) -> Iterator[str]:
     """A piece that is not in use, with its numbers."""
     yield from _wrapped(f"{o.path}={o.name}: {o.text}", columns, "  ", "      ")
-    # These two are lists of pieces, whose elements are addressed by their names.
+    # `shape` and `correction` are lists of pieces. The settings of an element have its name in their path.
     base = f"{o.path}.{o.name}" if o.path.rpartition(".")[2] in ("shape", "correction") else o.path
     if long:
         yield from _lines([Setting(f"{base}.{n.path}", n.values, n.text, n.valid) for n in o.numbers], columns)
@@ -174,12 +174,16 @@ def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> list[str]:
-    """Lines of at most `columns`, parted at spaces; a list without spaces that is longer is parted after its commas.
-    A word that is longer still stands whole."""
+    """Lines of at most `columns`, broken at spaces. A list without spaces that is too long is broken after its commas.
+    Any other word that is too long stays whole.
+
+    Args:
+        first, then: what the first line and the further lines begin with; None: as the first.
+    """
     then = first if then is None else then
     lines, line, empty = list[str](), first, True
     for word in text.split():
-        # Only a word that fills a line alone is parted, and its pieces follow each other without a space.
+        # Only a word that is too long for a line is broken. Its parts follow each other without a space.
         parts = [word] if len(then) + len(word) <= columns else re.findall(r"[^,]*,|[^,]+", word)
         for i, part in enumerate(parts):
             gap = "" if i or empty else " "
@@ -191,7 +195,8 @@ def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> li
 
 
 def _short(value: str) -> str:
-    """A value on a line: paths below the current folder as seen from there, the end of what is still too long."""
+    """A value on one line: paths below the current folder are relative, and of a text that is too long only the end is
+    shown."""
     near = value.replace(f"{os.getcwd()}{os.sep}", "")
     if len(near) <= LONGEST:
         return near

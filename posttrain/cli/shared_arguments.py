@@ -1,4 +1,4 @@
-"""Arguments that the parsers of all commands share."""
+"""What the parsers of all commands share: the form of help texts, `add_command`, and the option --trust."""
 
 from __future__ import annotations
 
@@ -72,7 +72,15 @@ def add_command(
     example: str,
     add_help: bool = True,
 ) -> ArgumentParser:
-    # `allow_abbrev=False`: a new option would change the meaning of an old command that abbreviates another one.
+    """Add a command to the program; returns its parser.
+
+    Args:
+        call: the function of the command: options -> exit code.
+        text: what the command does, for its help and the list of commands.
+        example: command lines for its help.
+        add_help: whether it gets the usual --help; `run` has its own.
+    """
+    # `allow_abbrev=False`: with abbreviations, a new option could change what an abbreviation in an old command means.
     p = sub.add_parser(
         name,
         help=text,

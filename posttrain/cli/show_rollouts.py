@@ -1,5 +1,8 @@
-"""Show rollouts in a terminal: the episodes of a step below their prompts. Colours are used only on a terminal, and
-long text is wrapped."""
+"""`posttrain show` in the terminal: the episodes of a step below their prompts.
+
+One episode token by token is in `token_view`, the comparison of two steps in `compare_steps`. Long text is wrapped, and
+colours are used only on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -64,28 +67,30 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
 
 
 def _tally(records: Sequence[Recorded], heldout: bool) -> str:
-    """The figures of a step; of an evaluation over distinct prompts, as in every table of it."""
-    # A held-out prompt is one prompt however often it is sampled. In training each visit of a
-    # task is a group of its own.
+    """The figures of a step in one line. For an evaluation they are means over distinct prompts, as in all its
+    tables."""
+    # All samples of a held-out prompt belong to one prompt. In training each visit of a task is a group of its own.
     by_prompt: dict[tuple[str, int], list[Episode]] = {}
     for e in (r.episode for r in records):
         by_prompt.setdefault((e.task.asked, 0) if heldout else (e.task.id, e.visit), []).append(e)
 
     def mean(of: str) -> str:
+        """The mean of a figure of the episodes (`reward`, `truth`) in words; '' where none has it."""
         told = [[x for e in each if (x := getattr(e, of)) is not None] for each in by_prompt.values()]
         means = [float(np.mean(x)) for x in told if x] if heldout else [x for each in told for x in each]
         return f"mean reward {number_text(float(np.mean(means)))}" if means else ""
 
     prompts, paid, measured = len(by_prompt), mean("reward") or "none judged", mean("truth")
-    lost = sum(r.episode.reward is None for r in records)
+    unjudged = sum(r.episode.reward is None for r in records)
     of = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
     told = f"{measured} as it is measured ({paid} as it is paid)" if measured else paid
-    return f"{of}, {told}" + (f", {lost} not judged (--failed)" if lost else "")
+    return f"{of}, {told}" + (f", {unjudged} not judged (--failed)" if unjudged else "")
 
 
 def _list(
     folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: ShowOptions, on: bool
 ) -> Iterator[str]:
+    """The list of the chosen episodes of a step, below their prompts."""
     rows, grades = list(enumerate(records)), read_as(records)
     if wanted.wrong:
         rows = [(i, r) for i, r in rows if is_wrong(r, grades)]
@@ -131,14 +136,16 @@ def _list(
 
 
 def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbered]]]:
-    """The episodes of each prompt, those that are alike together. Prompts whose rewards differ come first, where asked:
-    they are what a step learns from."""
+    """For each prompt its episodes, where equal ones are joined in one list.
+
+    `mixed_first`: prompts whose rewards differ come first, since a step learns from them.
+    """
     out = list[list[list[Numbered]]]()
     for _, siblings in groupby(rows, key=lambda row: (row[1].episode.task.id, row[1].episode.visit)):
         alike: dict[tuple[object, ...], list[Numbered]] = {}
         for i, r in siblings:
             e = r.episode
-            # Alike is what would be printed the same, so advantages are compared by the digits that are shown.
+            # Episodes are alike if their lines would be the same. So advantages are compared as they are printed.
             key = (e.text, e.reward, e.truth, r.shaped, number(_advantage(r)), e.spoken, e.stop, *_notes(r))
             alike.setdefault(key, []).append((i, r))
         out.append(list(alike.values()))
@@ -149,7 +156,8 @@ def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbe
 
 
 def _advantage(r: Recorded) -> float | None:
-    """The mean advantage of its tokens."""
+    """The mean advantage of an episode's spoken tokens; None for an episode without credit, 0 for one without
+    tokens."""
     if r.advantage is None:
         return None
     return float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if r.episode.spoken else 0.0

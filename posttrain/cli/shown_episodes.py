@@ -15,13 +15,13 @@ from posttrain.system.terminal_output import visible
 PROMPT_LINES, SAID_LINES = 6, 8
 """Lines of a prompt and of an answer that a list shows without --full."""
 GRADES = "their rewards are grades, and nothing says which are right (env.right): --worst begins with the lowest"
-"""What --wrong says of them."""
+"""The end of a message of --wrong about episodes whose rewards are grades."""
 
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """The choice of what to show. None: the last one. `kind` None: training episodes if there are any, else
-    evaluation."""
+    """The options of `posttrain show`. `stage` and `step` None: the last one. `kind` None: training episodes if there
+    are any, else those of an evaluation."""
 
     stage: str | None = None
     step: int | None = None
@@ -61,8 +61,11 @@ def named(chosen: EpisodeFile) -> str:
 def choose_stage(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, kind: str) -> list[EpisodeFile]:
     """The files of one kind and one stage, in the order of their steps.
 
-    Without a name it is the last stage whose weights the run kept: a control such as `sft_continued` is not meant.
-    ConfigError lists what there is.
+    Without a name it is the last stage with episodes whose weights the run went on with. A control stage, such as
+    `sft_continued`, is taken only if there is no other.
+
+    Raises:
+        ConfigError: there are no such files; the message lists what there is.
     """
     of_kind = [f for f in files if f.kind == kind]
     stages = list(dict.fromkeys(f.stage for f in of_kind))
@@ -70,9 +73,9 @@ def choose_stage(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, ki
         raise ConfigError(f"this run has no {kind} episodes" + ("; leave out --eval" if kind == "eval" else ""))
     if wanted.stage is not None and wanted.stage not in stages:
         raise ConfigError(f"--stage {wanted.stage}: no {kind} episodes of it; {nearest(wanted.stage, stages)}")
-    aside = {s.name for s in run.stages if not s.hands_on}
-    kept = [s for s in stages if s not in aside]
-    stage = wanted.stage or (kept or stages)[-1]
+    not_handed_on = {s.name for s in run.stages if not s.hands_on}
+    handed_on = [s for s in stages if s not in not_handed_on]
+    stage = wanted.stage or (handed_on or stages)[-1]
     return [f for f in of_kind if f.stage == stage]
 
 
@@ -97,24 +100,26 @@ def choose(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> Episo
 
 
 def read_as(records: Iterable[Recorded]) -> Grades:
-    """Returns how the scores that say what is right are to be read."""
+    """Returns how the main scores of these episodes are to be read: from which value on an answer is right."""
     return Grades.each(s for r in records if (s := _main_score(r)) is not None)
 
 
 def is_wrong(r: Recorded, grades: Grades) -> bool:
-    """True where the episode was judged and is not right. Of grades none is wrong where none is known to be right."""
+    """True where the episode was judged and is not right. If nothing says which grades are right, none is wrong."""
     scored = _main_score(r)
     return grades.tells and scored is not None and not grades.right.of(scored[0])
 
 
 def _main_score(r: Recorded) -> tuple[float, Right] | None:
-    """The score that says whether an episode is right: its outcome, where `env.right` names what is right; else that of
-    the source with the largest weight."""
+    """The score that says whether an episode is right, and from which value on it is.
+
+    It is the outcome, if `env.right` says what is right. Else it is the score of the source with the largest weight.
+    """
     e = r.episode
     if e.right.named:
         return None if e.figure is None else (e.figure, e.right)
     scored = [j for j in e.verdicts if j.verdict.score is not None]
-    # The score is asked by itself, as if it alone were paid: a weight or a mark that it is only measured does
-    # not change what right is.
+    # What is right is asked as if this score alone were paid with weight 1: its weight, and whether it is only
+    # measured, do not change what is right.
     main = max(scored, key=lambda j: j.weight, default=None)
     return main and (main.verdict.score or 0.0, right_of([replace(main, weight=1.0, measured=False)], None))

@@ -9,11 +9,15 @@ from posttrain.api.swept import SweptValue
 from posttrain.cli.screen_text import hanging, screen_width
 
 WIDTH = 8
+"""Columns of a bar."""
 NEAR, LEAST_LOST = 0.98, 0.005
+"""Share of the best rate from which a value counts as nearly the best, and the share of lost tokens that is
+mentioned."""
 
 
 def lines(name: str, rows: Sequence[SweptValue]) -> Iterator[str]:
-    """The table, a bar for each role (# works, . waits), and the ages of tokens."""
+    """A table with a row for each value: the step, bars of learner and engines (# works, . waits), the age of
+    tokens."""
     first = rows[0].plan
     yield f"{first.run.recipe}, stage {first.stage.name}, on {first.machine.name}: {name}, simulated"
     wide = max(len(name), *(len(r.value) for r in rows))
@@ -28,7 +32,7 @@ def lines(name: str, rows: Sequence[SweptValue]) -> Iterator[str]:
 
 
 def said(r: SweptValue) -> float:
-    """Tokens of a step that are learned from."""
+    """The number of tokens from which a step learns; 0 where no time is known."""
     return 0.0 if r.plan.timed is None else r.plan.timed.said
 
 
@@ -43,7 +47,8 @@ def bar(idle: float) -> str:
 
 def _notes(rows: Sequence[SweptValue]) -> Iterator[str]:
     rates = [said(r) / r.loop.step for r in rows]
-    # The first that is nearly as good as the best: a larger staleness, for example, also costs older samples.
+    # The first value that is nearly as good as the best. Later values often cost more: a larger staleness, for example,
+    # means older samples.
     best = next(r for r, rate in zip(rows, rates, strict=True) if rate >= NEAR * max(rates))
     yield (
         f"{best.value} is the first within {1 - NEAR:.0%} of the most tokens a second. Simulated:"

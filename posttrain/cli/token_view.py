@@ -26,7 +26,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def decoder(folder: Path) -> Decode | None:
-    """A function from ids to text, with the run folder's tokenizer. None where it cannot be read without a model."""
+    """A function from ids to text, with the tokenizer of the run folder. None where there is no tokenizer.json."""
     path = folder / "tokenizer" / "tokenizer.json"
     if not os.path.lexists(path):
         return None
@@ -64,7 +64,7 @@ def episode_lines(i: int, r: Recorded, decode: Decode | None, on: bool) -> Itera
     if decode is None:
         yield paint("no tokenizer.json in the run folder: token ids are shown", "yellow", on)
     for n, segment in enumerate(e.segments):
-        # Advantages are recorded for spoken tokens alone, in their order; the world's tokens have none.
+        # The record has advantages of spoken tokens only. They are put at the places of these tokens; others get NaN.
         advantage = np.full(len(segment.ids), np.nan)
         if r.advantage is not None:
             advantage[segment.mask] = r.advantage[n]
@@ -77,6 +77,7 @@ def episode_lines(i: int, r: Recorded, decode: Decode | None, on: bool) -> Itera
 
 
 def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, on: bool, width: int) -> Iterator[str]:
+    """A line for each spoken token of a segment, and one text for each stretch of other tokens."""
     t = 0
     while t < len(s.ids):
         if s.mask[t]:

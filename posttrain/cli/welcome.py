@@ -14,7 +14,7 @@ from posttrain.system.terminal_output import tell
 from posttrain.system.version import VERSION
 
 SHOWN = ("torch", "transformers", "tokenizers", "numpy")
-"""Packages whose versions are told: those whose change changes what a run computes."""
+"""Packages whose versions are printed: another version may change what a run computes."""
 FIRST = (
     (("run", "ladder"), "train a tiny model in five stages, 3 minutes"),
     (("run", "--help"), "the recipes, also for your own model and data"),
@@ -31,8 +31,10 @@ def welcome(o: argparse.Namespace) -> int:
 
 
 def versions() -> list[str]:
-    """One line each for posttrain, Python, the packages that decide what a run computes, and the machine. Nothing is
-    imported for it, so that it answers where an import fails."""
+    """A line each for posttrain, Python, the packages that decide what a run computes, and the machine.
+
+    No package is imported for it, so it works even if an import fails.
+    """
     rows = [
         ("posttrain", f"{VERSION} ({Path(__file__).parents[1]})"),
         ("python", f"{platform.python_version()} ({platform.python_implementation()})"),

@@ -1,4 +1,4 @@
-"""`posttrain eval`: held-out accuracy of a run, a model, or of what an address serves."""
+"""`posttrain eval`: measures a run, a model, what an address serves, a reward model, or searches over steps."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def _search(o: Namespace) -> int:
 
 
 def evaluate(o: Namespace) -> int:
-    # Four kinds of target, told apart from the cheapest question to the dearest: searches by the words alone, an
-    # address by its form, a reward model by its files, and else a policy.
+    # Four cases, the one that is cheapest to recognize first: searches (by the words alone), an address (by its form),
+    # a reward model (by its files), and else a policy.
     from posttrain.evaluation.search_words import asks_search
 
     if asks_search(o.overrides):
@@ -140,7 +140,7 @@ def evaluate(o: Namespace) -> int:
 
 
 def _of_reward_model(o: Namespace) -> list[str]:
-    """Returns the report on a reward model's order of judged completions, or of the answers of policies."""
+    """The report on how a reward model orders judged completions, or with --answers the answers of policies."""
     from posttrain.api.reward_transfer import transfer
     from posttrain.evaluation.reward_report import evaluate_reward_model
 

@@ -56,7 +56,7 @@ def ladder(o: Namespace) -> int:
         ablation_tables.show(
             o.on, against, ablation_tables.AblateOptions(o.step, o.stage, o.checkpoint, o.device), o.json, o.trust
         )
-    # Options of the comparison with a run mean nothing without one, and leaving them unread would look like an answer.
+    # These options are about a run. Without --on they would have no effect, so they are refused.
     elif given := [
         f"--{n}" for n in ("against", "step", "stage", "checkpoint", "device", "json", "trust") if getattr(o, n)
     ]:

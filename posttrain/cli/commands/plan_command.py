@@ -70,7 +70,7 @@ def plan(o: Namespace) -> int:
 
         view.probed(probe())
         return 0
-    # These two read a run and its recipe from its folder, so no recipe need be given.
+    # These two read the settings from a run folder, so no recipe is needed.
     if o.against is not None or o.budget is not None:
         from posttrain.cli import plan_of_run
 

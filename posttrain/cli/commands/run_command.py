@@ -1,4 +1,4 @@
-"""`posttrain run`: run a recipe, or resume a run that was cut."""
+"""`posttrain run`: run a recipe, resume a run, or print its settings (--dry-run, --help)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def run(o: Namespace) -> int:
     from posttrain.build.request.run_request import RunOptions, requested
 
     ranks = RankOptions(nproc=o.nproc, seconds=o.rank_timeout, replicas=o.replicas, parallel=o.parallel)
-    # Rank 0 alone reads the words and writes the run folder. The other processes of torchrun wait for its orders.
+    # Under torchrun only rank 0 reads the words and writes the run folder. The other processes wait for its orders.
     if under_torchrun() and torchrun_rank() > 0:
         from posttrain.build.distributed_run import follow
 
@@ -124,7 +124,8 @@ def run(o: Namespace) -> int:
         if o.dry_run:
             tell(_written(o, request))
             return 0
-        from posttrain.api.session import open_session  # imports torch: only now, so that a wrong setting is told first
+        # This imports torch. It stands here, so that wrong settings are reported before.
+        from posttrain.api.session import open_session
 
         with open_session(request) as session:
             asyncio.run(session.play())
@@ -132,7 +133,7 @@ def run(o: Namespace) -> int:
 
 
 def _written(o: Namespace, request: RunRequest) -> str:
-    """The run as YAML, with what differs from the recipe as comments."""
+    """The run as YAML. Comments give the recipe's values where they differ, and the notes of the request."""
     from posttrain.build.request.run_file import is_recipe, run_of, to_yaml
 
     first = ["# checked, and not started. Save it as FILE.yaml, and posttrain run FILE.yaml runs it"]
@@ -144,7 +145,7 @@ def _written(o: Namespace, request: RunRequest) -> str:
 
 
 def _help(o: Namespace) -> str:
-    """The text of the command, with the recipes, or the settings of one."""
+    """The help of the command with the list of recipes, or the settings of one recipe."""
     from posttrain.cli.settings_help import width
     from posttrain.recipe.recipes import RECIPES, listed
 

@@ -9,6 +9,7 @@ from posttrain.cli.shared_arguments import Subparsers, add_command, add_trust
 from posttrain.serve.caller_limits import CallerLimits
 
 LIMITS = tuple(f.name for f in fields(CallerLimits))
+"""Names of the limits that `--limit NAME=N` sets."""
 
 
 def add(sub: Subparsers) -> None:

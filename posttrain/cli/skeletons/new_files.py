@@ -15,12 +15,10 @@ from posttrain.system.shell import command_line, python
 
 DATA = Path(__file__).parent / "data"
 EXAMPLES = tuple((a, b) for a in range(10, 90, 10) for b in range(1, 9))
-"""The sums in the rows that a new reward function comes with."""
-
-
+"""The sums (a, b) in the rows that a new reward function comes with."""
 Shape = Literal["env", "tools", "judged", "dialog"]
-"""Kind of environment that is written: one question and one answer, one with tools and several turns, one whose answers
-are judged by a known taste, or a conversation with a simulated user and a persona to keep."""
+"""Kinds of environments that are written. env: one question and one answer. tools: with tools and several turns.
+judged: answers are judged by a known taste. dialog: a conversation with a simulated user and a persona to keep."""
 JUDGE = "judge:http://127.0.0.1:8000/v1"
 """The judge in the commands and files that are written: `posttrain serve`, or another server on this machine."""
 
