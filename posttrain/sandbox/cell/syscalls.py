@@ -1,7 +1,7 @@
 """The system calls a confined program may make, by number (x86_64), and the filter that lets nothing else through.
 
-A list of what is allowed, not of what is forbidden: a call that a newer kernel adds is refused until somebody lists it.
-Arguments are compared as 64 bits. Numbers of another architecture (`int 0x80`, x32) kill the program.
+The lists name what is allowed and not what is forbidden, so a call that a newer kernel adds is refused until it is
+listed. Arguments are compared as 64 bits. Numbers of another architecture (`int 0x80`, x32) kill the program.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ import functools
 import struct
 
 AUDIT_ARCH_X86_64 = 0xC000003E
+# Verdicts of a filter: SECCOMP_RET_ALLOW, _ERRNO (with the error in the low bits), _KILL_PROCESS, _USER_NOTIF, _TRACE.
 ALLOW, ERRNO, KILL, TELL, TRACE = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000, 0x7FF00000
+# Errors that a refused call returns.
 EPERM, ENOSYS, ENOTSUP = 1, 38, 95
 
-# Classic BPF: load a word of struct seccomp_data, jump if equal, if a bit is set, if not below, return a verdict. The
-# structure: number of the call at 0, architecture at 4, arguments of 8 bytes from 16 on, low half first.
+# Instructions of classic BPF: load a word of struct seccomp_data; jump if it is equal, if a bit is set, if it is not
+# below; return a verdict. In the structure the number of the call is at byte 0, the architecture at 4, and the
+# arguments of 8 bytes each from 16 on, with the low half first.
 LOAD, EQUAL, SET, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 
+# Numbers of system calls whose arguments are checked.
 CLONE, KILL_CALL, FCNTL, IOCTL, PRCTL = 56, 62, 72, 16, 157
 TGKILL, PRLIMIT, SENDTO, SOCKETPAIR, CLONE3 = 234, 302, 44, 53, 435
 OPEN, OPENAT = 2, 257
+# The call `socket`, and the families of addresses of this machine.
 SOCKET, UNIX, NETLINK = 41, 1, 16
 
 # read write close fstat poll lseek mmap mprotect munmap brk rt_sig* futex openat
@@ -49,14 +54,15 @@ PLAIN = (
 )
 FILES = (73, 76, 82, 83, 84, 85, 87, 90, 91, 132, 235, 258, 261, 263, 264, 268, 280, 316)
 """flock truncate rename mkdir rmdir creat unlink chmod fchmod utime utimes mkdirat futimesat unlinkat renameat fchmodat
-utimensat renameat2: only where the files in sight are the sandbox's own, because Landlock does not watch all of
-them."""
+utimensat renameat2. They are allowed only if all visible files are the sandbox's own, because Landlock does not check
+all of these calls."""
 ATTRIBUTES = range(188, 200)
-"""Extended attributes of files, from setxattr to fremovexattr. Refused as a file system does that has none, which is
-what copying a file with `shutil` is prepared for."""
+"""Extended attributes of files, from setxattr to fremovexattr. They are refused with the error of a file system without
+attributes, which `shutil` expects when it copies a file."""
 PROCESSES = (57, 58, 59, 109, 112, 247, 293, 434)
 """fork vfork execve setpgid setsid waitid pipe2 pidfd_open."""
 
+# Flags of clone: every flag that makes a new namespace, and the one that makes a thread.
 NEW_NAMESPACE = 0x7E020000
 CLONE_THREAD = 0x00010000
 WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
@@ -64,7 +70,8 @@ WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 
 
 def op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction of the filter."""
+    """One instruction of the filter. `yes` and `no`: how many instructions are skipped if its test holds or does
+    not."""
     return struct.pack("HBBI", code, yes, no, value)
 
 
@@ -74,46 +81,49 @@ def arg(index: int, high: bool = False) -> bytes:
 
 
 def allow(number: int) -> bytes:
-    """Let a call through whatever its arguments."""
+    """Allow a call with any arguments."""
     return op(EQUAL, number, 0, 1) + op(RETURN, ALLOW)
 
 
 def stretches(allowed: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(first number, verdict) of each stretch of numbers that have the same verdict, from 0 on."""
-    # One number beyond the largest allowed one ends the last stretch, so all numbers above are refused.
-    out = [(0, ALLOW if 0 in allowed else ERRNO | EPERM)]
+    """(first number, verdict) of each run of numbers with the same verdict, from 0 on."""
+    # The last run begins one number above the largest allowed one, so all numbers above are refused.
+    runs = [(0, ALLOW if 0 in allowed else ERRNO | EPERM)]
     for number in range(1, max(allowed) + 2):
         verdict = ALLOW if number in allowed else ERRNO | (ENOTSUP if number in ATTRIBUTES else EPERM)
-        if verdict != out[-1][1]:
-            out.append((number, verdict))
-    return out
+        if verdict != runs[-1][1]:
+            runs.append((number, verdict))
+    return runs
 
 
 def search(parts: list[tuple[int, int]]) -> bytes:
-    """Find a number's stretch by halves. The kernel works the filter through for every number when it is set, so a
-    chain costs a job half a millisecond."""
+    """Code that finds the run of a number by binary search.
+
+    When a filter is set, the kernel runs it once for every number. A chain of tests would cost each job half a
+    millisecond.
+    """
     if len(parts) == 1:
         return op(RETURN, parts[0][1])
-    # A jump counts instructions (8 bytes each). Below the middle's first number it falls through to `below`.
+    # A jump is counted in instructions of 8 bytes. Numbers below the middle do not jump, and `below` follows for them.
     middle = len(parts) // 2
     below, above = search(parts[:middle]), search(parts[middle:])
     return op(AT_LEAST, parts[middle][0], len(below) // 8, 0) + below + above
 
 
 def when(number: int, body: bytes) -> bytes:
-    """Decide one call by `body`, which always returns."""
+    """Code that decides the call `number` by `body`, which always returns a verdict. Other calls skip it."""
     return op(EQUAL, number, 0, len(body) // 8) + body
 
 
 def among(index: int, values: tuple[int, ...]) -> bytes:
-    """Allow where the low half of an argument is one of `values`: the kernel reads these arguments as 32 bits."""
+    """Allow if the low half of an argument is one of `values`. The kernel reads these arguments as 32 bits."""
     tests = b"".join(op(EQUAL, v, 0, 1) + op(RETURN, ALLOW) for v in values)
     return arg(index) + tests + op(RETURN, ERRNO | EPERM)
 
 
 def null(index: int) -> bytes:
-    """Allow where a pointer is null, both halves of it."""
-    # A comparison sees 32 bits. A pointer whose low half is zero is not null, so one half would not do.
+    """Allow if a pointer is null."""
+    # A comparison sees 32 bits, and a pointer whose low half is zero need not be null. So both halves are tested.
     zero = op(EQUAL, 0, 1, 0) + op(RETURN, ERRNO | EPERM)
     return arg(index) + zero + arg(index, high=True) + zero + op(RETURN, ALLOW)
 
@@ -136,12 +146,15 @@ def threads_only() -> bytes:
 
 
 PID, KEEPER, KEEPERS = 0x7A11C0D1, 0x7A11C0D2, 0x7A11C0D3
-"""Where a job's process ids go in the template: numbers that no process has."""
+"""Numbers in the template that are replaced by a job's process ids. No process has such an id."""
 
 
 def telling() -> bytes:
-    """The filter that tells of every socket of a network. Those of this machine are refused without a word: the C
-    library asks for some when it looks up a name of a user."""
+    """The filter that reports every request for a network socket.
+
+    Sockets of this machine are refused without a report, because the C library asks for some when it looks up a user's
+    name.
+    """
     refuse = op(RETURN, ERRNO | EPERM)
     local = arg(0) + op(EQUAL, UNIX, 0, 1) + refuse + op(EQUAL, NETLINK, 0, 1) + refuse
     return op(LOAD, 0) + when(SOCKET, local + op(RETURN, TELL)) + op(RETURN, ALLOW)
@@ -150,11 +163,17 @@ def telling() -> bytes:
 def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes: bool, told: bool) -> bytes:
     """The filter for one job.
 
-    `pid` is the job's own, the only one it may signal. `host_files`: the machine's files are in sight, so nothing that
-    changes a file is let through. `processes`: children and exec are allowed, and signals too, but not to everybody at
-    once, to the `keeper` who reports how the job ended, to its group `keepers`, or to process 1. `told`: `telling` is
-    set too and decides about sockets. Of two filters' verdicts the stricter holds, so this one says only what is
-    refused where nobody traces (ENOSYS): a refusal of its own would be stricter than telling.
+    Args:
+        pid: the job's own process, the only one to which it may send signals.
+        keeper: the zygote, which reports how the job ended.
+        keepers: the process group of the zygote.
+        host_files: the machine's files are visible, so no call that changes a file is allowed.
+        processes: children and exec are allowed, and signals too, but not to all processes at once, to `keeper`, to
+            `keepers` or to process 1.
+        told: the filter of `telling` is set too, and it decides about sockets. Of the verdicts of two filters the
+        stricter
+            one holds. So this filter has the verdict TRACE for sockets, which is less strict than a report, and which
+            refuses the call (ENOSYS) if there is no tracer.
     """
     code = template(host_files, processes, told)
     for mark, number in ((PID, pid), (KEEPER, keeper), (-KEEPERS, -keepers)):
@@ -164,36 +183,39 @@ def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes:
 
 @functools.cache
 def template(host_files: bool, processes: bool, told: bool) -> bytes:
-    """The filter with marks for process ids: it takes a millisecond to write, which a job need not spend."""
-    # The architecture is first: another one gives other meanings to the same numbers. Then the number stays in
-    # the accumulator; each `when` tests it, and loads an argument in its place only where it also returns. x32
-    # uses the same architecture with bit 30 set.
+    """The filter with `PID`, `KEEPER` and `KEEPERS` in place of process ids. It takes a millisecond to make, so it is
+    cached."""
+    # The architecture is tested first, because the numbers have other meanings on another one. Then the number of the
+    # call stays in the accumulator, and each `when` tests it. A `when` loads an argument only behind its test, and then
+    # always returns. x32 has the same architecture, and numbers with bit 30 set.
     start = op(LOAD, 4) + op(EQUAL, AUDIT_ARCH_X86_64, 1, 0) + op(RETURN, KILL)
     start += op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, KILL)
     plain = PLAIN + (() if host_files else FILES) + (PROCESSES if processes else ())
     body = when(SOCKET, op(RETURN, TRACE)) if told else b""
-    # Open for reading only. Landlock guards the paths too, but its first versions do not know truncation.
+    # With the host's files, only opening for reading is allowed. Landlock checks the paths too, but its first versions
+    # do not check truncation.
     if host_files:
         body += when(OPEN, without(1, WRITING)) + when(OPENAT, without(2, WRITING))
     else:
         body += allow(OPEN) + allow(OPENAT)
-    # Commands of fcntl: descriptors and their flags, locks on files (5 to 7), a copy that closes on exec, seals
-    # to read. F_SETOWN is missing on purpose: with it the kernel sends signals on the program's behalf.
+    # Commands of fcntl: descriptors and their flags, locks on files (5 to 7), a copy that closes on exec, reading
+    # seals. F_SETOWN is refused, because with it the kernel sends signals for the program.
     locks = () if host_files else (5, 6, 7)
     body += when(FCNTL, among(1, (0, 1, 2, 3, 4, *locks, 1030, 1034)))
-    # Of a terminal to ask for settings and size, FIONREAD, FIONBIO and the two that set close-on-exec. Nothing
-    # that types into a terminal (TIOCSTI).
+    # Commands of ioctl: the settings and the size of a terminal, FIONREAD, FIONBIO, and the two that set close-on-exec.
+    # TIOCSTI, which types into a terminal, is refused.
     body += when(IOCTL, among(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)))
-    # To read whether it may be dumped, and to set and read a thread's name.
+    # prctl may read whether the process can be dumped, and set and read a thread's name.
     body += when(PRCTL, among(0, (3, 15, 16)))
-    # Without a new value it only reads a limit.
+    # Without a new value prlimit only reads a limit.
     body += when(PRLIMIT, null(2))
-    # A pair of the program's own may exist (asyncio needs one), but it may name no address: a datagram to an
+    # A program may have a pair of sockets (asyncio needs one), but it may not send to an address: a datagram to an
     # abstract socket would leave the sandbox.
     body += when(SENDTO, null(4)) + when(SOCKETPAIR, among(0, (1,)))
     body += when(CLONE, without(0, NEW_NAMESPACE) if processes else threads_only())
     whom = other_than(0, (KEEPER, -KEEPERS, -1, 1)) if processes else among(0, (PID,))
     body += when(KILL_CALL, whom) + when(TGKILL, whom)
-    # The flags of clone3 are in memory, which a filter cannot read. "No such call" makes the C library use clone.
+    # The flags of clone3 are in memory, which a filter cannot read. With the error ENOSYS the C library uses clone
+    # instead.
     body += op(EQUAL, CLONE3, 0, 1) + op(RETURN, ERRNO | ENOSYS)
     return start + body + search(stretches(plain))

@@ -1,8 +1,8 @@
-"""The process that waits inside a sandbox, forks one confined child a job, and tells how it ended. Python is already
-started and the packages are already imported there, so a job costs milliseconds.
+"""The zygote: the process that waits inside a sandbox, forks a confined child for each job, and reports how it ended.
 
-It holds no secret and no earlier job's data. Requests and replies are JSON datagrams on one socket, which children
-close before they run anything; the program, its input and its outputs are descriptors that come with the request.
+In the zygote Python is already started and the packages are imported, so a job takes milliseconds. It has no secret and
+no data of earlier jobs. Requests and replies are JSON datagrams on one socket, which children close before they run
+anything. The program, its input and its outputs are descriptors that come with the request.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from . import cells, confine, program, syscalls
 from .attempts import Attempts, heard, taken, watched
 
 KILL = b"kill"
+"""The message that ends the running job."""
 GO, REST = b"go", b"rest"
-"""To a session: run (after it, the seconds of processor time that this piece may use), and stand still until the
-next."""
+"""Messages to a session. `go` and a number: run a piece, for at most so many seconds of processor time. `rest`: stop
+until the next piece."""
 REHEARSAL = "import json\ndef f(x): return json.loads('[1]')[0] + x\nf(1)"
-"""Run by a child that waits: a page that is touched now costs the job nothing, and a fault costs as much as hundreds of
-lines."""
+"""A program that a waiting child runs before its job comes. It touches pages of memory, so that the job has fewer page
+faults, each of which takes as long as hundreds of lines."""
 STEP = 0.01
-"""Seconds between looks at a session's processor time, at least."""
+"""Least seconds between two checks of a session's processor time."""
 CLEAN = b"clean"
-"""Said after a job's reply, when what it left is gone: a job that leaves much makes nobody's answer late."""
+"""The message that the files of a job are removed. It comes after the job's reply, so that a job with many files does
+not delay the reply."""
 DONE = b"1"
-"""Byte that a child writes on a pipe of its own when it is confined, before the program begins and the pipe is closed.
-A job that never wrote it failed by our fault, and no program can pretend that."""
+"""The byte that a child writes to a pipe once it is confined. Then the pipe is closed, and the program begins. If the
+byte is missing, the sandbox failed and not the program, and no program can fake that."""
+# Modules that are imported before the first job.
 PRELOAD = (
     "base64 bisect collections copy dataclasses datetime decimal enum fractions functools heapq io itertools math"
     " operator re statistics string struct textwrap typing"
@@ -46,6 +49,7 @@ LAZY = {"numpy": ("numpy.random", "numpy.linalg")}
 
 
 def main() -> None:
+    """Prepares the sandbox, says over the control socket that it is ready, and serves jobs."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     try:
@@ -61,23 +65,28 @@ def main() -> None:
 
 
 def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
-    """Import what jobs use, give up every right, and build the rule set; refuse where a promised wall is not there.
-    Also the count of attempts to reach a network, where this kernel can tell of them."""
-    # This package is imported already; a program that imports `program` or `cells` must not find our files.
+    """Imports what jobs use, gives up all rights, and builds the rule set of Landlock.
+
+    Returns (the rule set or None, the counter of attempts to reach a network or None). OSError if a barrier that the
+    mode promises is missing.
+    """
+    # This package is already imported. Its folder is removed from the path, so that a program that imports `program` or
+    # `cells` does not find our files.
     sys.path[:] = [p for p in sys.path if p != settings["home"]]
     if settings["package_path"]:
         sys.path.append(settings["package_path"])
     for name in (*PRELOAD.split(), *(m for p in settings["packages"] for m in (p, *LAZY.get(p, ())))):
         importlib.import_module(name)
     if "numpy.random" in sys.modules:
-        # here, once: nothing here draws from it, and in a job it would cost three quarters of a millisecond
+        # The seed is set once here, where nothing draws from it. In a job it would take three quarters of a
+        # millisecond.
         sys.modules["numpy.random"].seed(0)
-    # Without `site` these two are missing, and ordinary programs call them.
+    # Without the module `site` these two functions are missing, and ordinary programs call them.
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
     os.environ.pop("PYTHONPATH", None)
     scratch, mode = settings["scratch"], settings["mode"]
-    # Before `drop`: mounting needs a capability.
+    # This comes before `drop`, because mounting needs a capability.
     settings["inodes"] = bool(scratch) and confine.bound_files(
         scratch, settings["scratch_bytes"], settings["scratch_files"]
     )
@@ -87,8 +96,8 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     # accepts a filter (`Attempts`) from an ordinary process only after no_new_privs.
     confine.drop(settings["uid"])
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
-    # In namespaces the tree of mounts contains the program already, and Landlock is a second wall. Alone it is
-    # the only one.
+    # With namespaces the mounts already confine the program, and Landlock is a second barrier. Without them it is the
+    # only one.
     if confine.landlock_version() == 0:
         if mode == "landlock":
             raise OSError(f"kernel {os.uname().release} has no Landlock (needs 5.13 or later, and lsm=landlock)")
@@ -100,54 +109,56 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     with contextlib.suppress(OSError):
         attempts = Attempts(confine.libc)
     settings["told"] = attempts is not None
-    # Only to fill its cache, which every child inherits.
+    # This call fills the cache of `template`, which every child inherits.
     syscalls.template(mode == "landlock", settings["processes"] > 0, settings["told"])
     return rules, attempts
 
 
 def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, attempts: Attempts | None) -> None:
-    """Jobs one after the other until the other end closes. The child for the next one is made while the one before
-    runs, unless that one is waiting already: then every core is busy, and what is made ahead and rehearsed costs more
-    than it saves."""
-    early = settings["processes"] == 0
-    spare = hatch(control, settings, rules) if early else None
+    """Runs jobs one after the other until the other end closes the socket.
+
+    While a job runs, the child for the next job is made, unless the next job waits already. Then all cores are busy,
+    and making a child ahead costs more than it saves.
+    """
+    makes_spares = settings["processes"] == 0
+    spare = hatch(control, settings, rules) if makes_spares else None
     try:
         while True:
             data, fds, _, _ = socket.recv_fds(control, 65536, 8)
             if not data:
                 return
             if data == REST or data.startswith((KILL, GO)):
-                continue  # the job it meant had already ended
+                continue  # the message came after its job had ended
             request = json.loads(data)
-            # A pipe for `DONE`. The descriptors of a job belong to its child alone: ours are closed below, and
-            # only then the next spare child is forked. A writing end that it held would keep the pipes open,
-            # and whoever reads them to their end would wait.
+            # `confined` and `locked` are the pipe for `DONE`. The descriptors of a job belong to its child only. They
+            # are closed here before the next spare child is forked. Otherwise it would hold the pipes open, and their
+            # reader would wait for an end.
             confined, locked = os.pipe()
             start = time.monotonic()
             pid, spare = give(spare, data, [*fds, locked]), None
-            # There was no spare, or it had died: fork now. `job` never returns in the child.
+            # There was no spare child, or it had died, so one is forked now. `job` never returns in the child.
             if pid == 0:
                 pid = os.fork()
                 if pid == 0:
                     job(control, settings, rules, request, [*fds, locked])
             for fd in (*fds, locked):
                 os.close(fd)
-            spare = hatch(control, settings, rules) if early and not request["followed"] else None
+            spare = hatch(control, settings, rules) if makes_spares and not request["followed"] else None
             status, usage, spent = (
                 attend(pid, control, attempts) if request["session"] else (*wait(pid, control, attempts), False)
             )
-            # No namespace ends what the program started, so its process group is ended.
+            # Without a namespace, processes that the program started may still run, so its process group is killed.
             if settings["mode"] == "none":
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
             took = time.monotonic() - start
-            # Every writing end is closed, so this returns at once, with nothing if the child failed before it
-            # was confined.
+            # All writing ends are closed, so this read returns at once. It returns nothing if the child failed before
+            # it was confined.
             ran = os.read(confined, 1) == DONE
             os.close(confined)
             used = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
             reply = {"ran": ran, "status": status, "seconds": took, "spent": spent}
-            # The answer goes out before the scratch directory is emptied; CLEAN says when the next job may come.
+            # The reply is sent before the scratch directory is emptied. `CLEAN` says that the next job may come.
             control.send(json.dumps(reply | used).encode())
             if settings["scratch"]:
                 clean(settings["scratch"])
@@ -157,12 +168,13 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
 
 
 def hatch(control: socket.socket, settings: dict[str, Any], rules: int | None) -> tuple[int, socket.socket]:
-    """A child with half of its doors locked, and the socket on which it waits for its job."""
+    """(process id of a new child that has begun to confine itself, the socket on which it waits for its job)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         try:
-            # Its copy of our end would keep the socket open, and the end of the zygote would never be seen.
+            # The child's copy of our end would keep the socket open, and the child would not notice the end of the
+            # zygote.
             ours.close()
             ready = begin(settings, rules)
             exec(compile(REHEARSAL, program.NAME, "exec"), {})
@@ -176,7 +188,7 @@ def hatch(control: socket.socket, settings: dict[str, Any], rules: int | None) -
 
 
 def give(spare: tuple[int, socket.socket] | None, data: bytes, fds: list[int]) -> int:
-    """Send the job to the child that waits; its process id, or 0 where there is none (any more)."""
+    """Send the job to the waiting child. Returns its process id, or 0 if there is no such child, or it has died."""
     if spare is None:
         return 0
     pid, line = spare
@@ -185,7 +197,7 @@ def give(spare: tuple[int, socket.socket] | None, data: bytes, fds: list[int]) -
     except OSError:
         bury(spare)
         return 0
-    # The child has the job; nothing else is ever sent on this line.
+    # The child has the job. Nothing else is sent on this socket.
     line.close()
     return pid
 
@@ -199,9 +211,9 @@ def bury(spare: tuple[int, socket.socket] | None) -> None:
 
 
 def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any]:
-    """Returns the status of the ended child and its resource usage; the child is killed when the host says so or is
+    """Waits for a child. Returns its status and its resource usage. The child is killed if the host asks for it or is
     gone."""
-    # A pidfd is readable once the child has ended, so one poll waits for the child, the host and the attempts.
+    # A pidfd can be read once the child has ended, so one poll waits for the child, the host and the attempts.
     watch = os.pidfd_open(pid)
     poll = watched(attempts, watch, control.fileno())
     try:
@@ -212,11 +224,11 @@ def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[i
                 return status, usage
             if control.fileno() not in ready:
                 continue
-            said = control.recv(64)
-            # `said` is KILL, or empty where the other side is gone. After KILL the loop goes on: the pidfd tells
-            # when the status can be read.
+            message = control.recv(64)
+            # The message is KILL, or empty if the other side is gone. After KILL the loop goes on, until the pidfd
+            # shows that the status can be read.
             os.kill(pid, signal.SIGKILL)
-            if not said:
+            if not message:
                 os.waitpid(pid, 0)
                 raise ConnectionResetError("the other end is gone")
     finally:
@@ -224,40 +236,40 @@ def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[i
 
 
 def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any, bool]:
-    """Keep a session: it runs between `GO` and `REST` only, and no longer than its processor time. As `wait`, and
-    whether that was spent.
+    """Waits for a session, which runs only between `GO` and `REST`, and not longer than its processor time.
 
-    The clock is the kernel's and read here, so a program can neither move it nor ignore its alarm.
+    Returns (status, resource usage, whether the processor time was used up). The time is the kernel's and is read here,
+    so a program can neither change it nor ignore the limit.
     """
-    # The second is the id of another process's CPU-time clock as the kernel makes it: (~pid << 3) | CPUCLOCK_SCHED.
+    # `clock` is the id of another process's CPU-time clock, as the kernel defines it: (~pid << 3) | CPUCLOCK_SCHED.
     watch, clock = os.pidfd_open(pid), ~pid << 3 | 2
     poll = watched(attempts, watch, control.fileno())
     cores, begun, end, spent = os.cpu_count() or 1, 0.0, None, False
     try:
         while True:
-            # With threads on all cores the rest is used up `cores` times as fast, so it is looked at no later
-            # than that.
+            # With threads on all cores the processor time runs `cores` times as fast, so the next check is that much
+            # earlier.
             pause = None if end is None else max(STEP, (end - seconds(clock)) / cores)
             ready = heard(poll, attempts, pause)
             if watch in ready:
                 _, status, usage = os.wait4(pid, 0)
                 return status, usage, spent
-            asked = control.fileno() in ready
-            said = control.recv(64) if asked else b""
-            if said.startswith(GO):
+            host_spoke = control.fileno() in ready
+            message = control.recv(64) if host_spoke else b""
+            if message.startswith(GO):
                 begun = seconds(clock)
-                end = begun + float(said[len(GO) :])
+                end = begun + float(message[len(GO) :])
                 os.kill(pid, signal.SIGCONT)
-            elif said == REST:
-                # SIGSTOP stops all its threads and cannot be ignored, so nothing runs between two pieces.
+            elif message == REST:
+                # SIGSTOP stops all threads and cannot be ignored, so nothing runs between two pieces.
                 os.kill(pid, signal.SIGSTOP)
                 control.send(json.dumps({"cpu": seconds(clock) - begun, "network": taken(attempts)}).encode())
                 end = None
-            elif asked or (end is not None and seconds(clock) >= end):
-                # Killed because its time was over, unless the host asked for it.
-                spent, end = not asked, None
+            elif host_spoke or (end is not None and seconds(clock) >= end):
+                # The session is killed because the host asked for it, or else because its time is used up.
+                spent, end = not host_spoke, None
                 os.kill(pid, signal.SIGKILL)
-                if asked and not said:
+                if host_spoke and not message:
                     os.waitpid(pid, 0)
                     raise ConnectionResetError("the other end is gone")
     finally:
@@ -273,11 +285,11 @@ def seconds(clock: int) -> float:
 
 
 def begin(settings: dict[str, Any], rules: int | None) -> Any:
-    """The child's first half: die with the zygote, stand in a group of its own, lock what can be locked. An error is
-    kept for the job."""
+    """The first part of confining a child: it dies with the zygote, gets its own process group, and is confined as far
+    as that is possible without its job. An error is returned, and `job` raises it."""
     try:
         confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
-        # A signal to its own group (kill 0) then reaches the job alone, and not the zygote.
+        # In its own group, a signal to the group (kill 0) reaches only the job and not the zygote.
         os.setpgid(0, 0)
         if settings["mode"] == "none":
             return None
@@ -296,43 +308,47 @@ def job(
     fds: list[int],
     ready: Any = None,
 ) -> None:
-    """The child: take the descriptors, lock the doors, run. Never returns. `ready`: what `begin` returned, if it has
-    already begun."""
+    """The child: takes the descriptors, confines itself, and runs the job. Never returns.
+
+    `ready`: what `begin` returned, if it was called already.
+    """
     status = 1
     try:
         half = ready if ready is not None else begin(settings, rules)
-        # Source and call are read before the program exists and their files are closed with the rest: no job
-        # can reach them.
+        # The source and the call are read before the program exists, and their files are closed below, so that no
+        # program can use them.
         source, stdin, stdout, stderr, result, call, locked = fds
         code, asked = read(source), read(call)
         control.detach()
         given = [stdin, stdout, stderr, result, locked]
-        # First all to numbers from 100 on: dup2 straight to 0 to 4 could overwrite one that has not been moved
-        # yet. The program then has 0, 1, 2 and the result (3); 4 is closed before it begins.
+        # First all descriptors are copied to numbers from 100 on, because dup2 to 0..4 could overwrite one that is
+        # still needed. The program then has 0, 1, 2 and the result (3). Descriptor 4 is closed before the program
+        # begins.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
         for number, fd in enumerate(high):
             os.dup2(fd, number)
         os.closerange(len(high), 65536)
         os.chdir(settings["scratch"] or "/")
         session = request["session"]
-        # Limits before the filter, which lets no call pass that sets one.
+        # Limits are set before the filter, because the filter refuses the calls that set limits.
         confine.limit(request["limits"], tasks=settings["tasks"], cpu=not session)
-        # Raised here and not earlier: only now descriptor 2 is the stream that the host reads the reason from.
+        # An error of `begin` is raised here and not earlier, because only now descriptor 2 is the stream from which the
+        # host reads the reason.
         if isinstance(half, OSError):
             raise half
         if half is not None:
             confine.shut(half)
         os.write(4, DONE)
         os.close(4)
-        # The program runs in this process and can walk the frames below its own. Nothing of the host is left in
-        # their names.
+        # The program runs in this process and can read the variables of the frames below its own. So they are deleted
+        # here.
         del request, settings, control, fds, half, ready
         status = cells.converse(3) if session else program.run(code, asked, 3)
     except BaseException as error:
         with contextlib.suppress(BaseException):
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
-        # No exit function and no buffer of the zygote runs in its child.
+        # With os._exit no exit function of the zygote runs in its child, and no buffer of the zygote is written.
         os._exit(status)
 
 
@@ -343,10 +359,10 @@ def read(fd: int) -> bytes:
 
 
 def clean(path: str) -> None:
-    """Nothing of one job is there for the next, whatever it built: directories without rights, or nested without end.
+    """Empties the scratch directory, so that a job finds nothing of the job before.
 
-    Each directory's own directories are moved up before it is removed, so nothing here recurses or runs out of
-    descriptors.
+    A program may have made directories without rights, or nested them very deeply. So the directories inside a
+    directory are moved up before it is removed. This needs no recursion and few descriptors.
     """
     moved = 0
     while folders := _emptied(path):
@@ -361,7 +377,7 @@ def clean(path: str) -> None:
 
 
 def _emptied(path: str) -> list[str]:
-    """Remove a directory's files; the directories in it."""
+    """Remove the files of a directory. Returns the directories in it."""
     folders: list[str] = []
     with os.scandir(path) as entries:
         for entry in list(entries):
