@@ -1,5 +1,5 @@
-"""Choose a sandbox: the one that was named, or the first that passes its self-test on this machine. There is no silent
-fallback to a weaker one."""
+"""Chooses a sandbox: the named one, or the first that passes its self-test here. It never silently takes a weaker
+one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from posttrain.system.machine import is_linux
 NAMES = ("auto", "namespaces", "landlock", "none")
 """Valid names of a sandbox, beside the address of an executor."""
 REMOTE_WORKERS = 8
+"""Default number of connections to an executor."""
 HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and allow user namespaces | a kernel of \
 5.13 or later with Landlock |
 sandbox=https://HOST (an executor elsewhere; python -m posttrain.sandbox.reference_server is one)
@@ -86,7 +87,7 @@ def choose(
         return first({"remote": lambda packages, interpreter: RemoteExecutor(name, token)}, packages, interpreter)
     if name not in NAMES:
         raise ConfigError(f"sandbox={name!r} is neither the address of an executor nor a name: {nearest(name, NAMES)}")
-    # Before `none` too: its zygote needs pidfds and memory files, which only Linux has.
+    # This holds for `none` too, because its zygote needs pidfds and memory files, which only Linux has.
     if not is_linux():
         raise SandboxUnavailableError(ELSEWHERE)
     if name == "none":
@@ -96,7 +97,7 @@ def choose(
 
 
 def first(order: dict[str, Make], packages: tuple[str, ...], interpreter: str | None) -> Backend:
-    """The first backend that passes its self-test. SandboxUnavailableError with every reason where none does."""
+    """The first backend that passes its self-test. SandboxUnavailableError, with all reasons, if none passes."""
     reasons: list[str] = []
     for name, make in order.items():
         backend = make(packages, interpreter)
@@ -116,6 +117,7 @@ def examined(backend: Backend) -> tuple[str, ...]:
 
 
 def _unconfined(packages: tuple[str, ...], interpreter: str | None) -> Backend:
+    """The backend without confinement, with a warning."""
     backend = Unconfined(packages, interpreter)
     backend.start(-1, ProgramLimits())  # raises where it is not allowed
     warnings.warn("sandbox=none: model-written code runs with your user's full rights on this machine", stacklevel=3)

@@ -1,7 +1,8 @@
-"""Compare a function's return value, which leaves the sandbox as plain JSON, with the wanted value by type and value.
+"""Compares a function's return value with the wanted value, by type and value.
 
-The program controls this text, so it never becomes Python objects whose hashes or comparisons the program could choose.
-It is traversed together with the wanted value, and no deeper than that.
+The return value leaves the sandbox as plain JSON. The program controls this text, so it never becomes Python objects
+whose hashes or comparisons the program could choose. It is walked through together with the wanted value, and no
+deeper.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ class NoValidValue(ValueError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The amount by which a value may differ. By default not at all: 5.0 is not 5, True is not 1, -0.0 is not 0.0. NaN
-    equals NaN."""
+    """How values are compared. By default exactly: 5.0 is not 5, True is not 1, -0.0 is not 0.0. NaN equals NaN."""
 
     tolerance: float = 0.0
     """Absolute tolerance of floats. If it is not 0, an integer may stand for a float."""
@@ -64,6 +64,7 @@ def same(said: Any, wanted: Any, how: Comparison = Comparison()) -> bool:
 
 
 def _same(said: Any, wanted: Any, how: Comparison) -> bool:
+    """Returns whether an encoded value equals the wanted one, which is encoded too."""
     if isinstance(wanted, float):
         return _close(said, wanted, how)
     if wanted is None or isinstance(wanted, bool | str):
@@ -71,15 +72,15 @@ def _same(said: Any, wanted: Any, how: Comparison) -> bool:
         return type(said) is type(wanted) and said == wanted
     if not isinstance(said, dict) or len(said) != 1:
         return False
-    # Everything else is {tag: parts}, as `cell.program.encode` writes it. The wanted value is of that form for
-    # certain; of the other one each step is checked before the next.
+    # Every other value is {tag: parts}, as `cell.program.encode` writes it. The wanted value has this form. The other
+    # one may be anything, so its form is checked step by step.
     ((tag, parts),) = wanted.items()
     ((got, body),) = said.items()
     if how.any_sequence and {tag, got} <= {"list", "tuple"}:
         got = tag
     if got != tag:
         return False
-    # Both are text in a canonical form, so equal values have equal text.
+    # `encode` writes integers and bytes as text, with one text for each value.
     if tag in ("int", "bytes"):
         return isinstance(body, str) and body == parts
     if not isinstance(body, list) or len(body) != len(parts):
@@ -88,27 +89,30 @@ def _same(said: Any, wanted: Any, how: Comparison) -> bool:
         return all(_same(b, p, how) for b, p in zip(body, parts, strict=True))
     if tag == "dict":
         return _same_dict(body, parts, how)
-    # Sets: the same elements in any order. With repetitions too the sorted lists differ, so none can be forged.
+    # Sets have the same elements in any order. A forged set with repeated elements has another sorted list, and
+    # differs.
     return sorted(map(_text, body)) == sorted(map(_text, parts))
 
 
 def _same_dict(body: list[Any], parts: list[Any], how: Comparison) -> bool:
+    """Returns whether two encoded dictionaries are equal, from their lists of [key, value]."""
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in body):
         return False
-    # Pairs are matched by their keys, which have to be equal exactly; a tolerance holds for the values.
+    # Pairs are matched by their keys, which have to be exactly equal. A tolerance is for the values only.
     left = sorted((_text(k), i) for i, (k, _) in enumerate(body))
     right = sorted((_text(k), i) for i, (k, _) in enumerate(parts))
     return all(a == b and _same(body[i][1], parts[j][1], how) for (a, i), (b, j) in zip(left, right, strict=True))
 
 
 def _close(said: Any, wanted: float, how: Comparison) -> bool:
+    """Returns whether an encoded value equals a wanted float, up to the tolerance."""
     tolerance = how.tolerance
     if tolerance:
         number = _integer(said)
         said = said if number is None else float(number)
     if type(said) is not float:
         return False
-    # NaN equals nothing by itself, but a function that should return it has done so.
+    # NaN is not equal to itself in Python. Here it is, because a function that should return NaN has returned it.
     if math.isnan(wanted) or math.isnan(said):
         return math.isnan(wanted) and math.isnan(said)
     if tolerance:
@@ -129,7 +133,7 @@ def _integer(said: Any, digits: int = 200) -> int | None:
         number = int(text, 16)
     except ValueError:
         return None
-    # `int` reads more than `hex` writes (underscores, spaces, capitals); only what `encode` could have written counts.
+    # `int` also reads underscores, spaces and capitals. Only text that `encode` could have written counts.
     return number if hex(number) == text else None
 
 
@@ -145,14 +149,17 @@ def _text(value: Any) -> str:
 
 
 def _ordered(value: Any) -> Any:
-    """Sort elements of sets and entries of dictionaries by the digests of their texts. Digests, because nested texts
-    would double in length with each level."""
+    """A value in which the elements of sets and the entries of dictionaries are replaced by sorted digests of their
+    texts.
+
+    Digests are used because the texts of nested values would become longer with each level.
+    """
     if isinstance(value, list):
         return [_ordered(v) for v in value]
     if not isinstance(value, dict):
         return value
-    loose = {k for k, v in value.items() if k in ("set", "frozenset", "dict") and isinstance(v, list)}
+    unordered = {k for k, v in value.items() if k in ("set", "frozenset", "dict") and isinstance(v, list)}
     return {
-        k: sorted(hashlib.sha256(_text(p).encode()).hexdigest() for p in v) if k in loose else _ordered(v)
+        k: sorted(hashlib.sha256(_text(p).encode()).hexdigest() for p in v) if k in unordered else _ordered(v)
         for k, v in value.items()
     }

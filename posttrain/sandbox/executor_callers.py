@@ -1,6 +1,6 @@
-"""The connections of an executor: their number, addresses and what each waits for, so that none is kept for ever.
+"""The connections of an executor: their number, their addresses, and what each waits for, so that none stays for ever.
 
-Each connection has a thread that reads and writes. `Callers` closes connections from outside those threads.
+Each connection has a thread that reads and writes. `Callers` closes connections from other threads.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ class Callers:
                 hang_up(wire)
 
     def _displace(self, address: str | None) -> bool:
-        own = ((since, w, phase) for w, (a, phase, since) in self._held.items() if address in (None, a))
-        # Only a connection that owes us a request: one whose body arrives or whose answer is computed is never
-        # closed for another one.
-        silent = ((since, w) for since, w, phase in own if phase in ("headers", "idle"))
+        """Closes the connection that is silent the longest, of all or of one address. Returns whether there was one."""
+        candidates = ((since, w, phase) for w, (a, phase, since) in self._held.items() if address in (None, a))
+        # Only a connection without a request may be closed for another one. A connection whose body arrives, or whose
+        # answer is computed, stays.
+        silent = ((since, w) for since, w, phase in candidates if phase in ("headers", "idle"))
         since, wire = min(silent, key=lambda found: found[0], default=(0.0, None))
         if wire is None or time.monotonic() - since < YOUNG:
             return False
@@ -91,6 +92,7 @@ class Callers:
         return True
 
     def _forget(self, wire: socket.socket) -> None:
+        """Removes a connection from the counts."""
         if wire in self._held:
             address = self._held.pop(wire)[0]
             self._count[address] -= 1
@@ -99,7 +101,7 @@ class Callers:
 
 
 def hang_up(wire: socket.socket) -> None:
-    """Shut a connection down while its thread may be reading; the read returns. Below TLS, whose state belongs to that
-    thread."""
+    """Shuts a connection down while its thread may be reading, and the read returns. The socket below TLS is shut down,
+    because the state of TLS belongs to that thread."""
     with suppress(OSError):
         socket.socket.shutdown(wire, socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""One session in one sandbox, used by the thread that holds the sandbox: begin, answer pieces, end.
+"""One session in one sandbox, used by the thread that owns the sandbox: it begins, answers pieces, and ends.
 
 The process inside runs only while a piece is being answered and is stopped in between. So an idle session costs memory
 but no time, and nothing that it started continues between pieces.
@@ -22,6 +22,7 @@ from posttrain.sandbox.sandbox_types import KIB, ProgramLimits, Ran, SandboxBrok
 from posttrain.sandbox.sandbox_worker import GRACE, SPILL, PipeReader, SandboxWorker, how_it_ended, nothing, silent
 
 DONE = re.compile(rb"([0-9]{1,9}) ([0-9]{1,3})\n")
+"""The line that says that a piece is done: its number and its status, `3 0`."""
 CHATTER = 4 * KIB
 """Most bytes on a session's control pipe for one piece; a normal answer has about ten."""
 
@@ -39,6 +40,7 @@ class LocalConversation:
         self.alive = True
         self.answered = 0
         self._used = 0.0
+        """Seconds of processor time of all pieces so far."""
         self._ended: dict[str, Any] | None = None
         self._ends: dict[str, int] = {}
         worker.settle()
@@ -53,7 +55,8 @@ class LocalConversation:
             self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             held.callback(theirs.close)
             self._wire.setblocking(False)
-            # The descriptor of a result is the socket that brings the pieces; source and call are empty.
+            # In place of the pipe for a result, the job gets the socket that brings the pieces. Source and call are
+            # empty.
             request = json.dumps({"limits": limits.plain(), "session": True, "followed": False}).encode()
             try:
                 worker.begin(request, [nothing(), silent(held), *writers, theirs.fileno(), nothing()])
@@ -68,7 +71,9 @@ class LocalConversation:
         readers = {fd: PipeReader(name, self.limits.output) for name, fd in self._ends.items()}
         try:
             status, stopped = self._exchange(piece, readers, start)
-            if (account := self._ended) is None:  # stop it: the account is of the piece, or of a process that has ended
+            # If the process has not ended, it is stopped until the next piece, and the zygote sends the account of this
+            # piece.
+            if (account := self._ended) is None:
                 self._send(REST)
                 account = self._read_reply()
             for fd, reader in readers.items():
@@ -83,9 +88,9 @@ class LocalConversation:
     def _exchange(self, piece: bytes, readers: dict[int, PipeReader], start: float) -> tuple[int | None, Why | None]:
         """Send the piece and read its output. Returns (status, why we stopped it); status None: the process ended."""
         stopped: Why | None = None
-        # Length, then the piece. Writing and reading go on at once: a piece larger than the socket's buffer and
-        # a program that fills its pipe would otherwise wait for each other.
-        rest, said = memoryview(len(piece).to_bytes(LENGTH, "big") + piece), b""
+        # The length is sent, then the piece. Writing and reading happen at the same time. Otherwise a piece that is
+        # larger than the socket's buffer and a program that fills its pipe would wait for each other.
+        unsent, control_text = memoryview(len(piece).to_bytes(LENGTH, "big") + piece), b""
         self._send(GO + f"{self.limits.cpu:f}".encode())
         with selectors.DefaultSelector() as selector:
             selector.register(self.worker.control, selectors.EVENT_READ)
@@ -93,7 +98,8 @@ class LocalConversation:
             for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
-                # As in `SandboxWorker._read_streams`: first the piece's deadline, then the sandbox's.
+                # As in `SandboxWorker._read_streams` there are two deadlines: first for the piece, then for the
+                # sandbox.
                 left = start + self.limits.wall + (GRACE if stopped else 0.0) - time.monotonic()
                 if left <= 0 and stopped:
                     raise SandboxBroken(
@@ -101,7 +107,7 @@ class LocalConversation:
                     )
                 ready = selector.select(max(0.0, left))
                 for key, events in ready:
-                    # The zygote speaks unasked only when the process has ended.
+                    # The zygote sends a message without a request only if the process has ended.
                     if key.fileobj is self.worker.control:
                         self._ended = self.worker.reply()
                         return None, stopped
@@ -110,26 +116,27 @@ class LocalConversation:
                             selector.unregister(key.fd)
                         continue
                     if events & selectors.EVENT_WRITE:
-                        rest = self._write(rest)
-                        if not rest:
+                        unsent = self._write(unsent)
+                        if not unsent:
                             selector.modify(self._wire, selectors.EVENT_READ)
                     if events & selectors.EVENT_READ:
-                        more = self._read_control()
-                        said += more
-                        if not more:
+                        received = self._read_control()
+                        control_text += received
+                        if not received:
                             selector.unregister(self._wire)
-                        # The program can write this line itself. It then ends its own piece early, under its
-                        # own number; a number of another piece is not listened to.
-                        for number, status in DONE.findall(said):
+                        # The program can write this line itself, and so end its own piece early. A line with the number
+                        # of another piece is ignored.
+                        for number, status in DONE.findall(control_text):
                             if int(number) == self.answered:
                                 return int(status), stopped
                 # The control pipe is bounded like the streams, since the program can write to it.
-                much = len(said) > CHATTER or any(e.total > SPILL * e.kept for e in readers.values())
-                if stopped is None and (much or time.monotonic() - start > self.limits.wall):
-                    stopped = "output" if much else "timeout"
+                too_much = len(control_text) > CHATTER or any(e.total > SPILL * e.kept for e in readers.values())
+                if stopped is None and (too_much or time.monotonic() - start > self.limits.wall):
+                    stopped = "output" if too_much else "timeout"
                     self._send(KILL)
 
     def _write(self, rest: memoryview) -> memoryview:
+        """Sends a part of the piece. Returns the rest."""
         try:
             return rest[self._wire.send(rest) :]
         except BlockingIOError:
@@ -138,18 +145,21 @@ class LocalConversation:
             return rest[:0]  # the process has ended, which the zygote reports
 
     def _read_control(self) -> bytes:
+        """What the session has written on its socket; empty if it has ended."""
         try:
             return self._wire.recv(CHATTER)
         except OSError:
             return b""
 
     def _send(self, what: bytes) -> None:
+        """Sends a message to the zygote."""
         try:
             self.worker.control.send(what)
         except OSError as error:
             raise SandboxBroken(f"{self.worker.backend.name}: the sandbox is gone ({error})") from error
 
     def _read_reply(self) -> dict[str, Any]:
+        """The next reply of the zygote, within `GRACE` seconds."""
         self.worker.control.settimeout(GRACE)
         said = self.worker.reply()
         self.worker.control.settimeout(None)
@@ -163,25 +173,26 @@ class LocalConversation:
         readers: dict[str, PipeReader],
         seconds: float,
     ) -> Ran:
+        """The outcome of a piece. `status` is None if its process has ended."""
         if account.get("ran") is False:
             why = bytes(readers["stderr"].head).decode(errors="replace").strip()
             raise SandboxBroken(
                 f"{self.worker.backend.name}: the session could not be confined, so it did not run: {why}"
             )
-        # A process that ended is accounted for as a whole; what earlier pieces used is taken off.
+        # The account of a process that has ended is of its whole life, so the time of earlier pieces is subtracted.
         lost = "status" in account
         cpu = max(0.0, float(account["cpu"]) - (self._used if lost else 0.0))
         self._used += cpu
-        how: Why
+        outcome: Why
         if status is None:
             status = os.waitstatus_to_exitcode(account["status"])
-            # A piece that leaves its process by os._exit(0) did not end well: it was lost with all definitions.
+            # A piece that ends its process by os._exit(0) counts as an error, because all definitions are lost.
             ended = "timeout" if account["spent"] else how_it_ended(status, stopped, False)
-            how = "error" if ended == "ok" else ended
+            outcome = "error" if ended == "ok" else ended
         else:
-            how = stopped or ("ok" if status == 0 else "memory" if status == MEMORY_ERROR else "error")
+            outcome = stopped or ("ok" if status == 0 else "memory" if status == MEMORY_ERROR else "error")
         return Ran(
-            why=how,
+            why=outcome,
             exit=status,
             stdout=bytes(readers["stdout"].head),
             stderr=bytes(readers["stderr"].head),
@@ -201,7 +212,7 @@ class LocalConversation:
             return
         try:
             self._send(KILL)
-            # An answer to REST may still be under way before the last one.
+            # A reply to REST may come before the last reply.
             while "status" not in self._read_reply():
                 pass
             self._over()
@@ -214,6 +225,7 @@ class LocalConversation:
         self.worker.destroy()
 
     def _over(self) -> None:
+        """Frees the sandbox and closes the descriptors."""
         if not self.alive:
             return
         self.alive = False

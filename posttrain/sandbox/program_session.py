@@ -44,8 +44,8 @@ class PythonSession:
 
     def __init__(self, sessions: Sessions, limits: ProgramLimits, idle: float) -> None:
         self._sessions = sessions
-        # The thread knows the shared half only, so a session that nobody holds is collected, and the finalizer
-        # ends it.
+        # The thread refers only to the shared state. So a session that nobody uses is garbage-collected, and its
+        # finalizer ends it.
         self._talk = _SharedSession(limits, idle)
         self._finalizer = weakref.finalize(self, _SharedSession.end, self._talk, CLOSED)
 
@@ -158,7 +158,7 @@ class _SharedSession:
     def next(self) -> _Piece | None:
         """Wait for the next piece. None when the session has ended."""
         with self.changed:
-            # No piece within `idle`: the sandbox is wanted by others.
+            # Without a piece for `idle` seconds the session ends, so that others can use the sandbox.
             if not self.changed.wait_for(lambda: self.pieces or self.ended, self.idle):
                 self.ended = f"this session was ended, as nothing was asked of it for {self.idle:g} s"
             return self.pieces.popleft() if self.pieces and not self.ended else None
@@ -170,7 +170,8 @@ class _SharedSession:
             refused = list(self.pieces)
             self.pieces.clear()
             worker = self.worker
-            # Where no thread has it, none calls `leave`, and `close` would wait for ever: then it is called here.
+            # If no thread has taken the session, none calls `leave`, and `close` would wait for ever. Then it is called
+            # here.
             alone = not self.taken
             if worker is not None:
                 worker.stop()  # under the lock: afterwards the sandbox may belong to another session
@@ -185,7 +186,7 @@ class _SharedSession:
         """A future that is done when the session's process has ended."""
         done: Future[None] = Future()
         with self.changed:
-            # `leave` sets `gone` under the same lock: either it finds this future, or we find `gone`.
+            # `leave` sets `gone` under the same lock. So either `leave` finds this future, or `gone` is already set.
             self.waits.append(done)
             gone = self.gone
         if gone:
@@ -220,20 +221,20 @@ class Sessions:
 
     def queue(self, talk: _SharedSession) -> None:
         """Queue a session for the next free sandbox."""
-        s = self._shared
-        with s.changed:
-            if s.closed:
-                talk.end(s.closed)
+        shared = self._shared
+        with shared.changed:
+            if shared.closed:
+                talk.end(shared.closed)
                 return
-            s.waiting.append(talk)
-            # A thread that waits takes it; another one is started only where more sessions wait than threads.
-            more = len(s.waiting) > s.spare and len(s.threads) < s.most
-            if more:
-                name = f"sandbox session {len(s.threads)}"
-                thread = threading.Thread(target=_SessionThread(s), name=name, daemon=True)
-                s.threads.add(thread)
+            shared.waiting.append(talk)
+            # A waiting thread takes the session. Another thread is started only if more sessions than threads wait.
+            needs_thread = len(shared.waiting) > shared.spare and len(shared.threads) < shared.most
+            if needs_thread:
+                name = f"sandbox session {len(shared.threads)}"
+                thread = threading.Thread(target=_SessionThread(shared), name=name, daemon=True)
+                shared.threads.add(thread)
                 thread.start()
-            s.changed.notify()
+            shared.changed.notify()
 
     @property
     def alive(self) -> int:
@@ -269,6 +270,7 @@ class _SessionState:
     live: dict[int, _SharedSession] = field(default_factory=dict[int, _SharedSession])
     threads: set[threading.Thread] = field(default_factory=set[threading.Thread])
     spare: int = 0
+    """Threads that wait for a session."""
     begun: int = 0
     closed: str = ""
 
@@ -278,7 +280,7 @@ class _SessionState:
             self.spare += 1
             self.changed.wait_for(lambda: self.waiting or self.closed, SPARE_SECONDS)
             self.spare -= 1
-            # Left under the lock in which `queue` counts, so no session can rely on a thread that goes.
+            # The thread is removed under the lock under which `queue` counts threads, so that no session waits for it.
             if not self.waiting or self.closed:
                 self.threads.discard(threading.current_thread())
                 return None
@@ -299,7 +301,7 @@ class _SessionState:
             waiting, live, threads = list(self.waiting), list(self.live.values()), list(self.threads)
             self.waiting.clear()
             self.changed.notify_all()
-        # Without the lock, which the threads take in `left` and `next` before they can be joined.
+        # The lock is released here, because the threads need it in `left` and `next` before they can end.
         for talk in (*waiting, *live):
             talk.end(self.closed)
         for thread in threads:
@@ -336,10 +338,10 @@ class _SessionThread:
                 try:
                     ran = self._answer(talk, piece.code)
                 except Exception as error:
-                    ours = isinstance(error, SandboxBroken | SandboxUnavailableError)
-                    lost = error if ours else SandboxBroken(f"{error!r}")
+                    known = isinstance(error, SandboxBroken | SandboxUnavailableError)
+                    failure = error if known else SandboxBroken(f"{error!r}")
                     talk.end(f"this session was lost: {error}")
-                    settle(piece.answer.set_exception, lost)
+                    settle(piece.answer.set_exception, failure)
                 else:
                     settle(piece.answer.set_result, ran)
         finally:
@@ -356,22 +358,23 @@ class _SessionThread:
                 if self.held is None or not self.held.alive:
                     self.worker = self.worker or begin(self.shared.backend)
                     talk.use(self.worker)
-                    far = self.worker if isinstance(self.worker, RemoteWorker) else None
-                    self.held = far.converse(talk.limits) if far else LocalConversation(self.worker, talk.limits)
-                # `end` may have come before the sandbox was known to it, and has stopped nothing.
+                    remote = self.worker if isinstance(self.worker, RemoteWorker) else None
+                    self.held = remote.converse(talk.limits) if remote else LocalConversation(self.worker, talk.limits)
+                # If `end` was called before it knew the sandbox, it has stopped nothing. So this is checked again.
                 if talk.ended:
                     raise SandboxBroken(talk.ended)
                 return self.shared.network.add(self.held.answer(code))
             except (SandboxBroken, OSError, ValueError, KeyError):
-                # The piece that was lost is counted already. 1 means that it was the first: nothing was
-                # defined, so another sandbox can take its place unnoticed.
-                told = self.held.answered if self.held is not None else 0
+                # The lost piece is already counted. If it was the first piece, nothing was defined before it, so
+                # another sandbox can replace this one.
+                answered = self.held.answered if self.held is not None else 0
                 self._lose()
                 tries -= 1
-                if told > 1 or not tries or talk.ended:
+                if answered > 1 or not tries or talk.ended:
                     raise
 
     def _lose(self) -> None:
+        """Gives up the sandbox, with the session in it."""
         if self.held is not None:
             self.held.abandon()
         elif self.worker is not None:

@@ -39,14 +39,18 @@ from posttrain.system.hostile_callers import LogRateLimit, loopback, raise_file_
 from posttrain.system.terminal_output import tell
 
 MOST_BODY = 64 * MIB
+"""Most bytes of a request's body."""
 MOST_WALL = 300.0
 MOST_MEMORY = 8192 * MIB
+"""Most seconds and bytes of memory that a request may ask for."""
 SHORTEST_TOKEN = 16
+"""Fewest characters of the token."""
 MOST_HELD = 512 * MIB
 """Most bytes of all request bodies at once."""
 WRITE_SECONDS = 60.0
 """Seconds a caller has to read an answer before its connection is closed."""
 CONNECTIONS, PER_ADDRESS = 512, 256
+"""Defaults: connections at once, in all and from one address."""
 SPARE_FILES = 256
 """Files kept free for sandboxes and everything else beside the connections."""
 LOG = logging.getLogger("posttrain.sandbox")
@@ -153,8 +157,8 @@ class Executor(ThreadingHTTPServer):
 
     def new_session(self, limits: ProgramLimits) -> str:
         """Begin a session. Sessions that their idle time has ended are removed first."""
-        # A name that cannot be guessed: callers share one token, and the name is all that keeps one out of
-        # another's session.
+        # The name cannot be guessed. All callers have the same token, and only the name keeps a caller out of the
+        # sessions of others.
         name = secrets.token_hex(16)
         with self.guard:
             for old in [k for k, s in self.sessions.items() if s.ended]:
@@ -184,14 +188,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer invalid HTTP and unknown methods like every other refusal."""
-        # an invalid HTTP version would get no status
+        # With an invalid HTTP version in the request, no status line would be sent.
         self.close_connection, self.request_version = True, self.protocol_version
         self._say(code, {"error": (message or explain or HTTPStatus(code).phrase)[:200]})
 
     def _answer(self, method: str) -> None:
+        """Answers one request: checks the token, reads the body, does what is asked."""
         held = 0
         try:
-            # Compared in constant time, and before anything of the body is read.
+            # The token is compared in constant time, and before the body is read.
             given = self.headers.get("Authorization", "").encode("latin-1", "replace")
             if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
                 self.close_connection = True
@@ -202,7 +207,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.callers.now(self.connection, "answer")
             self._say(200, self._done(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
         except (BadRequest, Busy, PosttrainError) as error:
-            # After a refused request its body may still be on the wire, and would be read as the next request.
+            # The body of a refused request may not have been read. It would be read as the next request, so the
+            # connection is closed.
             self.close_connection |= not isinstance(error, PosttrainError)
             self._say(400 if isinstance(error, BadRequest | ConfigError) else 503, {"error": str(error)})
         finally:
@@ -211,8 +217,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         """Length of the request body, which counts as held from now on."""
-        # Exactly one plain length. Two of them, a sign, or a transfer encoding are read differently by different
-        # servers, which lets a request hide behind a proxy; and a length that is not known cannot be held to a bound.
+        # Exactly one plain length is accepted. Servers differ in how they read two lengths, a sign, or a transfer
+        # encoding, and this could hide a request from a proxy. A body without a length could not be checked against the
+        # bound.
         given = self.headers.get_all("Content-Length", ["0"])
         length = given[0] if len(given) == 1 else ""
         if (
@@ -221,11 +228,12 @@ class Handler(BaseHTTPRequestHandler):
             or "Transfer-Encoding" in self.headers
         ):
             raise BadRequest(f"a body has a Content-Length of at most {MOST_BODY}")
-        # Counted before a byte is read: what many callers only announce together must fit.
+        # The bytes are counted before they are read, so that the announced bodies of all callers together are bounded.
         self.server.hold(int(length))
         return int(length)
 
     def _body(self, length: int) -> dict[str, Any]:
+        """The JSON object in a body of this length."""
         try:
             said = json.loads(self.rfile.read(length) or b"{}")
         except (ValueError, RecursionError):
@@ -235,6 +243,7 @@ class Handler(BaseHTTPRequestHandler):
         return said
 
     def _done(self, method: str, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request by its method and path."""
         box = self.server.sandbox
         match method, path:
             case "GET", ["about"]:
@@ -247,8 +256,8 @@ class Handler(BaseHTTPRequestHandler):
             case "POST", ["session", name]:
                 return told(self._session(name).run_sync(unpacked(body, "code")))
             case "DELETE", ["session", name]:
-                # Out of the table first, so that no piece comes to a session that is ending. It waits for the
-                # process without the lock.
+                # The session is removed from the table first, so that no piece comes to it while it ends. The wait for
+                # its process is outside the lock.
                 session = self._session(name)
                 with self.server.guard:
                     self.server.sessions.pop(name, None)
@@ -257,12 +266,14 @@ class Handler(BaseHTTPRequestHandler):
         raise BadRequest(f"{method} {self.path[:80]} is nothing to ask")
 
     def _session(self, name: str) -> PythonSession:
+        """The session of this name."""
         with self.server.guard:
             if name not in self.server.sessions:
                 raise SandboxBroken("there is no such session (any more)")
             return self.server.sessions[name]
 
     def _say(self, status: int, body: dict[str, Any]) -> None:
+        """Sends an answer as JSON."""
         text = json.dumps(body).encode()
         self.send_response_only(status)
         self.send_header("Content-Type", "application/json")
@@ -272,6 +283,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def unpacked(body: dict[str, Any], name: str) -> bytes:
+    """The bytes of a field, which is base64; empty if it is missing."""
     try:
         return base64.b64decode(body.get(name, ""), validate=True)
     except (TypeError, ValueError, binascii.Error):
@@ -289,9 +301,9 @@ def limits_of(body: dict[str, Any]) -> ProgramLimits:
     ):
         raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
     limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in asked.items()})
-    # `cpu` needs no bound of its own: a program's time ends with `wall`.
-    large = limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or max(limits.output, limits.result) > MOST_SAID
-    if large or limits.processes > 64:
+    # `cpu` needs no bound of its own, because a program ends after `wall` seconds.
+    too_large = limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or max(limits.output, limits.result) > MOST_SAID
+    if too_large or limits.processes > 64:
         raise BadRequest(
             f"limits beyond what is given here: wall {MOST_WALL:g} s, memory {MOST_MEMORY} B, 64 processes, output"
             " 4 MiB"
@@ -346,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--plain", action="store_true", help="no TLS although --host is not this machine: something in front speaks it"
     )
     o = parser.parse_args(argv)
-    # The token would travel in the clear.
+    # Without TLS the token would be sent unencrypted.
     if not loopback(o.host) and not o.certificate and not o.plain:
         parser.error(
             "--host other than this machine needs --certificate and --key, or --plain behind something that speaks TLS"
@@ -356,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         packages = tuple(p for p in o.packages.split(",") if p)
         box = open_sandbox("auto", workers=o.workers, packages=packages, sessions=o.sessions)
-        # Every connection is a descriptor; without spare ones no sandbox could be started any more.
+        # Every connection needs a file descriptor. Some are kept free, so that sandboxes can be started.
         most = min(o.connections, max(1, raise_file_limit() - SPARE_FILES))
         executor = Executor(box, os.environ[o.token], o.host, o.port, connections=most, per_address=o.per_address)
     except PosttrainError as error:
@@ -365,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if o.certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(o.certificate, o.key)
-        # The handshake is left to the connection's thread. In the accepting loop one silent caller would hold up all.
+        # The thread of a connection does the handshake. In the accepting loop one silent caller would block all others.
         executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where the parent process ignored them
         signal.signal(number, _end)

@@ -26,8 +26,8 @@ from .attempts import Attempts, heard, taken, watched
 KILL = b"kill"
 """The message that ends the running job."""
 GO, REST = b"go", b"rest"
-"""Messages to a session. `go` and a number: run a piece, for at most so many seconds of processor time. `rest`: stop
-until the next piece."""
+"""Messages to a session. `go` and a number: run a piece, which may use this number of seconds of processor time.
+`rest`: stop until the next piece."""
 REHEARSAL = "import json\ndef f(x): return json.loads('[1]')[0] + x\nf(1)"
 """A program that a waiting child runs before its job comes. It touches pages of memory, so that the job has fewer page
 faults, each of which takes as long as hundreds of lines."""
