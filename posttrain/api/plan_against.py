@@ -92,7 +92,7 @@ def plan_against(
     Args:
         words: `machine=`, if any.
         options: the stage, and the ranks that trained.
-        first: read only so many steps of it.
+        first: read only this number of its first steps.
 
     Raises:
         ConfigError: the stage took no step, or its kind is not planned.

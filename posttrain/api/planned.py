@@ -132,7 +132,7 @@ def machine_word(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def stage_of(run: Run, name: str | None) -> Stage:
-    """The stage that is planned: the one that is named, or the last that learns from reward, else the last."""
+    """The stage that is planned: the named one; without a name the last that learns from reward, or else the last."""
     names = [s.name for s in run.stages]
     if name is not None and name not in names:
         raise ConfigError(f"--stage {name}: {run.recipe} has no such stage; {nearest(name, names)}")

@@ -60,7 +60,7 @@ async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
 
 
 async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list[str]:
-    """All tests of one environment but that of the split; returns notes."""
+    """All tests of one environment except `split_is_clean`; returns notes."""
     env = setting.environment
     held, train = (
         [t for t in tasks if len(t.prompt)]  # nothing is asked by a text that is learned whole

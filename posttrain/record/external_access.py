@@ -105,7 +105,7 @@ def _env(name: str) -> Found:
 
 
 def _here(name: str) -> bool:
-    """Returns whether a name is that of a file or folder of this machine, there or not, and no hub id."""
+    """Returns whether a name means a file or folder of this machine, which need not exist, and not a hub id."""
     path = Path(name).expanduser()  # no hub id has two slashes, or the ending of a file of data
     # A path need not exist. Taken for a hub id, it would become a download of that name.
     return name.count("/") > 1 or path.exists() or path.suffix in DATA_FILES

@@ -234,7 +234,7 @@ def _scalar(declared: Any, data: Any, path: str) -> Any:
 
 
 def _piece(declared: Any, data: dict[str, Any], path: str) -> type:
-    """The dataclass of the object: the one that its tag names, or the only one where no union is declared."""
+    """The dataclass of an object: its tag names it, or it is the only one, where no union is declared."""
     options = pieces(declared)
     tag = data.get(TAG)
     if tag is None and not is_union(declared):

@@ -100,7 +100,9 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         # Also in a step without a pair: the record has every answer.
         self._record(e)
         if not pairs_of_step.pairs:
-            roles.sync.forget()  # as if weights had come
+            # The sampler drops what it keeps of earlier turns, as after a push of weights. A resumed run begins with an
+            # empty sampler, and both records must be equal.
+            roles.sync.forget()
             note = f"no prompt gave a pair: {pairs_of_step.tied} were judged alike, {pairs_of_step.unjudged} not judged"
             seen = roles.watch.take()
             gauges = merge(played, {"optim/steps": Gauge(0, 1)}, seen.gauges)

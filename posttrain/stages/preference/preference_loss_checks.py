@@ -1,4 +1,4 @@
-"""Checks that the gradient of a preference loss by each log-prob, and its shift, are those of the definition.
+"""Checks that a preference loss has the gradient by each log-prob, and the shift, that its definition gives.
 
 `preference_gradient.preference_demand` computes the gradient a second time. The shift is a number that is subtracted
 from every reward.
@@ -39,7 +39,7 @@ UNITS, TOKENS = 6, 12
 def preference_loss_agrees(
     a: PreferenceAlgorithm, batch: Batch, passes: Passes, rows: JudgedRows, shift: float
 ) -> Gauges:
-    """Checks that the loss's gradient by each log-prob, over all micro-batches, is that of the definition."""
+    """Checks the loss's gradient by each log-prob, over all micro-batches, against the one of the definition."""
 
     def told(m: int) -> str:
         e = int(batch.sequence_M[m])

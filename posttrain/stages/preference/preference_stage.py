@@ -81,17 +81,17 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
 
     async def _ask(self, index: int) -> DataBatch:
         """The minibatch of a step, with the streams that the algorithm reads: log-probs of reference and policy."""
-        h, a = self.roles, self.stage.algorithm
+        roles, a = self.roles, self.stage.algorithm
         with self.clock.of("data"):
             judged = self._judged(index)
-            batch = batch_of(judged, h.renderer, h.context)
+            batch = batch_of(judged, roles.renderer, roles.context)
         with self.clock.of("score"):
             if a.reads_reference:
                 batch = batch.having({REFERENCE: self._reference_logp(self._segments(judged))})
             if a.reads_start:
-                batch = batch.having({START: h.learner.score(batch)})
+                batch = batch.having({START: roles.learner.score(batch)})
             if a.reads_collision:
-                batch = batch.having({COLLISION: h.learner.collision(batch)})
+                batch = batch.having({COLLISION: roles.learner.collision(batch)})
             if a.reads_margin and MARGIN not in batch:
                 raise next(j for j in judged if getattr(j, "margin", None) is None).told(
                     f"{a.name} reads a margin of each pair, and not every pair of the minibatch has one: give each row"
@@ -117,17 +117,17 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         return step
 
     def agree(self) -> AgreementReport | None:
-        h, a = self.roles, self.stage.algorithm
+        roles, a = self.roles, self.stage.algorithm
         with self.clock.of("evaluate"):
-            return heldout_order(self._heldout, a, h.learner, h.renderer, h.context, self._reference_logp)
+            return heldout_order(self._heldout, a, roles.learner, roles.renderer, roles.context, self._reference_logp)
 
     # --- data --------------------------------------------------------------------------------------------------------
 
     def _judged(self, index: int) -> list[Judgement]:
         """The judgements of step `index`, counted from 1."""
-        stage, h, seed = self.stage, self.roles, self.parts.run.seed
-        tasks = walk(h.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
-        return drawn(h.environment, tasks, stage.judged, seed=seed, stage=stage.name)
+        stage, roles, seed = self.stage, self.roles, self.parts.run.seed
+        tasks = walk(roles.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
+        return drawn(roles.environment, tasks, stage.judged, seed=seed, stage=stage.name)
 
     # --- the reference -----------------------------------------------------------------------------------------------
 

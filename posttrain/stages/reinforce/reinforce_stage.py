@@ -238,7 +238,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         )
 
     def _resume_queue(self, checkpoint: Path | None) -> None:
-        """Take up the groups that were asked ahead of a checkpoint, and those of the replay buffer."""
+        """Restore the replay buffer and the queue of groups from a checkpoint, and connect the queue with the weight
+        sync."""
         groups, buffer, state = self.roles.groups, self.roles.replay, self.state
         if buffer is not None and checkpoint is not None and state.replay:
             buffer.restore(state.replay, load_groups(checkpoint / REPLAY, state.replay))

@@ -120,7 +120,7 @@ def kept_passes(kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]
 def nothing_is_lost(
     kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]], m: RejectionMethod, i: int
 ) -> None:
-    """Checks that of every prompt with a completion that passes the method's rule, at least one completion is kept."""
+    """Checks that no prompt is lost: if one of its completions passes the method's rule, at least one is kept."""
     lost = sorted({name for name, own in rewards.items() if m.keep.chosen(own, i)} - {c.prompt for c in kept})
     if lost:
         raise InvariantError(

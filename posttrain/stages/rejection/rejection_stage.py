@@ -200,8 +200,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return self._experience(index, played, passed)
 
     async def _play_hinted(self, plain: Experience) -> Experience | None:
-        """Asks the prompts of which nothing would be kept once more, with their answer as a hint. None: no such
-        prompt."""
+        """Samples the prompts without a completion to keep once more, with their answer as a hint; None: there are
+        none."""
         roles, stage = self.roles, self.stage
         hint = abilities.hints(roles.environment)
         groups_and_prompts = [(g, hint(g.task)) for g in to_ask_again(plain.played, stage.method.keep)]
@@ -222,64 +222,70 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return self._experience(plain.index, tuple(groups), (True,) * len(groups))
 
     def _experience(self, index: int, played: tuple[Group, ...], passed: tuple[bool, ...]) -> Experience:
-        h = self.roles
-        engine, version = h.sync.sampler.gauges(), self.trainer.version
-        return Experience(index, version, played, passed, len(played), engine, h.prompts.cursor)
+        roles = self.roles
+        engine, version = roles.sync.sampler.gauges(), self.trainer.version
+        return Experience(index, version, played, passed, len(played), engine, roles.prompts.cursor)
 
     # --- learn -------------------------------------------------------------------------------------------------------
 
     async def _learn(self, work: RejectionWork) -> Step:
         """One optimizer step on what the round kept. A round that kept nothing is a step that changes nothing."""
-        h, s, stage = self.roles, self.state, self.stage
+        roles, s, stage = self.roles, self.state, self.stage
         sampled, notes = await self._open_round(work) if work.opens else (Gauges(), ())
         # Nothing to imitate. `planned` is 0 then, so the next step asks again.
         if not self._kept:
-            h.sync.forget()  # as if weights had come
-            seen = h.watch.take()
+            # The sampler drops what it keeps of earlier turns, as after a push of weights. A resumed run begins with an
+            # empty sampler, and both records must be equal.
+            roles.sync.forget()
+            seen = roles.watch.take()
             gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, seen.gauges)
-            said, version = (*notes, *seen.notes), self.trainer.version
-            return await h.watch.after(Step(stage.name, work.index, version, gauges, self.clock.take(), said))
+            notes_of_step, version = (*notes, *seen.notes), self.trainer.version
+            return await roles.watch.after(
+                Step(stage.name, work.index, version, gauges, self.clock.take(), notes_of_step)
+            )
         with self.clock.of("learn"):
-            ones = drawn(self._kept, stage.own, s.position, (h.run.seed, stage.name, s.round))
-            batch = await self._batch(ones, work.index)
-        step = await learn_from(h, DataBatch(work.index, batch), Likelihood(), "kept completion", sampled, first=False)
+            candidates = drawn(self._kept, stage.own, s.position, (roles.run.seed, stage.name, s.round))
+            batch = await self._batch(candidates, work.index)
+        step = await learn_from(
+            roles, DataBatch(work.index, batch), Likelihood(), "kept completion", sampled, first=False
+        )
         with self.clock.of("sync"):
-            await h.sync.follow(self.trainer.version)
+            await roles.sync.follow(self.trainer.version)
         return step
 
     async def _open_round(self, work: RejectionWork) -> tuple[Gauges, tuple[str, ...]]:
         """Begins a round: selects what it imitates, and loads the weights that it trains. Returns (gauges, notes)."""
-        h, s, m = self.roles, self.state, self.stage.method
+        roles, s, m = self.roles, self.state, self.stage.method
         s.round, s.position = s.round + 1, 0
         sampled = self._take_in(work)
         # Before `select`, which reads it: with a rising rule each improvement has a higher threshold.
         s.improvement = 0 if work.plain is not None else s.improvement + 1
-        found = select(self._asked.candidates, m, s.improvement)
-        self._kept, s.planned = found.kept, steps_of(len(found.kept), self.stage.own, self.stage.epochs)
+        selection = select(self._asked.candidates, m, s.improvement)
+        self._kept, s.planned = selection.kept, steps_of(len(selection.kept), self.stage.own, self.stage.epochs)
         # In the first round the weights are still those that the stage started from.
         if self._kept and m.weights == "start" and s.round > 1:
             self._restart()
         # After the weights are loaded, since the check of this event compares them.
-        h.watch.emit(KeptEvent(s.round, s.improvement, self._kept))
-        notes = () if self._kept else (nothing_kept(self.stage, self._asked, found, s.round),)
-        return merge(sampled, found.gauges(self._asked, s.round)), notes
+        roles.watch.emit(KeptEvent(s.round, s.improvement, self._kept))
+        notes = () if self._kept else (nothing_kept(self.stage, self._asked, selection, s.round),)
+        return merge(sampled, selection.gauges(self._asked, s.round)), notes
 
     def _take_in(self, work: RejectionWork) -> Gauges:
         """Emits the events of the samples, writes their episodes, and keeps the candidates for a resumed run. Returns
         their gauges."""
-        h, s = self.roles, self.state
+        roles, s = self.roles, self.state
         if work.plain is None:
             return {}
-        h.watch.emit(PlayedEvent(work.plain))
+        roles.watch.emit(PlayedEvent(work.plain))
         gauges = merge(rollout_gauges(work.plain, Credit((), 0.0)), work.plain.engine)
         hinted: tuple[Group, ...] = ()
         if work.hinted is not None:
-            h.watch.emit(PlayedEvent(work.hinted))
+            roles.watch.emit(PlayedEvent(work.hinted))
             hinted = work.hinted.played
             rewards = [e.reward for g in hinted for e in g.judged if e.reward is not None]
             gauges = merge(gauges, work.hinted.engine, {"reject/hint_reward": Gauge.of(rewards)})
-        if h.regenerator is not None:
-            h.watch.emit(RegeneratedEvent(work.index, work.regenerated))
+        if roles.regenerator is not None:
+            roles.watch.emit(RegeneratedEvent(work.index, work.regenerated))
             gauges = merge(gauges, work.engine, regenerated_gauges(work.regenerated))
         if self.parts.run.record_episodes:
             with self.clock.of("book"):
@@ -303,7 +309,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
 
     async def _batch(self, ones: list[Candidate], index: int) -> Batch:
         """The kept completions of a step, and its share of demonstrations behind them."""
-        h, stage = self.roles, self.stage
+        roles, stage = self.roles, self.stage
         segments = [s for c in ones for s in c.segments]
         # For each segment the number of its completion: a completion of several turns may have several segments. The
         # numbers of the demonstrations come after those of the completions.
@@ -311,7 +317,13 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         weights = [np.ones(sum(s.spoken for s in segments))]
         if (shown := imitating(stage)) is not None:
             texts = await demonstrated(
-                h.environment, h.renderer, h.dialogue, shown, seed=h.run.seed, step=index - 1, context=h.context
+                roles.environment,
+                roles.renderer,
+                roles.dialogue,
+                shown,
+                seed=roles.run.seed,
+                step=index - 1,
+                context=roles.context,
             )
             texts = texts[: stage.shown_beside(len(ones))]
             weights += [t.weight_M for t in texts]

@@ -209,7 +209,7 @@ def scored_answers(
     renderer: PairRenderer,
     context: int,
 ) -> ScoredJudgements:
-    """The answers of a policy, prompt by prompt, with their scores; those of one prompt are a unit.
+    """The answers of a policy, prompt by prompt, with their scores. The answers to one prompt are a unit.
 
     Args:
         worth: what an answer is worth; not None for any of them. Values are rounded to 1e-9, so that float noise does

@@ -86,27 +86,27 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         return self._ask, self._learn
 
     async def _ask(self, index: int) -> LabelWork:
-        h, stage = self.roles, self.stage
+        roles, stage = self.roles, self.stage
         request = RolloutRequest(
             groups=stage.prompts, siblings=stage.siblings, at=StepNumber(index, stage.steps), most=1
         )
         with self.clock.of("rollout"):
-            groups, passed = await h.rollout.until(h.prompts, request, h.sampling, stream_of(stage))
-            answers = await h.labeler.label(groups)
-        engine = h.sync.sampler.gauges()
-        played = Experience(index, self.trainer.version, groups, passed, len(groups), {}, h.prompts.cursor)
+            groups, passed = await roles.rollout.until(roles.prompts, request, roles.sampling, stream_of(stage))
+            answers = await roles.labeler.label(groups)
+        engine = roles.sync.sampler.gauges()
+        played = Experience(index, self.trainer.version, groups, passed, len(groups), {}, roles.prompts.cursor)
         return LabelWork(index, played, answers, engine)
 
     async def _learn(self, work: LabelWork) -> Step:
         """Write the step's rows. The weights stay as they are."""
-        h, stage = self.roles, self.stage
-        h.watch.emit(PlayedEvent(work.experience))
-        h.watch.emit(LabelledEvent(work.index, work.answers))
+        roles, stage = self.roles, self.stage
+        roles.watch.emit(PlayedEvent(work.experience))
+        roles.watch.emit(LabelledEvent(work.index, work.answers))
         with self.clock.of("book"):
             if self.parts.run.record_episodes:
                 self.parts.book.write_episodes(stage.name, work.index, Credit((), 0.0), work.experience.played)
             self._write(work)
-        seen = h.watch.take()
+        seen = roles.watch.take()
         gauges = merge(
             {**rollout_gauges(work.experience, Credit((), 0.0)), **unjudged_gauges(work)},
             work.engine,
@@ -115,7 +115,7 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
             {"optim/steps": Gauge(0, 1)},
         )
         step = Step(stage.name, work.index, self.trainer.version, gauges, self.clock.take(), seen.notes)
-        return await h.watch.after(step)
+        return await roles.watch.after(step)
 
     def _write(self, work: LabelWork) -> None:
         """Add the step's rows to the rows of earlier steps. A resumed run may take a step again: its rows are
