@@ -54,8 +54,8 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Nats by which two engines may differ in the log-prob of one token. Deterministic engines must agree in every bit."""
 
 BUCKET_SHARE = 0.25
-"""Share of the time-out that a bucket of a broadcast may take: an engine that hangs in one is replaced before, and one
-that nobody calls says so before the pool does."""
+"""Share of the pool's time-out that one bucket of a broadcast may take. So an engine that hangs in a bucket is replaced
+before that time-out ends, and an engine that nobody calls says so before the pool does."""
 
 PLANTED = contextlib.ExitStack()
 """Holds the fault that a run plants, in an engine's process, for as long as that lives."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PLACE = re.compile(r"(?<![\w.:/<~-])(?:~[\w-]*/|/)(?:[^\s/\"'`,;:|\\)\]]+/)+[^\s/\"'`,;:|\\)\]]*")
 """An absolute path, or one below a home folder, of two parts or more: /opt/r.py, ~/data/mine.jsonl."""
 CHECKPOINT = re.compile(r"\d+-(?P<stage>[\w-]+)-(?P<step>\d+)")
+"""The name of a checkpoint, from the version of the weights, the stage and the step: 00000120-rl-000040."""
 
 
 def stage_of(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:

@@ -20,8 +20,8 @@ exit codes: 0 done, 1 a bug (with traceback), 2 wrong usage or configuration,
 
 
 class HelpText(RawDescriptionHelpFormatter):
-    """Help as wide as the terminal: descriptions are wrapped, and an example goes on below with a `\\`, so that it can
-    be copied."""
+    """Help as wide as the terminal. Descriptions are wrapped. A long example command is continued with `\\`, so that it
+    can be copied."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
@@ -48,7 +48,7 @@ def fitted(line: str, width: int) -> list[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    # A comment behind a `\` would end the command, so it stands on a line before it.
+    # After a comment the command could not be continued with `\`, so the comment stands on a line before it.
     command, comment = re.fullmatch(r"(.*?)( +#.*)?", line.strip()).groups(default="")  # type: ignore[union-attr]
     said = [f"{lead}# {comment.strip(' #')}"] if comment else []
     if len(lead + command) <= width:

@@ -25,6 +25,7 @@ SCHEMA = 1
 LARGEST = 4 * read_untrusted.MiB
 """Most bytes of a certificate or a lineage record that is read."""
 PLAIN_NAME = re.compile(r"[\w][\w.-]{0,199}")
+"""A file name without a folder in it: model-00001-of-00002.safetensors."""
 READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin", ".py")
 """Endings of the files from which a model is read."""
 FREE = (CERTIFICATE, FAILED)

@@ -216,7 +216,7 @@ class Driver(ABC, Generic[S, T, A]):
             await self.close()
         self.watch.end()
         if self.stage.eval:
-            # The last step may have been measured already; its weights are those of now.
+            # If there was an evaluation after the last step, it is used: the weights are still the same.
             self.report = self.report or await self.evaluate()
             self.agreed = self.agreed or agreed(self)
             self.heldout_loss = self.heldout_loss or await self.likelihood()

@@ -133,7 +133,7 @@ def frozen_objects() -> Generator[None]:
     These are some hundred thousand objects, and looking at them cost 30 ms of every step of a small model. Objects made
     inside are collected as always.
     """
-    # Collected first: garbage that exists now would else be frozen too, and stay until the end.
+    # Collected first. Otherwise garbage that exists now would be frozen too, and stay until the end.
     gc.collect()
     gc.freeze()
     try:

@@ -1,8 +1,8 @@
-"""All output to a terminal goes through here. Foreign text is shown as text, and nothing in it controls the screen.
+"""All output to a terminal goes through here, so that nothing in foreign text can control the screen.
 
-Names of tasks and stages, answers, reasons, exceptions and templates may hold escape sequences, line breaks or marks
-that turn the direction of writing. `visible` writes them out; `tell` prints, and is the only function of the package
-that may.
+Names of tasks and stages, answers, reasons, exceptions and templates may have escape sequences, line breaks or marks
+that change the direction of writing. `visible` writes such characters out. `tell` prints a line, and `overwrite`
+replaces the last one; no other function of the package may print.
 """
 
 from __future__ import annotations
