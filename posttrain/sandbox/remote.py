@@ -1,7 +1,7 @@
 """Programs sent to an executor over HTTP, which runs them on another machine. Its replies are checked before use.
 
-The protocol is in docs/guides/sandbox.md; `reference_server` implements it. An executor without a valid answer is our
-failure: `SandboxBroken`, then a retry, at last no verdict, but never a score.
+The protocol is in docs/guides/sandbox.md, and `reference_server` implements it. If an executor gives no valid answer,
+the program is not to blame: `SandboxBroken` is raised, the program is tried again, and in the end there is no score.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from posttrain.system.hostile_callers import in_the_clear
 TOKEN = "POSTTRAIN_SANDBOX_TOKEN"
 """Default environment variable that holds an executor's token."""
 VERSION = "1"
+"""Version of the protocol."""
 MOST_BYTES = 16 << 20
 """Most bytes of a valid reply."""
 PATIENCE = 30.0
 """Seconds beyond a program's own time limit that a reply may take, since it may wait in the executor's queue."""
 START_SECONDS = 10.0
+"""Seconds in which a connection must be made and the executor must describe itself."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class RemoteExecutor:
         more = parts.query or parts.fragment or parts.username
         if parts.scheme not in ("http", "https") or not parts.hostname or more:
             raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
-        # Whoever reads the token on the way may run programs there.
+        # Anybody who reads the token on the way could run programs there.
         if in_the_clear(self.url):
             raise ConfigError(
                 f"sandbox: {self.url!r} would send programs and the token in the clear; use https, or a tunnel to"
@@ -81,7 +83,8 @@ class RemoteWorker(SandboxWorker):
         self.busy = False
         self._open = True
         self._sock: socket.socket | None = None
-        # The settings hold the variable's name only: they are written down with the run, and a token must not be.
+        # The settings have only the name of the variable, because they are recorded with the run, and a token must not
+        # be.
         token = os.environ.get(backend.token, "")
         if not token:
             raise SandboxUnavailableError(
@@ -99,7 +102,7 @@ class RemoteWorker(SandboxWorker):
         except SandboxBroken as error:
             self.destroy()
             raise SandboxUnavailableError(str(error)) from error
-        # An executor without a sandbox of its own would only move the danger to another machine.
+        # An executor without a sandbox would run the programs unconfined on another machine.
         if self.notes.get("version") != VERSION or self.notes.get("sandbox") in (None, "none"):
             self.destroy()
             raise SandboxUnavailableError(
@@ -107,11 +110,15 @@ class RemoteWorker(SandboxWorker):
             )
 
     def ask(self, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
-        """Send one request; its whole answer has so many seconds, however it comes. SandboxBroken: no valid answer.
-        SandboxUnavailableError: a refusal that is permanent."""
-        said, status, late = b"", 0, threading.Event()
-        # The socket's time-out is for each read: a server that sends a byte now and then would never exceed it.
-        # The timer bounds the whole answer.
+        """Send one request. Returns its answer, which must be complete after `seconds`.
+
+        Raises:
+            SandboxBroken: there is no valid answer.
+            SandboxUnavailableError: the executor refuses the request, and would refuse it again.
+        """
+        received, status, late = b"", 0, threading.Event()
+        # The socket's time-out is for each read, so a server that sends a byte now and then would never exceed it. The
+        # timer limits the whole answer.
         limit = threading.Timer(seconds, self._hang_up, (late,))
         limit.daemon = True
         limit.start()
@@ -126,9 +133,9 @@ class RemoteWorker(SandboxWorker):
                 method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
             )
             reply = self._wire.getresponse()
-            # One byte more than is allowed, so an answer that is too large is noticed and not cut to a valid one.
-            status, said = reply.status, reply.read(MOST_BYTES + 1)
-            told = json.loads(said) if len(said) <= MOST_BYTES else None
+            # One byte more than allowed is read, so that an answer that is too large is noticed and not cut.
+            status, received = reply.status, reply.read(MOST_BYTES + 1)
+            answer = json.loads(received) if len(received) <= MOST_BYTES else None
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             self.destroy()
             slow = late.is_set() or isinstance(error, TimeoutError)
@@ -136,13 +143,12 @@ class RemoteWorker(SandboxWorker):
             raise SandboxBroken(f"{self.backend.url}: {why}"[:300]) from error
         finally:
             limit.cancel()
-        if status != 200 or not isinstance(told, dict):
+        if status != 200 or not isinstance(answer, dict):
             self.destroy()
-            why = f"{self.backend.url}: status {status}, {said[:200].decode(errors='replace')!r}"
-            # What is wrong with the request, the token or the address stays wrong at the next try; anything
-            # else may pass.
+            why = f"{self.backend.url}: status {status}, {received[:200].decode(errors='replace')!r}"
+            # A wrong request, token or address is still wrong at the next try. Other failures may be temporary.
             raise (SandboxUnavailableError if status in (400, 401, 403, 404, 413) else SandboxBroken)(why)
-        return told
+        return answer
 
     @property
     def usable(self) -> bool:
@@ -154,7 +160,7 @@ class RemoteWorker(SandboxWorker):
         return self.asked("/run", {**texts, "limits": job.limits.plain()}, job.limits)
 
     def asked(self, path: str, body: dict[str, Any], limits: ProgramLimits) -> Ran:
-        """The outcome of a program that is run there; `stop` ends the wait for it."""
+        """The outcome of a program that the executor runs. `stop` ends the wait for it."""
         with self.lock:
             self.busy = True
         try:
@@ -166,10 +172,10 @@ class RemoteWorker(SandboxWorker):
     def converse(self, limits: ProgramLimits) -> RemoteConversation:
         """Begin a session on the executor."""
         self.jobs += 1
-        told = self.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
-        if not isinstance(told.get("session"), str):
-            raise SandboxBroken(f"{self.backend.url}: began no session: {str(told)[:200]}")
-        return RemoteConversation(self, limits, told["session"])
+        answer = self.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
+        if not isinstance(answer.get("session"), str):
+            raise SandboxBroken(f"{self.backend.url}: began no session: {str(answer)[:200]}")
+        return RemoteConversation(self, limits, answer["session"])
 
     def heard(self, told: dict[str, Any], limits: ProgramLimits) -> Ran:
         """A reply as `Ran`. SandboxBroken where a part has the wrong type or is too large."""
@@ -180,7 +186,7 @@ class RemoteWorker(SandboxWorker):
             most = {"stdout": limits.output, "stderr": limits.output, "result": limits.result}
             good = told["why"] in get_args(Why) and isinstance(told["sandbox"], str)
             good &= told["sandbox"] not in ("", "none")
-            # By exact type: True is an int for isinstance.
+            # Exact types are compared, because True is an instance of int.
             good &= [type(plain[k]) for k in ("exit", "peak", "cut", "lost")] == [int, int, bool, bool]
             good &= all(type(told[k]) in (int, float) and 0 <= numbers[k] < math.inf for k in numbers)
             good &= plain["network"] is None or (type(plain["network"]) is int and plain["network"] >= 0)
@@ -201,7 +207,7 @@ class RemoteWorker(SandboxWorker):
         """End the connection, for a request that waits for its answer in another thread."""
         if late is not None:
             late.set()
-        # shutdown, not close: it wakes the thread that reads, and the descriptor stays that thread's own.
+        # `shutdown` wakes the thread that reads. It does not close the descriptor, which belongs to that thread.
         for sock in filter(None, (self._sock, self._wire.sock)):  # http.client forgets one whose answer is its last
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -226,8 +232,8 @@ class RemoteConversation:
 
     def answer(self, piece: bytes) -> Ran:
         """Run one piece. A process that has ended is started anew on the executor."""
-        # As in `LocalConversation`: the piece counts before it is sent, so a lost first piece is told from a
-        # later one.
+        # As in `LocalConversation`, the piece is counted before it is sent, so that the loss of the first piece is
+        # recognised.
         self.answered += 1
         try:
             return self.worker.asked(f"/session/{self.session}", {"code": packed(piece)}, self.limits)

@@ -1,6 +1,6 @@
-"""A pool of sandboxes, each in its own thread, for many programs at once, from coroutines or from threads.
+"""A pool of sandboxes for many programs at once, from coroutines or from threads. Each sandbox has its own thread.
 
-Thousands of programs may wait. A waiting one costs an entry in a queue and does not block the event loop.
+Thousands of programs may wait. A waiting program is an entry in a queue, and does not block the event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ SESSIONS = 16
 IDLE = 900.0
 """Seconds that an idle session is kept; longer than a policy takes for its longest turn."""
 TRIES = 3
-"""Sandboxes that a job may lose before SandboxBroken is raised; the loss may not be its fault."""
+"""Sandboxes that a job may lose before SandboxBroken is raised. There are several tries, because the job need not be
+the reason for the loss."""
 
 
 @dataclass
@@ -51,6 +52,8 @@ class JobCounts:
 
 @dataclass
 class _Waiting:
+    """A program that was submitted, with the future of its outcome."""
+
     job: Job
     answer: Future[Ran]
     worker: SandboxWorker | None = None
@@ -81,8 +84,8 @@ class Sandbox:
         self._lock = threading.Lock()
         self._closed = False
         count = workers or cores()
-        # Neither the threads nor the finalizer may refer to `self`: a pool that nobody holds would then never
-        # be collected.
+        # Neither the threads nor the finalizer may refer to `self`. Otherwise an unused pool would never be
+        # garbage-collected.
         loop = _Loop(self._queue, backend, self.counts, self._lock, self.network)
         self._threads = [threading.Thread(target=loop, name=f"sandbox {i}", daemon=True) for i in range(count)]
         for thread in self._threads:
@@ -140,8 +143,8 @@ class Sandbox:
         """End a program that nobody waits for any more, and no other."""
         with self._lock:
             asked.dropped = True
-            # `_serve` clears the worker under the same lock once the program has ended, so no other program is
-            # stopped.
+            # Once the program has ended, `_serve` clears the worker under the same lock. So no other program is stopped
+            # here.
             if asked.worker is not None:
                 asked.worker.stop()
 
@@ -166,12 +169,13 @@ class Sandbox:
     def _ask(
         self, program: str | bytes, stdin: str | bytes, call: Call | bytes | None, limits: ProgramLimits | None
     ) -> _Waiting:
-        what = b"" if call is None else as_json(call) if isinstance(call, Call) else call
-        job = Job(as_bytes(program), as_bytes(stdin), what, limits or self.limits)
+        """Puts a program into the queue."""
+        encoded_call = b"" if call is None else as_json(call) if isinstance(call, Call) else call
+        job = Job(as_bytes(program), as_bytes(stdin), encoded_call, limits or self.limits)
         asked = _Waiting(job, Future())
         with self._lock:
-            # Under the lock that `close` takes: a program that came into the queue after it was emptied would
-            # never be answered.
+            # `close` sets `_closed` under the same lock. A program that came into the queue after `close` emptied it
+            # would never be answered.
             if self._closed:
                 raise SandboxBroken("this sandbox has been closed")
             self._queue.put(asked)
@@ -192,17 +196,18 @@ class Sandbox:
 
 
 def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thread]) -> None:
-    # Waiting programs are refused first; behind them one None per thread ends the threads.
+    """Refuses the waiting programs and ends the threads."""
+    # Waiting programs are refused first. Then one None for each thread ends the threads.
     with contextlib.suppress(queue.Empty):
         while True:
-            left = asked.get_nowait()
-            if left is not None:
+            waiting = asked.get_nowait()
+            if waiting is not None:
                 why = "the sandbox was closed before this program had its turn"
-                settle(left.answer.set_exception, SandboxBroken(why))
+                settle(waiting.answer.set_exception, SandboxBroken(why))
     for _ in threads:
         asked.put(None)
     for thread in threads:
-        # The collector may run this in one of the threads, which cannot wait for itself.
+        # The garbage collector may run this in one of these threads, which cannot wait for itself.
         if thread is not threading.current_thread():
             thread.join()
 
@@ -222,7 +227,7 @@ class _Loop:
         worker: SandboxWorker | None = None
         try:
             while (asked := self.asked.get()) is not None:
-                # Cancelled while it waited: no sandbox is spent on it.
+                # A program that was cancelled while it waited is not run.
                 if asked.dropped or not asked.answer.set_running_or_notify_cancel():
                     continue
                 worker = self._serve(asked, worker)
@@ -242,8 +247,8 @@ class _Loop:
             try:
                 used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
                 ran = used.run(replace(asked.job, followed=not self.asked.empty(), dropped=lambda: asked.dropped))
-            # ValueError and KeyError: the sandbox answered with something that is no report. All of these are its
-            # fault, so the job is tried in another one. What the program did is in `ran` and never comes here.
+            # A ValueError or KeyError means that the sandbox's reply is malformed. All of these errors are failures of
+            # the sandbox, so the job is tried in another one. Failures of the program are in `ran` and raise nothing.
             except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
                 lost = error
                 with self.lock:
@@ -251,12 +256,12 @@ class _Loop:
                 if used is not None:
                     used.destroy()
                 worker = worker if alone else None
-                # A sandbox that cannot be started will not start at the next try either.
+                # If a sandbox cannot be started, the next try would fail too.
                 if isinstance(error, SandboxUnavailableError) or asked.dropped:
                     break
                 continue
             with self.lock:
-                asked.worker = None  # from here on it runs another program
+                asked.worker = None  # from here on the sandbox may run another program
                 self.counts.why[ran.why] += 1
             if alone:
                 used.destroy()
@@ -273,6 +278,7 @@ class _Loop:
         return worker
 
     def _start(self, limits: ProgramLimits | None) -> SandboxWorker:
+        """Starts a sandbox and counts it."""
         with self.lock:
             self.counts.started += 1
         return begin(self.backend, limits)

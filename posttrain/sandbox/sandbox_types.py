@@ -1,7 +1,8 @@
-"""The sandbox's types for other rooms: limits, outcome, and errors that keep three causes apart.
+"""The sandbox's types for other rooms: limits, outcome, and errors.
 
-What the program caused (its time-out, its crash) is a `Ran`. What we caused (a lost worker) is `SandboxBroken`. If
-nothing on this machine can contain the program, `SandboxUnavailableError` is raised before anything runs.
+Three cases are kept apart. A result of the program, also its time-out or its crash, is a `Ran`. A failure of the
+sandbox raises `SandboxBroken`. If no sandbox works on this machine, `SandboxUnavailableError` is raised before anything
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SandboxUnavailableError(ConfigError):
 
 
 class SandboxBroken(PosttrainError):
-    """A sandbox was lost, or could not confine its job. This is our fault and says nothing about the program."""
+    """A sandbox was lost, or could not confine its job. The program is not to blame."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class Ran:
     @property
     def complaint(self) -> str:
         """The last line of standard error, with control characters escaped."""
-        # The program chooses this text, and it goes to a terminal: an escape sequence in it must stay text.
+        # The program controls this text, and it is printed to terminals, so escape sequences in it must not take
+        # effect.
         lines = self.stderr.decode("utf-8", "backslashreplace").strip().splitlines()
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in lines[-1][:300]) if lines else ""
 

@@ -32,11 +32,12 @@ IDLE_SECONDS = 0.2
 GRACE = 5.0
 """Seconds beyond a job's wall time before the whole sandbox counts as lost."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of a sandbox that somebody killed, most often the system for want of memory: its own, and as bubblewrap
-tells of the process inside."""
+"""Exit codes of a sandbox that was killed, most often by the kernel without free memory: of the process itself, and as
+bubblewrap reports it for the process inside."""
 SPILL = 4
 """A program is stopped when a stream is longer than this many times what is kept of it."""
 CHUNK = 65536
+"""Most bytes of one read from a pipe."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Job:
     call: bytes = b""
     limits: ProgramLimits = field(default_factory=ProgramLimits)
     followed: bool = False
-    """Whether another job waits already. Then its child is forked ahead: faster, but it costs more processor time."""
+    """True if another job waits already. Then no child is forked ahead for the next job, because all cores are busy."""
     dropped: Callable[[], bool] = lambda: False
     """Whether nobody waits for the job any more."""
 
@@ -82,11 +83,11 @@ class SandboxWorker:
         self.clean = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
-        # What the sandbox says at its start: a file in memory cannot fill up as a pipe can, and nobody has to
-        # read it meanwhile.
+        # The error output of the sandbox at its start goes to a file in memory. Unlike a pipe it does not fill up while
+        # nobody reads it.
         complaints = os.memfd_create("complaints")
-        # Our copy of its end is closed after the start. Then the end of the zygote, for any reason, is an end
-        # of the socket.
+        # Our copy of the other end is closed after the start. Then the socket ends when the zygote ends, for any
+        # reason.
         with theirs:
             try:
                 start = backend.start(theirs.fileno(), limits or ProgramLimits())
@@ -104,9 +105,10 @@ class SandboxWorker:
             os.close(complaints)
 
     def _spawn(self, start: Any, control: int, complaints: int) -> subprocess.Popen[bytes]:
+        """Starts the process, and finds out the namespace's first process if it is reported."""
         command, passed, info = list(start.command), [control], -1
         reader = -1
-        # Options of bwrap go before the command that it starts, so directly behind its name.
+        # Options of bwrap stand before the command that it starts, so this one is put directly behind its name.
         if start.reports:
             reader, info = os.pipe()
             command[1:1] = ["--info-fd", str(info)]
@@ -120,7 +122,7 @@ class SandboxWorker:
                 stdout=subprocess.DEVNULL,
                 stderr=complaints,
                 pass_fds=passed,
-                # An interrupt at the terminal reaches us alone; we end the sandbox.
+                # So an interrupt at the terminal does not reach the sandbox. This process ends it.
                 start_new_session=True,
             )
             self.pids = (process.pid,)
@@ -129,34 +131,35 @@ class SandboxWorker:
         finally:
             if info >= 0:
                 os.close(info)
-            # Popen failed: nobody will read it below.
+            # If Popen failed, the pipe is not read below, so it is closed here.
             if reader >= 0 and "process" not in locals():
                 os.close(reader)
         if reader >= 0:
-            with os.fdopen(reader, "rb") as told:
-                said = told.read()
-            # bwrap may have failed and said nothing; `_greet` finds that out. A pidfd and no number: a number
-            # may have been given to another process when it is killed.
+            with os.fdopen(reader, "rb") as pipe:
+                reported = pipe.read()
+            # bwrap may have failed and reported nothing. `_greet` finds that out. A pidfd is kept and not only the id,
+            # because another process may have the same id later.
             with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
-                self.pids = (process.pid, json.loads(said)["child-pid"])
+                self.pids = (process.pid, json.loads(reported)["child-pid"])
                 self._init = os.pidfd_open(self.pids[1])
         return process
 
     def _greet(self, complaints: int) -> None:
+        """Waits for the message that the zygote is ready."""
         self.control.settimeout(START_SECONDS)
         try:
-            said = self.control.recv(65536)
+            message = self.control.recv(65536)
         except TimeoutError:
             raise SandboxUnavailableError(f"{self.backend.name}: did not start within {START_SECONDS:g} s") from None
-        if not said:
-            # The zygote ended without a word. Killed in silence means the machine, for example its want of memory, and
-            # another try may work. Words or another status mean that this sandbox does not work here.
+        if not message:
+            # The zygote ended without a message. If it was killed and printed nothing, the machine is the likely
+            # reason, such as too little memory, and another try may work. Otherwise this sandbox does not work here.
             status = self._process.wait(GRACE)
             why = os.pread(complaints, 4096, 0).decode(errors="replace").strip()
             if not why and status in KILLED:
                 raise SandboxBroken(f"{self.backend.name}: the sandbox was killed at its start")
             raise SandboxUnavailableError(why.splitlines()[-1] if why else f"ended with status {status} at its start")
-        self.notes = json.loads(said)
+        self.notes = json.loads(message)
         if "error" in self.notes:
             raise SandboxUnavailableError(self.notes["error"])
         self.control.settimeout(None)
@@ -166,8 +169,8 @@ class SandboxWorker:
         self.settle()
         self.jobs += 1
         with contextlib.ExitStack() as held:
-            # Order of the descriptors: source, stdin, stdout, stderr, result, call. `zygote.job` takes them
-            # apart in the same order.
+            # The descriptors are sent in the order in which `zygote.job` unpacks them: source, stdin, stdout, stderr,
+            # result, call.
             given = [sealed(job.program, held), sealed(job.stdin, held) if job.stdin else silent(held)]
             readers = {}
             ends = []
@@ -182,7 +185,7 @@ class SandboxWorker:
             try:
                 self.begin(request, [*given, *ends, sealed(job.call, held) if job.call else nothing()])
             finally:
-                # With our writing ends open the pipes would never end.
+                # The pipes end only if our copies of their writing ends are closed.
                 for writer in ends:
                     os.close(writer)
             # Dropped before it was sent: `stop` had nothing to end.
@@ -219,17 +222,17 @@ class SandboxWorker:
             raise SandboxBroken(f"{self.backend.name}: the sandbox is gone ({error})") from error
 
     def settle(self) -> None:
-        """Wait until what the job before left has been removed."""
+        """Wait until the files of the last job are removed."""
         if self.clean:
             return
         self.control.settimeout(START_SECONDS)
         try:
-            said = self.control.recv(64)
+            message = self.control.recv(64)
         except OSError as error:
-            said = str(error).encode()
-        if said != CLEAN:
+            message = str(error).encode()
+        if message != CLEAN:
             self.destroy()
-            raise SandboxBroken(f"{self.backend.name}: could not be cleaned after a job: {said.decode()}")
+            raise SandboxBroken(f"{self.backend.name}: could not be cleaned after a job: {message.decode()}")
         self.control.settimeout(None)
         self.clean = True
 
@@ -249,12 +252,13 @@ class SandboxWorker:
             for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
-                # Two deadlines: at the first the program is told to end, at the second the sandbox itself
-                # counts as lost.
+                # There are two deadlines. At the first one the program is killed. At the second one the sandbox counts
+                # as lost.
                 late = limits.wall + (GRACE if stopped else 0.0)
                 ready = selector.select(max(0.0, start + late - time.monotonic()))
                 for key, _ in ready:
-                    # The zygote's report ends the wait, not the end of the streams: a grandchild may hold those open.
+                    # The zygote's report ends the wait. The end of the streams does not, because a grandchild may keep
+                    # them open.
                     if key.fileobj is self.control:
                         return self.reply(), stopped
                     reader = readers[key.fd]
@@ -271,19 +275,21 @@ class SandboxWorker:
                         self.control.send(KILL)
 
     def reply(self) -> dict[str, Any]:
+        """The next message of the zygote. SandboxBroken if there is none."""
         try:
-            said = self.control.recv(65536)
+            message = self.control.recv(65536)
         except OSError as error:
             raise SandboxBroken(f"{self.backend.name}: the sandbox is gone ({error})") from error
-        if not said:
+        if not message:
             raise SandboxBroken(f"{self.backend.name}: the sandbox ended while a job ran")
-        return json.loads(said)
+        return json.loads(message)
 
     def _ran(
         self, limits: ProgramLimits, reply: dict[str, Any], stopped: Why | None, readers: dict[str, PipeReader]
     ) -> Ran:
+        """The outcome of a job, from the zygote's report and the streams."""
         status = os.waitstatus_to_exitcode(reply["status"])
-        # It never wrote `DONE`: what is on the error stream is ours, and the program did not run.
+        # Without `DONE` the program did not run, and the text on the error stream is from the sandbox.
         if not reply["ran"]:
             why = bytes(readers["stderr"].head).decode(errors="replace").strip()
             raise SandboxBroken(
@@ -295,7 +301,7 @@ class SandboxWorker:
             stdout=bytes(readers["stdout"].head),
             stderr=bytes(readers["stderr"].head),
             cut=any(reader.total > reader.kept for reader in readers.values()),
-            # A value that was cut is no value: its beginning may be valid JSON of something else.
+            # A result that was cut is left out, because its beginning may be valid JSON of another value.
             result=bytes(readers["result"].head) if readers["result"].total <= readers["result"].kept else b"",
             seconds=reply["seconds"],
             cpu=reply["cpu"],
@@ -305,9 +311,12 @@ class SandboxWorker:
         )
 
     def close(self) -> None:
-        """End an idle sandbox. The first process of its namespace, if known, is killed first: bubblewrap then reaps it.
-        If the zygote ended by itself, process 1 would have to."""
-        # Without a namespace the zygote sees the closed socket and ends its spare child by itself.
+        """End an idle sandbox.
+
+        The first process of its namespace, if it is known, is killed, so that bubblewrap reaps it. If the zygote ended
+        by itself, process 1 of the machine would have to reap it.
+        """
+        # Without a namespace the zygote notices the closed socket, and ends its spare child itself.
         if self._init < 0:
             self.control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -346,27 +355,28 @@ class PipeReader:
 
     def read(self, fd: int) -> bool:
         """Read what is available, unless it is too much already. Returns whether more may come."""
-        # Beyond this nothing more is read: the pipe fills, the program waits, and our memory does not grow.
+        # Beyond this bound nothing is read. The pipe fills, the program waits, and our memory does not grow.
         while self.total <= SPILL * self.kept:
             try:
-                said = os.read(fd, CHUNK)
+                chunk = os.read(fd, CHUNK)
             except BlockingIOError:
                 return True
-            if not said:
+            if not chunk:
                 return False
-            self.head += said[: max(0, self.kept - len(self.head))]
-            self.total += len(said)
+            self.head += chunk[: max(0, self.kept - len(self.head))]
+            self.total += len(chunk)
         return True
 
 
 @functools.cache
 def nothing() -> int:
-    """An empty file in memory, for all jobs. No program ever has it open: two that did could exchange data."""
+    """An empty file in memory, shared by all jobs. No program has it open, because two programs could exchange data
+    over it."""
     return sealed(b"", contextlib.ExitStack())
 
 
 def silent(held: contextlib.ExitStack) -> int:
-    """An input at its end, for one program only."""
+    """An empty standard input, for one program."""
     fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     held.callback(os.close, fd)
     return fd
@@ -379,7 +389,8 @@ def sealed(data: bytes, held: contextlib.ExitStack) -> int:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
-    # Standard input is read from the file's own position. The seals come last; after them not even we can write.
+    # Standard input is read from the file's position, so it is set to the beginning. The seals come last, because after
+    # them nobody can write.
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
@@ -389,7 +400,8 @@ def how_it_ended(status: int, stopped: Why | None, spent: bool) -> Why:
     """Returns how a program ended. `stopped`: why we ended it; `spent`: whether its processor time was over."""
     if stopped:
         return stopped
-    # SIGKILL without an order of ours: by the limit on processor time where that is spent, else by somebody else.
+    # A SIGKILL that we did not send comes from the limit on processor time, if that is used up. Otherwise from somebody
+    # else.
     if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):
         return "timeout"
     if status < 0:

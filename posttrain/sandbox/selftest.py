@@ -1,6 +1,7 @@
-"""The self-test: a backend is used only after it has withstood the attacks on this machine. It takes under a second.
+"""The self-test of a backend. A backend is used only if all attacks on this machine fail. It takes under a second.
 
-It runs real programs in a real sandbox. An attack that succeeds, or a normal program that fails, is a reason to refuse.
+It runs real programs in a real sandbox. A successful attack is a reason to refuse the backend, and so is a normal
+program that fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from posttrain.sandbox.sandbox_worker import Job, SandboxWorker, begin
 CANARY = "POSTTRAIN_CANARY"
 ATTACK = b"@attack("
 TRIES = 3
-"""Sandboxes that may be lost while they are examined, before that is a reason to refuse."""
+"""Number of sandboxes that are examined, if they are lost meanwhile, before the backend is refused."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def bait() -> Iterator[AttackTargets]:
     name = f"\0posttrain-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-bait-"))
-        # File modes must not be what refuses an attack: started by root, programs run as another user, and an
-        # owner's mode would hide a sandbox that leaks.
+        # The modes of the files allow everything, so that only the sandbox can refuse an attack. If root started it,
+        # programs run as another user, and stricter modes would hide a leak.
         os.chmod(folder, 0o777)
         canary = os.path.join(folder, "canary")
         with open(canary, "w") as file:
@@ -59,7 +60,8 @@ def bait() -> Iterator[AttackTargets]:
         before = os.environ.get(CANARY)
         os.environ[CANARY] = secrets.token_hex(8)
         try:
-            # /proc shows the environment that a process was started with, so ours lacks the canary.
+            # /proc shows the environment with which a process was started, and this process was started without the
+            # canary. So another process is started with it.
             waits = [sys.executable, "-ISc", "import sys; sys.stdin.read()"]
             started = held.enter_context(subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL))
             held.callback(started.kill)
@@ -77,13 +79,15 @@ def attacks(target: AttackTargets, processes: bool = False) -> bytes:
 
 
 def selftest(backend: Backend) -> list[str]:
-    """The reasons to refuse a backend on this machine; empty if it passed. A sandbox that is killed while it is
-    examined, for example for want of memory, says nothing about the others: a new one is examined from the beginning,
-    `TRIES` in all."""
+    """The reasons to refuse a backend on this machine; empty if it passed.
+
+    If a sandbox is killed while it is examined, for example by the kernel without free memory, a new one is examined
+    from the beginning, `TRIES` in all.
+    """
     lost = ""
     for _ in range(TRIES):
         try:
-            # The bait first: a sandbox can inherit only what is in our environment when it starts.
+            # The bait comes first, because a sandbox can inherit only what is in our environment when it starts.
             with bait() as target, contextlib.closing(begin(backend)) as worker:
                 return _examine(worker, target)
         except SandboxUnavailableError as error:
@@ -94,20 +98,21 @@ def selftest(backend: Backend) -> list[str]:
 
 
 def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
+    """Runs the honest program and all attacks. Returns what is wrong."""
     quick = ProgramLimits(wall=20.0, cpu=10.0)
-    # First that an honest program runs at all: a sandbox in which nothing works would withstand every attack.
+    # The first check is that an honest program runs. In a sandbox in which nothing works every attack would fail too.
     wrong: list[str] = []
     ran = worker.run(Job(probes.HONEST.encode(), b"in", limits=quick))
     if ran.why != "ok" or ran.stdout != probes.HONEST_SAYS:
         wrong.append(f"an honest program does not run: {_end(ran)}")
     ran = worker.run(Job(attacks(target), limits=quick))
     said = ran.said.splitlines()
-    # The program says how many attacks it reached. Fewer than the text holds means that it ended early, and
-    # what was not tried is not refused.
+    # The program prints how many attacks it tried. If there are fewer than in its text, it ended early, and the others
+    # were not tried.
     if ran.why != "ok" or said[:1] != [f"tried {attacks(target).count(ATTACK)}"]:
         wrong.append(f"the attacks could not be tried: {_end(ran)}")
     wrong += [f"a program can: {name}" for name in said[1:] if name]
-    # Attacks that end their own process cannot stand beside the others, so each is a program.
+    # Attacks that end their own process are programs of their own.
     for name, source, limits, expected in (
         ("call by the numbers of i386", probes.OTHER_ARCHITECTURE, quick, "crashed"),
         ("call by the numbers of x32", probes.X32, quick, "crashed"),
@@ -124,4 +129,5 @@ def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
 
 
 def _end(ran: Ran) -> str:
+    """How a program ended, for a message."""
     return f"{ran.why}, status {ran.exit}" + (f", {ran.complaint}" if ran.stderr else "")
