@@ -102,15 +102,15 @@ def words_in_tokens(run: Run, policy: Policy) -> list[str]:
     tokenizer: Any = policy.tokenizer
     spell = Renderer(tokenizer, policy.stop_ids).spell
     named = [
-        (s.name, field, w)
+        (s.name, setting, text)
         for s in run.stages
         if s.contract is not None
-        for field in WORDS
-        for w in getattr(s.contract, field)
+        for setting in WORDS
+        for text in getattr(s.contract, setting)
     ]
     return [
-        f"{stage}.sampling.{field}: {w!r} is {' or '.join(str(list(ids)) for ids in spell(w))}"
-        for stage, field, w in named
+        f"{stage}.sampling.{setting}: {text!r} is {' or '.join(str(list(ids)) for ids in spell(text))}"
+        for stage, setting, text in named
     ]
 
 

@@ -252,8 +252,8 @@ def torchrun_store(options: RankOptions) -> Store:
 def rank_threads(run: Run, options: RankOptions) -> int:
     """Threads of each rank: those of the run, or an equal share of this machine's cores."""
     # Under torchrun only the ranks on this machine share its cores.
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.world or 1
-    return run.threads or max(1, cores() // here)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.world or 1
+    return run.threads or max(1, cores() // ranks_here)
 
 
 def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:

@@ -215,12 +215,12 @@ def diff(left: str, right: str) -> str:
     rows = [(f, word(x), word(y)) for f, (x, y) in differences(a, b).items()]
     if not rows:
         return f"{a.name} and {b.name} make the same choices"
-    table = [("", a.name, b.name), *rows]
-    w0, w1, w2 = (max(len(r[i]) for r in table) for i in range(3))
+    rows_with_names = [("", a.name, b.name), *rows]
+    w0, w1, w2 = (max(len(r[i]) for r in rows_with_names) for i in range(3))
     room = screen_width() - w0 - 2 * len(BETWEEN)
     w1, w2 = (w1, w2) if w1 + w2 <= room else _shared(w1, w2, room)
     lines: list[str] = []
-    for f, x, y in table:
+    for f, x, y in rows_with_names:
         cells = zip_longest([f], fold(x, w1), fold(y, w2), fillvalue="")
         lines += [f"{c0:<{w0}}{BETWEEN}{c1:<{w1}}{BETWEEN}{c2}".rstrip() for c0, c1, c2 in cells]
     return "\n".join(lines)

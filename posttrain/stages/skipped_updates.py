@@ -96,8 +96,8 @@ def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
             sampling = dataclass_json.from_plain(Sampling, json.loads(file.metadata()["sampling"]))
         kept = TruncationSets(arrays["kept.offsets"], arrays["kept.ids"]) if "kept.ids" in arrays else None
         streams_of_batch = {declared[n.removeprefix(STREAM)]: x for n, x in arrays.items() if n.startswith(STREAM)}
-        fields: dict[str, Any] = {n: arrays.get(n) for n in ARRAYS}
-        without_streams = Batch(sampling=sampling, kept=kept, **fields)
+        arrays_of_batch: dict[str, Any] = {n: arrays.get(n) for n in ARRAYS}
+        without_streams = Batch(sampling=sampling, kept=kept, **arrays_of_batch)
         return replace(without_streams, streams=streams_of_batch)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, PosttrainError) as error:
         raise RunFolderError(f"{path} is damaged ({error})") from error

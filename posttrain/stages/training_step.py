@@ -89,7 +89,7 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
 
     A step that a check or the loss stops is recorded too, as far as it got. Its note says what stopped it.
     """
-    stage, version, partial = roles.stage, roles.trainer.version, UnfinishedStep(e)
+    stage, version, unfinished = roles.stage, roles.trainer.version, UnfinishedStep(e)
     algorithm = steered(stage.algorithm, roles.adaptive)
     # Value warm-up: in the first steps only the values learn. Here the algorithm's terms that move the policy are taken
     # out. The credit is computed as always, since the targets of the values come from it; `without_credit` then sets it
@@ -97,8 +97,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
     if warming := algorithm.learns_values is not None and e.index <= algorithm.learns_values.warmup:
         algorithm = standing(algorithm)
     # Scores and credit of the whole step are computed before its first update. Else later minibatches would be scored
-    # by a policy that earlier minibatches have changed. `partial` holds what is done so far.
-    with stopped_is_recorded(roles, partial):
+    # by a policy that earlier minibatches have changed. `unfinished` holds what is done so far.
+    with stopped_is_recorded(roles, unfinished):
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
         with roles.clock.of("score"):
@@ -120,10 +120,10 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                 ema=roles.adaptive.ema,
                 emas=roles.adaptive.emas,
             )
-            partial.credit = credit = without_credit(credit) if warming else credit
+            unfinished.credit = credit = without_credit(credit) if warming else credit
         with roles.clock.of("learn"):
             if roles.implicit is not None:
-                partial.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
+                unfinished.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
             # `minibatches` is lazy: each minibatch is made after the updates on those before it. An algorithm that
             # chooses tokens by the present log-probs gets them from `now`.
             minibatches = pack(
@@ -141,8 +141,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                         if not isinstance(error.__cause__, NonFiniteGradient):
                             raise
                         seen, note = left_out(roles, batch, e.index, error)
-                        partial.skipped.append(note)
-                    partial.learned.append(seen)
+                        unfinished.skipped.append(note)
+                    unfinished.learned.append(seen)
         with roles.clock.of("rollout"):
             await roles.groups.proceed()
         with roles.clock.of("sync"):
@@ -154,9 +154,9 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             roles.replay.add(e.index, e.fresh)
         # The line is made once, because making it also writes the episodes. If an observer stops the run in `after`,
         # `stopped_is_recorded` writes this same line with the reason.
-        partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
-        roles.adaptive = _adapted(roles, partial, credit)
-        line = await roles.watch.after(partial.line)
+        unfinished.line = _line(roles, unfinished, notes(e, credit, stage.prompts))
+        roles.adaptive = _adapted(roles, unfinished, credit)
+        line = await roles.watch.after(unfinished.line)
         await roles.groups.learned()
         return line
 

@@ -88,8 +88,8 @@ def program() -> str:
 
 def python() -> str:
     """The shortest name under which the shell finds this interpreter."""
-    python = Path(sys.executable)
-    return next((n for n in ("python", "python3") if _found(n, python)), shlex.quote(_near(python)))
+    interpreter = Path(sys.executable)
+    return next((n for n in ("python", "python3") if _found(n, interpreter)), shlex.quote(_near(interpreter)))
 
 
 def _short(script: Path) -> str:

@@ -345,7 +345,7 @@ class ModelDefaults:
 def given_paths(run: Run, overrides: Iterable[str]) -> frozenset[str]:
     """Full paths of the settings that these overrides give."""
     given = (text.partition("=")[::2] for text in overrides if "=" in text)
-    return frozenset(".".join(dotted.address(run, key.strip(), word.strip())) for key, word in given)
+    return frozenset(".".join(dotted.address(run, key.strip(), value.strip())) for key, value in given)
 
 
 def for_model(

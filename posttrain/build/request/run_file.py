@@ -84,9 +84,9 @@ def to_yaml(
         reasons: why a value was chosen, by the path of its override. They become comments.
         own: algorithms of the user's files, by their words `path.py:NAME`.
     """
-    shipped = {name: a for rows in LADDERS.values() for name, a in rows.items()}
-    base = _document(recipe, shipped) if recipe is not None else None
-    return "\n".join(_lines(_document(run, {**shipped, **(own or {})}), base, "", reasons or {}, ())) + "\n"
+    ladder_rows = {name: a for rows in LADDERS.values() for name, a in rows.items()}
+    recipe_tree = _document(recipe, ladder_rows) if recipe is not None else None
+    return "\n".join(_lines(_document(run, {**ladder_rows, **(own or {})}), recipe_tree, "", reasons or {}, ())) + "\n"
 
 
 def _document(run: Run, named: Mapping[str, AnyAlgorithm]) -> dict[str, Any]:

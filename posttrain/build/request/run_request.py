@@ -191,8 +191,8 @@ def settled(request: RunRequest) -> RunRequest:
     ready = for_model(
         request.run, request.given, trained=not was_built(request.run.model.path), objects=request.objects
     )
-    recorded = {"chosen": dict(ready.chosen), **request.recorded}
-    return replace(request, run=ready.run, notes=(*request.notes, *ready.lines), recorded=recorded)
+    facts = {"chosen": dict(ready.chosen), **request.recorded}
+    return replace(request, run=ready.run, notes=(*request.notes, *ready.lines), recorded=facts)
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
