@@ -52,16 +52,20 @@ async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     """Checks of what an environment states about its tasks, whatever its verifier. Held-out tasks are distinct, and no
     training task equals one. Tasks are a function of the seed. The alphabet covers prompts and answers. Demonstrations
     are right or wrong as asked."""
-    held, train = list(env.heldout), _train(env, samples)
+    heldout, train = list(env.heldout), _train(env, samples)
     bare = replace(env, rewards=())
     texts = bare.abilities.demonstrations
     styles = texts.styles if texts is not None and texts.false else ()
     return (
-        _distinct(env, held),
-        _disjoint(env, held, train),
-        _determined(env, held, train),
-        _alphabet(env, [*held, *train[:200]]),
-        *[await c for style in styles for c in (_demonstrations(bare, style, train[:200], w) for w in (0.0, 1.0))],
+        _distinct(env, heldout),
+        _disjoint(env, heldout, train),
+        _determined(env, heldout, train),
+        _alphabet(env, [*heldout, *train[:200]]),
+        *[
+            await c
+            for style in styles
+            for c in (_demonstrations(bare, style, train[:200], wrong) for wrong in (0.0, 1.0))
+        ],
     )
 
 

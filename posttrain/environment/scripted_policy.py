@@ -67,8 +67,8 @@ async def attempt(
 
 async def judged(env: Environment, task: Task, turns: Sequence[str]) -> tuple[Judged, ...]:
     """Play and judge one scripted episode. The verdicts include the rewards that it was paid during play."""
-    said, talk = await _played(env, task, turns, Stop.SAID)
-    return (*await env.judge(said), *talk.paid)
+    played, talk = await _played(env, task, turns, Stop.SAID)
+    return (*await env.judge(played), *talk.paid)
 
 
 async def _played(

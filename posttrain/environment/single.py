@@ -253,8 +253,8 @@ class SingleTurn(ABC):
 
         If the group is judged together later, rewards that judge whole groups are left out here.
         """
-        asked = [s for s in self.rewards if not (attempt.batched and _batched(s))]
-        return tuple(map(self._as_paid, await asyncio.gather(*(source(attempt) for source in asked))))
+        sources = [s for s in self.rewards if not (attempt.batched and _batched(s))]
+        return tuple(map(self._as_paid, await asyncio.gather(*(source(attempt) for source in sources))))
 
     def _as_paid(self, j: Judged) -> Judged:
         """The verdict, marked as measured if its source is one of `measured_rewards`."""
@@ -262,8 +262,8 @@ class SingleTurn(ABC):
 
     async def _together(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[tuple[Judged, ...]], Gauges]:
         """See `core.abilities.Together`."""
-        asked = [s for s in self.rewards if isinstance(s, BatchSource) and s.batched]
-        by_source = await asyncio.gather(*(s.batch(attempts, at) for s in asked))
+        sources = [s for s in self.rewards if isinstance(s, BatchSource) and s.batched]
+        by_source = await asyncio.gather(*(s.batch(attempts, at) for s in sources))
         # `by_source` has an entry for each source, with the verdicts on all attempts. The caller gets an entry for each
         # attempt.
         verdicts = [tuple(self._as_paid(judged[i]) for judged, _ in by_source) for i in range(len(attempts))]

@@ -41,14 +41,14 @@ def heard(result: bytes) -> Any:
     if not result:
         raise NoValidValue("no_result", "ended without returning from the call, or returned too much")
     try:
-        said = json.loads(result)
+        reply = json.loads(result)
     except (ValueError, RecursionError) as error:
         raise NoValidValue("forged", f"the result is no JSON: {type(error).__name__}") from None
-    if isinstance(said, dict) and list(said) == ["type"]:
-        raise NoValidValue("type", str(said["type"])[:200])
-    if not isinstance(said, dict) or list(said) != ["value"]:
+    if isinstance(reply, dict) and list(reply) == ["type"]:
+        raise NoValidValue("type", str(reply["type"])[:200])
+    if not isinstance(reply, dict) or list(reply) != ["value"]:
         raise NoValidValue("forged", "the result is not one value")
-    return said["value"]
+    return reply["value"]
 
 
 def same(said: Any, wanted: Any, how: Comparison = Comparison()) -> bool:

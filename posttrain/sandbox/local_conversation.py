@@ -100,12 +100,12 @@ class LocalConversation:
             while True:
                 # As in `SandboxWorker._read_streams` there are two deadlines: first for the piece, then for the
                 # sandbox.
-                left = start + self.limits.wall + (GRACE if stopped else 0.0) - time.monotonic()
-                if left <= 0 and stopped:
+                seconds_left = start + self.limits.wall + (GRACE if stopped else 0.0) - time.monotonic()
+                if seconds_left <= 0 and stopped:
                     raise SandboxBroken(
                         f"{self.worker.backend.name}: no answer {GRACE:g} s after a session was told to end"
                     )
-                ready = selector.select(max(0.0, left))
+                ready = selector.select(max(0.0, seconds_left))
                 for key, events in ready:
                     # The zygote sends a message without a request only if the process has ended.
                     if key.fileobj is self.worker.control:
@@ -161,9 +161,9 @@ class LocalConversation:
     def _read_reply(self) -> dict[str, Any]:
         """The next reply of the zygote, within `GRACE` seconds."""
         self.worker.control.settimeout(GRACE)
-        said = self.worker.reply()
+        message = self.worker.reply()
         self.worker.control.settimeout(None)
-        return said
+        return message
 
     def _ran(
         self,

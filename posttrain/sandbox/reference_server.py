@@ -135,8 +135,8 @@ class Executor(ThreadingHTTPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:
         if self.callers.enter(request, client_address[0]):
             return True
-        said = "%s has %d connections, all being answered: a further one was closed"
-        LOG.warning(said, client_address[0], self.callers.per_address)
+        message = "%s has %d connections, all being answered: a further one was closed"
+        LOG.warning(message, client_address[0], self.callers.per_address)
         return False
 
     def shutdown_request(self, request: Any) -> None:
@@ -194,16 +194,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, method: str) -> None:
         """Answers one request: checks the token, reads the body, does what is asked."""
-        held = 0
+        body_size = 0
         try:
             # The token is compared in constant time, and before the body is read.
-            given = self.headers.get("Authorization", "").encode("latin-1", "replace")
-            if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+            authorization = self.headers.get("Authorization", "").encode("latin-1", "replace")
+            if not hmac.compare_digest(authorization, f"Bearer {self.server.token}".encode()):
                 self.close_connection = True
                 return self._say(401, {"error": "wrong or missing token"})
             self.server.callers.now(self.connection, "body")
-            held = self._length()
-            body = self._body(held)
+            body_size = self._length()
+            body = self._body(body_size)
             self.server.callers.now(self.connection, "answer")
             self._say(200, self._done(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
         except (BadRequest, Busy, PosttrainError) as error:
@@ -212,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection |= not isinstance(error, PosttrainError)
             self._say(400 if isinstance(error, BadRequest | ConfigError) else 503, {"error": str(error)})
         finally:
-            self.server.hold(-held)
+            self.server.hold(-body_size)
             self.server.callers.now(self.connection, "idle")
 
     def _length(self) -> int:
@@ -220,8 +220,8 @@ class Handler(BaseHTTPRequestHandler):
         # Exactly one plain length is accepted. Servers differ in how they read two lengths, a sign, or a transfer
         # encoding, and this could hide a request from a proxy. A body without a length could not be checked against the
         # bound.
-        given = self.headers.get_all("Content-Length", ["0"])
-        length = given[0] if len(given) == 1 else ""
+        lengths = self.headers.get_all("Content-Length", ["0"])
+        length = lengths[0] if len(lengths) == 1 else ""
         if (
             not (length.isascii() and length.isdecimal() and len(length) < 12)
             or int(length) > MOST_BODY
@@ -235,12 +235,12 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self, length: int) -> dict[str, Any]:
         """The JSON object in a body of this length."""
         try:
-            said = json.loads(self.rfile.read(length) or b"{}")
+            value = json.loads(self.rfile.read(length) or b"{}")
         except (ValueError, RecursionError):
             raise BadRequest("the body is no JSON") from None
-        if not isinstance(said, dict):
+        if not isinstance(value, dict):
             raise BadRequest("the body is no JSON object")
-        return said
+        return value
 
     def _done(self, method: str, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request by its method and path."""

@@ -168,22 +168,22 @@ class SandboxWorker:
         """Run one program to its end or its limits."""
         self.settle()
         self.jobs += 1
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             # The descriptors are sent in the order in which `zygote.job` unpacks them: source, stdin, stdout, stderr,
             # result, call.
-            given = [sealed(job.program, held), sealed(job.stdin, held) if job.stdin else silent(held)]
+            inputs = [sealed(job.program, stack), sealed(job.stdin, stack) if job.stdin else silent(stack)]
             readers = {}
             ends = []
             most = {"stdout": job.limits.output, "stderr": job.limits.output, "result": job.limits.result}
-            for name, kept in most.items():
+            for name, bytes_kept in most.items():
                 reader, writer = os.pipe()
                 os.set_blocking(reader, False)
-                held.callback(os.close, reader)
+                stack.callback(os.close, reader)
                 ends.append(writer)
-                readers[reader] = PipeReader(name, kept)
+                readers[reader] = PipeReader(name, bytes_kept)
             request = json.dumps({"limits": job.limits.plain(), "session": False, "followed": job.followed}).encode()
             try:
-                self.begin(request, [*given, *ends, sealed(job.call, held) if job.call else nothing()])
+                self.begin(request, [*inputs, *ends, sealed(job.call, stack) if job.call else nothing()])
             finally:
                 # The pipes end only if our copies of their writing ends are closed.
                 for writer in ends:

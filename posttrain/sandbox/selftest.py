@@ -43,8 +43,8 @@ class AttackTargets:
 def bait() -> Iterator[AttackTargets]:
     """Create the targets, and remove them after the block. Only loopback and a temporary folder are used."""
     name = f"\0posttrain-{secrets.token_hex(8)}"
-    with contextlib.ExitStack() as held:
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-bait-"))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-bait-"))
         # The modes of the files allow everything, so that only the sandbox can refuse an attack. If root started it,
         # programs run as another user, and stricter modes would hide a leak.
         os.chmod(folder, 0o777)
@@ -52,19 +52,19 @@ def bait() -> Iterator[AttackTargets]:
         with open(canary, "w") as file:
             file.write("canary")
         os.chmod(canary, 0o666)
-        tcp = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-        unix = held.enter_context(socket.socket(socket.AF_UNIX))
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        unix = stack.enter_context(socket.socket(socket.AF_UNIX))
         unix.bind(name)
         unix.listen()
-        held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(name + "-datagram")
+        stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(name + "-datagram")
         before = os.environ.get(CANARY)
         os.environ[CANARY] = secrets.token_hex(8)
         try:
             # /proc shows the environment with which a process was started, and this process was started without the
             # canary. So another process is started with it.
             waits = [sys.executable, "-ISc", "import sys; sys.stdin.read()"]
-            started = held.enter_context(subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL))
-            held.callback(started.kill)
+            started = stack.enter_context(subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL))
+            stack.callback(started.kill)
             yield AttackTargets(canary, tcp.getsockname()[1], name, os.getpid(), started.pid)
         finally:
             os.environ.pop(CANARY, None)
@@ -74,8 +74,8 @@ def bait() -> Iterator[AttackTargets]:
 
 def attacks(target: AttackTargets, processes: bool = False) -> bytes:
     """The program that tries every attack and prints those that worked, one per line."""
-    more = "" if processes else probes.NO_PROCESSES
-    return probes.ATTACKS.format(**asdict(target), processes=more).encode()
+    forbidden = "" if processes else probes.NO_PROCESSES
+    return probes.ATTACKS.format(**asdict(target), processes=forbidden).encode()
 
 
 def selftest(backend: Backend) -> list[str]:
@@ -106,12 +106,12 @@ def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
     if ran.why != "ok" or ran.stdout != probes.HONEST_SAYS:
         wrong.append(f"an honest program does not run: {_end(ran)}")
     ran = worker.run(Job(attacks(target), limits=quick))
-    said = ran.said.splitlines()
+    lines = ran.said.splitlines()
     # The program prints how many attacks it tried. If there are fewer than in its text, it ended early, and the others
     # were not tried.
-    if ran.why != "ok" or said[:1] != [f"tried {attacks(target).count(ATTACK)}"]:
+    if ran.why != "ok" or lines[:1] != [f"tried {attacks(target).count(ATTACK)}"]:
         wrong.append(f"the attacks could not be tried: {_end(ran)}")
-    wrong += [f"a program can: {name}" for name in said[1:] if name]
+    wrong += [f"a program can: {name}" for name in lines[1:] if name]
     # Attacks that end their own process are programs of their own.
     for name, source, limits, expected in (
         ("call by the numbers of i386", probes.OTHER_ARCHITECTURE, quick, "crashed"),

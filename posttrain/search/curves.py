@@ -60,13 +60,13 @@ async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task
     spent = 0
     for seed in range(runs):
         # Each run has its own count of tokens, because the budget is for one search of a task and not for all runs.
-        own = replace(tools, seed=tools.seed + seed, spent_on=Counter())
+        run_tools = replace(tools, seed=tools.seed + seed, spent_on=Counter())
 
-        async def one(task: Task, own: StepSearch = own) -> tuple[float, Right] | None:
-            return await own.judged(task, await play(kind, own, task))
+        async def one(task: Task, run_tools: StepSearch = run_tools) -> tuple[float, Right] | None:
+            return await run_tools.judged(task, await play(kind, run_tools, task))
 
         outcomes.append(await together([one(t) for t in tasks]))
-        spent += own.spent
+        spent += run_tools.spent
     judged = {
         t.id: [x for x in each if x is not None] for t, each in zip(tasks, zip(*outcomes, strict=True), strict=True)
     }

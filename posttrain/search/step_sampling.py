@@ -206,15 +206,17 @@ class StepSearch:
         upto = [[t[:end] for end in step_ends(t, self.separator)] for t in texts]
         # A beginning keeps the scores of its earlier steps, so only the texts up to later steps are new. Different
         # beginnings may have the same text, and it is asked for once.
-        asked = list(dict.fromkeys(t for b, own in zip(ones, upto, strict=True) for t in own[len(b.scores) :]))
-        scores = dict(zip(asked, await verifier.of_beginnings(task, asked), strict=True))
-        out: list[Beginning] = []
-        for b, own in zip(ones, upto, strict=True):
-            new = [scores[t] for t in own[len(b.scores) :]]
+        new_texts = list(
+            dict.fromkeys(t for b, own_texts in zip(ones, upto, strict=True) for t in own_texts[len(b.scores) :])
+        )
+        scores = dict(zip(new_texts, await verifier.of_beginnings(task, new_texts), strict=True))
+        scored: list[Beginning] = []
+        for b, own_texts in zip(ones, upto, strict=True):
+            new = [scores[t] for t in own_texts[len(b.scores) :]]
             # With one step missing, a score of the others would be compared with scores of all steps.
             judged = tuple(x for x in new if x is not None)
-            out.append(replace(b, scores=(*b.scores, *judged) if len(judged) == len(new) else ()))
-        return out
+            scored.append(replace(b, scores=(*b.scores, *judged) if len(judged) == len(new) else ()))
+        return scored
 
     def _segment(self, task: Task, b: Beginning) -> Segment:
         transcript = Transcript(READ)
@@ -236,12 +238,12 @@ class StepSearch:
         return outcome(await self._judged(task, b))
 
     async def _judged(self, task: Task, b: Beginning) -> Sequence[Judged]:
-        said = (self.text(b.ids),)
-        attempt = attempt_of(task, said, b.stop or Stop.LENGTH, (self._segment(task, b),), self.text, int)
+        turns = (self.text(b.ids),)
+        attempt = attempt_of(task, turns, b.stop or Stop.LENGTH, (self._segment(task, b),), self.text, int)
         return await self.environment.judge(attempt)
 
     async def judged(self, task: Task, b: Beginning) -> tuple[float, Right] | None:
         """The environment's outcome, and what is right by it; None where it could not be judged."""
-        found = await self._judged(task, b)
-        paid = outcome(found)
-        return None if paid is None else (paid, right_of(found, self.right_at))
+        verdicts = await self._judged(task, b)
+        paid = outcome(verdicts)
+        return None if paid is None else (paid, right_of(verdicts, self.right_at))

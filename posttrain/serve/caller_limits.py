@@ -71,19 +71,19 @@ class CallerLimits:
 def read_limits(words: Iterable[str]) -> CallerLimits:
     """Limits from `name=number` words. ConfigError names a word that is not valid."""
     kinds = {f.name: f.type for f in fields(CallerLimits)}
-    given: dict[str, float] = {}
+    values: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition("=")
         if name not in kinds:
             raise ConfigError(f"--limit {word}: {nearest(name, sorted(kinds))}")
         try:
-            given[name] = int(text) if kinds[name] == "int" else float(text)
+            values[name] = int(text) if kinds[name] == "int" else float(text)
         except ValueError:
             kind = "a whole number" if kinds[name] == "int" else "a number"
             raise ConfigError(
                 f"--limit {word}: {name} is {kind}, such as {name}={getattr(CallerLimits, name):g}"
             ) from None
-    return CallerLimits(**given)  # type: ignore[arg-type]
+    return CallerLimits(**values)  # type: ignore[arg-type]
 
 
 def most_connections(limits: CallerLimits) -> int:

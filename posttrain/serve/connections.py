@@ -82,9 +82,9 @@ class Connection(web.RequestHandler):
         # `write_seconds` is cut off.
         if self._stuck is not None and wire is not None:
             when, size = self._stuck
-            left = wire.get_write_buffer_size()
-            if left <= size - WRITTEN:
-                self._stuck = now, left
+            unwritten = wire.get_write_buffer_size()
+            if unwritten <= size - WRITTEN:
+                self._stuck = now, unwritten
             elif now - when > limits.write_seconds:
                 return True
         # An answer may take as long as it needs. But if the caller sends more and more meanwhile, asyncio stops

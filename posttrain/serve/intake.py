@@ -125,12 +125,12 @@ class Intake:
     def parse_request(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
         """The checked fields and prompt ids of a body; runs in a thread."""
         # Cheap checks come first (fields, the model's name, ids), then templates and tokenizers, which take longer.
-        asked: Any = read(kind, parse(body))
-        self.known(asked.model)
-        self._in_vocabulary(asked)
-        if isinstance(asked, ChatRequest):
-            return asked, [self._chat(asked)]
-        return asked, [self._prompt(p) for p in asked.prompt]
+        fields: Any = read(kind, parse(body))
+        self.known(fields.model)
+        self._in_vocabulary(fields)
+        if isinstance(fields, ChatRequest):
+            return fields, [self._chat(fields)]
+        return fields, [self._prompt(p) for p in fields.prompt]
 
     def known(self, name: str) -> None:
         """Refuse a model that is not served here."""
@@ -287,8 +287,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # JSON readers differ on which of two equal names counts. A proxy could check another value than this server uses.
     values = dict(pairs)
     if len(values) < len(pairs):
-        seen: set[str] = set()
-        repeated = next(k for k, _ in pairs if k in seen or seen.add(k))
+        names: set[str] = set()
+        repeated = next(k for k, _ in pairs if k in names or names.add(k))
         raise Refusal(f"{repeated!r} stands twice in one object: send it once", param=repeated)
     return values
 

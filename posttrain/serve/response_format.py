@@ -56,12 +56,12 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
         return all(conforms(x, schema.get("items", {})) for x in value)
     if not isinstance(value, dict):
         return True
-    own = schema.get("properties", {})
+    properties = schema.get("properties", {})
     if any(name not in value for name in schema.get("required", ())):
         return False
-    if schema.get("additionalProperties") is False and any(name not in own for name in value):
+    if schema.get("additionalProperties") is False and any(name not in properties for name in value):
         return False
-    return all(conforms(x, own.get(name, {})) for name, x in value.items())
+    return all(conforms(x, properties.get(name, {})) for name, x in value.items())
 
 
 def _is(value: Any, kind: str) -> bool:

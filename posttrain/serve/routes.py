@@ -116,9 +116,9 @@ class Server:
     async def _generate(self, kind: type[GenerationRequest], prefix: str, request: web.Request) -> web.StreamResponse:
         """Reads a request of one kind and answers it."""
         self._intake.check(request)
-        asked, prompts = await self._intake.read(request, kind)
+        fields, prompts = await self._intake.read(request, kind)
         waits_for(request, "answer")
-        return await self._answer(request, asked, prompts, prefix)
+        return await self._answer(request, fields, prompts, prefix)
 
     def _contract(self, asked: GenerationRequest, length: int) -> Sampling:
         """The contract of one answer to a prompt of `length` tokens."""
@@ -224,8 +224,8 @@ class Server:
         # Every piece is in the queue before the task is done. So None comes behind all of them, even if the task
         # failed.
         work.add_done_callback(lambda _: queue.put_nowait(None))
-        while (told := await queue.get()) is not None:
-            choice, piece = told
+        while (entry := await queue.get()) is not None:
+            choice, piece = entry
             for chunk in shape.next(choice, piece or TextChunk(), choice.finish if piece is None else None):
                 await send(json.dumps(chunk))
         try:

@@ -173,7 +173,7 @@ async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNum
     order = Random(seed).sample(range(len(attempts)), len(attempts))
     first, _ = await together(attempts, at)
     other, _ = await together([attempts[i] for i in order], at)
-    moved = not all(same_scores(first[i], told) for i, told in zip(order, other, strict=True))
+    moved = not all(same_scores(first[i], judged) for i, judged in zip(order, other, strict=True))
     if not moved and len(attempts) > 2:  # of two, every order of the scores looks like one of the answers
         return ""
     alone = [(await together([a], at))[0][0] for a in attempts]

@@ -25,8 +25,8 @@ def exact(task: Task, text: str) -> Verdict:
 
 def integer(task: Task, text: str) -> Verdict:
     """1 if the last integer of the response equals that of the answer, or of any of a list, all normalised."""
-    wanted, said = integers(task), last_integer(text)
-    return graded(said in wanted, said, " or ".join(wanted), kind="no_integer" if said is None else "wrong")
+    wanted, number = integers(task), last_integer(text)
+    return graded(number in wanted, number, " or ".join(wanted), kind="no_integer" if number is None else "wrong")
 
 
 def contains(task: Task, text: str) -> Verdict:

@@ -57,12 +57,12 @@ def tool_call(task: Task, text: str) -> Verdict:
     if not begun or not ended:
         return Verdict.value(0.0, "no_call", f"there is no {BEGIN}...{END}")
     try:
-        said = _calls(read_data.json_value(inside))
+        called = _calls(read_data.json_value(inside))
     except Unreadable as error:
         return Verdict.value(0.0, "malformed", str(error)[:200])
-    if said == wanted:
+    if called == wanted:
         return Verdict.value(1.0)
-    return Verdict.value(0.0, "wrong", f"called {_shown(said)}, wanted {_shown(wanted)}")
+    return Verdict.value(0.0, "wrong", f"called {_shown(called)}, wanted {_shown(wanted)}")
 
 
 def gold_calls(task: Task) -> Calls:

@@ -55,8 +55,8 @@ class Patience:
 
         `failed`: tries that failed so far. `asked`: the seconds of the server's `Retry-After`, None without it.
         """
-        own = min(self.longest, self.first * 2 ** (failed - 1)) * random.uniform(0.5, 1)
-        return own if asked is None else min(self.longest, max(own, asked))
+        seconds = min(self.longest, self.first * 2 ** (failed - 1)) * random.uniform(0.5, 1)
+        return seconds if asked is None else min(self.longest, max(seconds, asked))
 
 
 class Endpoint:

@@ -144,8 +144,8 @@ async def _whole(rubric: Any, state: Any) -> list[Judged]:
         await rubric.score_rollout(state)
     except Exception as error:
         return [Judged(name, 1.0, redacted(_failed(error, None)))]
-    out = [Judged(name, 1.0, _numbered(state["reward"]))]
-    return out + [
+    judged = [Judged(name, 1.0, _numbered(state["reward"]))]
+    return judged + [
         Judged(k, 0.0, v if v.state is State.VALUE else Verdict.abstain(v.why))
         for k, x in (state["metrics"] or {}).items()
         for v in [_numbered(x)]

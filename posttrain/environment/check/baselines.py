@@ -42,10 +42,10 @@ async def unread(s: Subject) -> Answer:
     if s.known:
         return Mark.SKIP, "right answers are known and paid, so the probes of silence, constants and templates say it"
     rng, tasks = s.random("baselines"), s.tasks[:TASKS_EACH]
-    asked = [(t, kind, text) for t in tasks for kind, text in _said(t, rng).items()]
-    judged = await s.judge_all([(t, (text,)) for t, _, text in asked], repeat=True)
+    attempts = [(t, kind, text) for t in tasks for kind, text in _said(t, rng).items()]
+    judged = await s.judge_all([(t, (text,)) for t, _, text in attempts], repeat=True)
     paid: dict[str, list[float]] = {}
-    for (_, kind, _), answer in zip(asked, judged, strict=True):
+    for (_, kind, _), answer in zip(attempts, judged, strict=True):
         if answer.outcome is not None:
             paid.setdefault(kind, []).append(answer.outcome)
     if not paid:
@@ -80,10 +80,10 @@ async def paid_and_measured(s: Subject) -> Answer:
     tasks, rng = s.tasks[:TASKS_EACH], s.random("measured")
     real_answers = [(t, {"a real answer": text}) for t in tasks if (text := s.completions.get(t.id)) is not None]
     artificial = [(t, _said(t, rng)) for t in tasks]
-    asked = [(t, kind, text) for t, texts in (*artificial, *real_answers) for kind, text in texts.items()]
-    judged = await s.judge_all([(t, (text,)) for t, _, text in asked], repeat=True)
+    attempts = [(t, kind, text) for t, texts in (*artificial, *real_answers) for kind, text in texts.items()]
+    judged = await s.judge_all([(t, (text,)) for t, _, text in attempts], repeat=True)
     figures: dict[str, list[tuple[float, float, str]]] = {}
-    for (task, kind, _), answer in zip(asked, judged, strict=True):
+    for (task, kind, _), answer in zip(attempts, judged, strict=True):
         paid, measured = answer.outcome, truth(answer.judged)
         if paid is not None and measured is not None:
             figures.setdefault(task.id, []).append((paid, measured, kind))

@@ -113,12 +113,12 @@ async def distractor(s: Subject) -> Answer:
         return _nothing_paid(s)
     # A wrong answer fails if it earns as much as the right one to its task, or as much as the best right one anywhere.
     best = {source: max(t.scores.get(source, 0.0) for t in s.gold.values()) for source in s.sources}
-    for told in s.wrong.values():
+    for judged in s.wrong.values():
         for source in s.sources:
-            score = told.scores.get(source, 0.0)
-            if source not in s.deciding(told.task) or (score >= best[source] and best[source] > 0):
+            score = judged.scores.get(source, 0.0)
+            if source not in s.deciding(judged.task) or (score >= best[source] and best[source] > 0):
                 return Mark.FAIL, (
-                    f"{told.said} to {prompt_words(told.task.prompt)} is wrong and earns {score:g} with {source}"
+                    f"{judged.said} to {prompt_words(judged.task.prompt)} is wrong and earns {score:g} with {source}"
                 )
     return Mark.OK, f"{len(s.wrong)} wrong answers that look right earn less"
 
@@ -153,10 +153,10 @@ async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tup
 
     `say`: the answers to a task by their kind, each in place of the last right turn.
     """
-    asked = [(t, kind, text) for t in s.known[:TASKS_EACH] for kind, text in say(t).items()]
-    judged = await s.judge_all([(t, s.last(t, text)) for t, _, text in asked])
+    attempts = [(t, kind, text) for t in s.known[:TASKS_EACH] for kind, text in say(t).items()]
+    judged = await s.judge_all([(t, s.last(t, text)) for t, _, text in attempts])
     counts, example = dict[str, VariantCount](), ""
-    for (task, kind, _), answer in zip(asked, judged, strict=True):
+    for (task, kind, _), answer in zip(attempts, judged, strict=True):
         count = counts.setdefault(kind, VariantCount())
         count.tried += 1
         # Three outcomes: paid in full, paid in part, or paid like a wrong answer. A graded reward may pay some forms
@@ -209,16 +209,16 @@ async def declared(s: Subject) -> Answer:
     """Tries `SingleTurn.paraphrases`, the answers that the environment itself calls right."""
     if not s.known:
         return _nothing_paid(s)
-    asked = [(t, turns) for t in s.known for turns in s.env.paraphrases(t)]
-    if not asked:
+    attempts = [(t, turns) for t in s.known for turns in s.env.paraphrases(t)]
+    if not attempts:
         return Mark.SKIP, "the environment names no other ways to be right (paraphrases)"
-    for (task, _), told in zip(asked, await s.judge_all(asked), strict=True):
-        if set(s.paid(told)) != set(s.deciding(task)):
+    for (task, _), judged in zip(attempts, await s.judge_all(attempts), strict=True):
+        if set(s.paid(judged)) != set(s.deciding(task)):
             return Mark.FAIL, (
-                f"{told.said} to {prompt_words(task.prompt)} is right by the environment's own word and earns"
-                f" {dict(told.scores)}"
+                f"{judged.said} to {prompt_words(task.prompt)} is right by the environment's own word and earns"
+                f" {dict(judged.scores)}"
             )
-    return Mark.OK, f"{len(asked)} answers"
+    return Mark.OK, f"{len(attempts)} answers"
 
 
 def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
@@ -237,8 +237,8 @@ async def silence(s: Subject) -> Answer:
     """Tries texts that say nothing."""
     if not s.known:
         return _nothing_paid(s)
-    found = await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known)
-    return _found(s, found, f"{len(SILENCE)} ways to say nothing")
+    attacks = await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known)
+    return _found(s, attacks, f"{len(SILENCE)} ways to say nothing")
 
 
 async def constant(s: Subject) -> Answer:
@@ -246,8 +246,8 @@ async def constant(s: Subject) -> Answer:
     if not s.known:
         return _nothing_paid(s)
     texts = list(dict.fromkeys([*s.answers()[:5], *WORDS]))
-    found = await s.attack(lambda _: {repr(x): s.shaped(x) for x in texts}, s.known)
-    return _found(s, found, f"{len(texts)} answers, each to every task")
+    attacks = await s.attack(lambda _: {repr(x): s.shaped(x) for x in texts}, s.known)
+    return _found(s, attacks, f"{len(texts)} answers, each to every task")
 
 
 async def random_strings(s: Subject) -> Answer:
@@ -258,8 +258,8 @@ async def random_strings(s: Subject) -> Answer:
 
     def say(_: Task) -> dict[str, str]:
         texts = enumerate(noise(rng, s.env.alphabet))
-        out = {f"a random string of {len(x)} characters ({i // 4})": x for i, x in texts}
-        return {**out, **{f"{kind}, as an answer": s.shaped(x) for kind, x in out.items() if s.shape != "bare"}}
+        strings = {f"a random string of {len(x)} characters ({i // 4})": x for i, x in texts}
+        return {**strings, **{f"{kind}, as an answer": s.shaped(x) for kind, x in strings.items() if s.shape != "bare"}}
 
     return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "random strings")
 
@@ -271,9 +271,9 @@ async def templates(s: Subject) -> Answer:
 
     def say(task: Task) -> dict[str, str]:
         prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
-        out = {repr(x): x for x in PHRASES} | {f"{x!r} as the answer": s.shaped(x) for x in PHRASES}
-        out |= {f"an empty {name}": form.format("") for name, form in SHAPES.items() if name != "bare"}
-        return {**out, "the prompt": prompt, "the prompt as the answer": s.shaped(prompt)}
+        answers = {repr(x): x for x in PHRASES} | {f"{x!r} as the answer": s.shaped(x) for x in PHRASES}
+        answers |= {f"an empty {name}": form.format("") for name, form in SHAPES.items() if name != "bare"}
+        return {**answers, "the prompt": prompt, "the prompt as the answer": s.shaped(prompt)}
 
     return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "templates, empty forms and the prompt itself")
 
@@ -320,20 +320,22 @@ async def demonstrations(s: Subject) -> Answer:
 
 async def _share_paid(s: Subject, rows: Sequence[Task], by: int) -> float:
     """The share of completions that are paid, each judged with the answer of the row `by` rows below its own."""
-    asked = [(t, replace(t, answer=rows[(i + by) % len(rows)].answer)) for i, t in enumerate(rows[:TASKS_EACH])]
-    answers = await s.judge_all([(given, (s.completions[t.id],)) for t, given in asked])
-    return sum(any(a.scores.get(x, 0.0) > 0 for x in s.sources) for a in answers) / len(asked)
+    pairs = [(t, replace(t, answer=rows[(i + by) % len(rows)].answer)) for i, t in enumerate(rows[:TASKS_EACH])]
+    answers = await s.judge_all([(changed, (s.completions[t.id],)) for t, changed in pairs])
+    return sum(any(a.scores.get(x, 0.0) > 0 for x in s.sources) for a in answers) / len(pairs)
 
 
 async def told(s: Subject) -> Answer:
     """Looks for the answers in the prompts, and for those of other tasks to see how much is chance."""
     tasks = [t for t in s.tasks if t.answer is not None and s.core(t).strip()]
     # The answer of the next task stands in a prompt by chance only. This share is subtracted.
-    found = [
+    contained = [
         [bool(contains(replace(t, answer=s.core(b)), conversation(t.prompt)).score) for b in (t, o)]
         for t, o in zip(tasks, tasks[1:] + tasks[:1], strict=True)
     ]
-    own_share, chance = (sum(x) / max(1, len(found)) for x in zip(*found, strict=True)) if found else (0.0, 0.0)
+    own_share, chance = (
+        (sum(x) / max(1, len(contained)) for x in zip(*contained, strict=True)) if contained else (0.0, 0.0)
+    )
     detail = f"the answer stands in {own_share:.0%} of {len(tasks)} prompts, and that of another task in {chance:.0%}"
     return (Mark.WARN if own_share - chance > 0.5 else Mark.OK if tasks else Mark.SKIP), detail
 

@@ -99,8 +99,8 @@ class Subject:
         """What each of the user's rewards depends on, from pairs of tasks with different answers."""
         answerable = [t for t in self.tasks if self.knows(t)]
         pairs = [(a, b) for a, b in pairwise(answerable) if self.core(a) != self.core(b)]
-        asked = questions([(a, b, (self.right(a), self.right(b))) for a, b in pairs])
-        judged = [await self.judge_all(round_, repeat=True) for round_ in asked]
+        rounds = questions([(a, b, (self.right(a), self.right(b))) for a, b in pairs])
+        judged = [await self.judge_all(round_, repeat=True) for round_ in rounds]
         return dependences(*judged)
 
     # --- answers -----------------------------------------------------------------------------------------------------
@@ -243,10 +243,10 @@ class Subject:
 
     async def attack(self, say: Callable[[Task], Mapping[str, str]], tasks: Sequence[Task]) -> list[Attack]:
         """Give every task the answers of `say`, by kind. Returns how often each kind is scored like a right answer."""
-        asked = [(task, kind, text) for task in tasks for kind, text in say(task).items()]
-        judged = await self.judge_all([(task, (text,)) for task, _, text in asked], repeat=True)
+        attempts = [(task, kind, text) for task in tasks for kind, text in say(task).items()]
+        judged = await self.judge_all([(task, (text,)) for task, _, text in attempts], repeat=True)
         attacks: dict[str, Attack] = {}
-        for (_, kind, _), t in zip(asked, judged, strict=True):
+        for (_, kind, _), t in zip(attempts, judged, strict=True):
             attacks.setdefault(kind, Attack(kind)).add(t, self.paid(t))
         return sorted(attacks.values(), key=lambda a: -a.share)
 
@@ -273,8 +273,8 @@ class Attack:
 
     @property
     def shown(self) -> str:
-        told, sources = self.hits[0]
+        judged, sources = self.hits[0]
         return (
             f"{self.kind} earns what a right answer earns on {len(self.hits)} of {self.tried} tasks with"
-            f" {' and '.join(sources)}, such as {told.said} to {prompt_words(told.task.prompt)}"
+            f" {' and '.join(sources)}, such as {judged.said} to {prompt_words(judged.task.prompt)}"
         )

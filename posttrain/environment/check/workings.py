@@ -85,8 +85,8 @@ async def pool(s: Subject) -> Answer:
     crowd = [i % len(asked) for i in range(CONCURRENT)]
     s.random("crowd").shuffle(crowd)
     with _frequent_switches():
-        told = await s.judge_all([asked[i] for i in crowd])
-    why = _differ([alone[i] for i in crowd], told)
+        judged = await s.judge_all([asked[i] for i in crowd])
+    why = _differ([alone[i] for i in crowd], judged)
     return (Mark.FAIL, why) if why else (Mark.OK, f"{CONCURRENT} judged at once say what they said one at a time")
 
 
@@ -179,18 +179,18 @@ async def sandbox(s: Subject) -> Answer:
 
 def sandboxes(s: Subject) -> list[Sandbox]:
     """The sandboxes in the attributes of the environment, its tools and its sources."""
-    found: dict[int, Sandbox] = {}
+    boxes: dict[int, Sandbox] = {}
     # A walk over attributes. Objects are remembered by their identity, because they may refer to each other in circles,
     # and because equal objects need not be the same one.
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting: list[tuple[object, int]] = [(s.env, 0)]
     while waiting:
         thing, depth = waiting.pop()
-        if id(thing) in seen or depth > DEPTH:
+        if id(thing) in visited or depth > DEPTH:
             continue
-        seen.add(id(thing))
+        visited.add(id(thing))
         if isinstance(thing, Sandbox):
-            found[id(thing)] = thing
+            boxes[id(thing)] = thing
         elif isinstance(thing, list | tuple):
             waiting += [(x, depth + 1) for x in thing if not isinstance(x, str | int | float)]
         elif not isinstance(thing, type):
@@ -198,7 +198,7 @@ def sandboxes(s: Subject) -> list[Sandbox]:
                 waiting.append((thing.interpreters, depth + 1))  # opens the sandbox, because the probe needs it
             # `__dict__` and not `dir`, so that no property is called and the walk changes nothing.
             waiting += [(x, depth + 1) for x in getattr(thing, "__dict__", {}).values()]
-    return list(found.values())
+    return list(boxes.values())
 
 
 WORKINGS = (

@@ -94,7 +94,7 @@ class Arithmetic(SingleTurn):
     def heldout(self) -> tuple[Task, ...]:
         rng = generator(HELDOUT_SEED, "arithmetic/heldout")
         room = {n: self._room(n) for n in self._lengths}
-        seen: set[Signed] = set()
+        drawn: set[Signed] = set()
         tasks: list[Task] = []
         while len(tasks) < self.heldout_count:
             # If half of the sums of a length are held out, no more of that length are drawn. Otherwise training could
@@ -102,8 +102,8 @@ class Arithmetic(SingleTurn):
             open_lengths = [n for n, left in room.items() if left]
             length = open_lengths[int(rng.integers(len(open_lengths)))]
             terms = self._draw(rng, length)
-            if (same := _multiset(terms)) not in seen:
-                seen.add(same)
+            if (same := _multiset(terms)) not in drawn:
+                drawn.add(same)
                 room[length] -= 1
                 tasks.append(_task(f"arithmetic-heldout-{len(tasks)}", terms))
         return tuple(tasks)
@@ -118,9 +118,9 @@ class Arithmetic(SingleTurn):
         return tuple((s, int(o)) for s, o in zip(signs, operands, strict=True))
 
     def verify(self, attempt: Attempt) -> Verdict:
-        said = last_integer(attempt.text)
+        number = last_integer(attempt.text)
         return graded(
-            said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong"
+            number == attempt.task.answer, number, attempt.task.answer, kind="no_integer" if number is None else "wrong"
         )
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:

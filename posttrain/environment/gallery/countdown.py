@@ -79,15 +79,15 @@ class Countdown(GeneratedTasks):
         return parts[0]
 
     def verify(self, attempt: Attempt) -> Verdict:
-        said = re.split(r"[\n;]", attempt.text.strip())[-1].strip()
-        left, equals, right = said.partition("=")
+        last_line = re.split(r"[\n;]", attempt.text.strip())[-1].strip()
+        left, equals, right = last_line.partition("=")
         numbers, target = attempt.task.info["numbers"], attempt.task.info["target"]
         try:
             expression = evaluate(left)
             if equals and evaluate(right).value != target:
                 return Verdict.value(0.0, "wrong", f"{right!r} is not the target {target}")
         except ExpressionError as error:
-            return Verdict.value(0.0, "unparsable", f"{said[:80]!r}: {error}")
+            return Verdict.value(0.0, "unparsable", f"{last_line[:80]!r}: {error}")
         # A difference of multisets, because a number that is given twice may be used twice.
         if extra := Counter(expression.numbers) - Counter(numbers):
             why = f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"

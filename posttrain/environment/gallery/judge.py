@@ -204,12 +204,12 @@ class Judge(GeneratedTasks):
     async def play(self, task: Task, talk: Talk) -> Stop:
         """The policy judges. Where consistency pays, another seat, which is the policy too, judges the other order."""
         talk.see(task.prompt)
-        said = await talk.say()
+        turn = await talk.say()
         if self.form.consistency:
             other = talk.seat(OTHER_ORDER)
             other.see(self.exchanged(task, task.id).prompt)
             talk.leave({"other": (await other.say()).text})
-        return said.stop
+        return turn.stop
 
     def verify(self, attempt: Attempt) -> Verdict:
         gold, scores = int(attempt.task.info["gold"]), self.form.read(attempt.text)

@@ -211,5 +211,5 @@ def _other(values: Sequence[str], value: str) -> str:
 
 def _another(rng: np.random.Generator, values: Sequence[Any] | range, value: Any) -> Any:
     """A random one of the values other than `value`."""
-    left = [v for v in values if v != value]
-    return left[int(rng.integers(len(left)))]
+    others = [v for v in values if v != value]
+    return others[int(rng.integers(len(others)))]

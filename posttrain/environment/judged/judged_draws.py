@@ -44,11 +44,11 @@ class JudgedData:
         # All rows are of one kind (`data_rows` checks it), so the first row shows it. A pair is also a ranking of two,
         # and two labels. A ranking or rating gives no label, because the data do not say from which value on a
         # completion is good.
-        own = self._judged[0].kind
-        can_give: dict[Kind, bool] = {own: own != "ranking" or self._ordered}
-        can_give["pair"] = own != "steps" and not self.unpaired
-        can_give["ranking"] = can_give.get("ranking", False) or own == "pair"
-        can_give["label"] = own in ("label", "pair")
+        own_kind = self._judged[0].kind
+        can_give: dict[Kind, bool] = {own_kind: own_kind != "ranking" or self._ordered}
+        can_give["pair"] = own_kind != "steps" and not self.unpaired
+        can_give["ranking"] = can_give.get("ranking", False) or own_kind == "pair"
+        can_give["label"] = own_kind in ("label", "pair")
         return tuple(kind for kind, possible in can_give.items() if possible)
 
     @cached_property

@@ -84,10 +84,10 @@ def alike(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
 
 def contradictory(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
     """Pairs that are also in the data with their sides swapped."""
-    seen = {(row.key, chosen, rejected) for row, chosen, rejected in pairs}
+    present = {(row.key, chosen, rejected) for row, chosen, rejected in pairs}
     return _places(
         "contradictory pairs",
-        [row for row, chosen, rejected in pairs if (row.key, rejected, chosen) in seen],
+        [row for row, chosen, rejected in pairs if (row.key, rejected, chosen) in present],
         "{} of {} pairs are also there with their sides swapped",
         len(pairs),
         "they cancel out: keep the majority's judgement, or a loss with label noise",

@@ -196,15 +196,17 @@ def _label(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow
 def _rating(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
     """A row with one completion and a number for each attribute."""
     shared, column = _single(place, data, c)
-    given = data.get(c.ratings_column)
-    if given is None:
-        given = {a: data[a] for a in c.rated if data.get(a) is not None}
-    if not isinstance(given, Mapping) or not given:
+    by_attribute = data.get(c.ratings_column)
+    if by_attribute is None:
+        by_attribute = {a: data[a] for a in c.rated if data.get(a) is not None}
+    if not isinstance(by_attribute, Mapping) or not by_attribute:
         raise DataError(
             f"{place}: no ratings: give {c.ratings_column!r}, an object with a number for each attribute, or columns of"
             " numbers (env.args.attributes)"
         )
-    ratings = {without_halves(place, c.ratings_column, str(a)): number(place, str(a), v) for a, v in given.items()}
+    ratings = {
+        without_halves(place, c.ratings_column, str(a)): number(place, str(a), v) for a, v in by_attribute.items()
+    }
     # Completions can be compared by an attribute if it is the only one, or if `attribute` names it. Otherwise the row
     # is read without a value, and no pair can be made of it.
     compared = c.attribute or (next(iter(ratings)) if len(ratings) == 1 else "")
@@ -221,10 +223,10 @@ def _steps(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow
     prompt = _prompt(place, data, c)
     if prompt is None:
         raise DataError(f"{place}: no column {c.prompt_column!r} (env.args.prompt_column); give the prompt")
-    given = data.get(c.completions_column)
+    column = data.get(c.completions_column)
     steps = _each(place, data, c.completions_column, None, lambda n, v: _step(place, n, v))
     if not steps:
-        raise DataError(f"{place}: {c.completions_column!r} is {kind_words(given)}, wanted at least one step")
+        raise DataError(f"{place}: {c.completions_column!r} is {kind_words(column)}, wanted at least one step")
     labels = _each(place, data, c.labels_column, len(steps), lambda n, v: _step_label(place, n, v, c))
     chances: list[float] = []
     if data.get(c.values_column) is not None:
@@ -300,24 +302,24 @@ def tools_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[M
 
     The column has a list of objects with a name, at the top or under `function`; or that list as JSON text.
     """
-    given: Any = data.get(c.tools_column) if c.tools_column else None
-    if isinstance(given, str) and given.strip():
+    column: Any = data.get(c.tools_column) if c.tools_column else None
+    if isinstance(column, str) and column.strip():
         try:
-            given = json.loads(given)
+            column = json.loads(column)
         except ValueError as error:
             raise DataError(f"{place}: {c.tools_column!r} is text that is no JSON ({error}): write a list") from None
-    if given is None or given in ([], ""):
+    if column is None or column in ([], ""):
         return ()
-    if not isinstance(given, list) or not all(isinstance(t, Mapping) for t in given):
+    if not isinstance(column, list) or not all(isinstance(t, Mapping) for t in column):
         raise DataError(
-            f"{place}: {c.tools_column!r} is {kind_words(given)}, wanted a list of tools, each an object;"
+            f"{place}: {c.tools_column!r} is {kind_words(column)}, wanted a list of tools, each an object;"
             " set env.args.tools_column= where the column holds something else"
         )
-    for i, tool in enumerate(given):
+    for i, tool in enumerate(column):
         inner = tool.get("function", tool)
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
             raise DataError(f"{place}: {c.tools_column!r}[{i}] has no name: give a JSON schema of a function")
-    return tuple(without_nulls(t) for t in given)
+    return tuple(without_nulls(t) for t in column)
 
 
 def _required(place: Place, data: Mapping[str, Any], column: str) -> None:

@@ -178,8 +178,8 @@ def _continued(
             f"{place}: {name!r} begins with a message of the {first[0]['role']}, and there is no column {column!r}"
             " (env.args.prompt_column): give the prompt, or whole conversations"
         )
-    asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-    return (*asked, *first)
+    prompt_messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+    return (*prompt_messages, *first)
 
 
 def _ended(place: Place, name: str, value: Any) -> tuple[tuple[Message, ...], str]:
@@ -213,6 +213,6 @@ def _same_prompt(
         if prompt != began:
             raise UnfitRow(place, "drift", f"{name!r} and {column!r} differ at message {_parting(prompt, began)}")
         return
-    asked = [shown(m["content"]) for m in began if m["role"] == "user"]
-    if prompt.strip() not in (text.strip() for text in asked):
+    user_texts = [shown(m["content"]) for m in began if m["role"] == "user"]
+    if prompt.strip() not in (text.strip() for text in user_texts):
         raise UnfitRow(place, "drift", f"no message of the user in {name!r} is the text of {column!r}")

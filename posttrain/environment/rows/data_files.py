@@ -42,8 +42,8 @@ def json_rows(path: Path) -> Rows:
     """
     with read_untrusted.opened(path, DataError) as file:
         start = file.read(1 << 16)
-    if found := next((words for bytes_, words in PACKED.items() if start.startswith(bytes_)), ""):
-        raise DataError(f"{path}: this is {found}")
+    if packing := next((words for bytes_, words in PACKED.items() if start.startswith(bytes_)), ""):
+        raise DataError(f"{path}: this is {packing}")
     if path.suffix in (".csv", ".tsv"):
         raise DataError(
             f"{path}: this is {path.suffix[1:].upper()}, which has no types: write JSON lines, such as with pandas:"

@@ -102,8 +102,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         """In order of the prompts' digests, so that the order does not depend on the file's either."""
-        held = sorted((r for r in self.rows if r.key in self._held), key=lambda r: (r.key, r.task.id))
-        return tuple(self._with_tools(r.task) for r in held)
+        rows = sorted((r for r in self.rows if r.key in self._held), key=lambda r: (r.key, r.task.id))
+        return tuple(self._with_tools(r.task) for r in rows)
 
     @cached_property
     def train(self) -> TaskSource:

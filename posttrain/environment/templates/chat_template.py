@@ -270,9 +270,9 @@ class Chat:
             raise DataError(differs(before, whole))
         # Compared without white space, because templates trim turns. The tokens of the turn stay the policy's in any
         # case.
-        rest = squeezed(whole[len(before) :])
-        reasoning_kept = not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
-        if not (reasoning_kept if calls else rest.startswith(squeezed(said))):
+        after_prompt = squeezed(whole[len(before) :])
+        reasoning_kept = not self._reasoned or squeezed(self._parsed(said).reasoning) in after_prompt
+        if not (reasoning_kept if calls else after_prompt.startswith(squeezed(said))):
             next_role = new[0]["role"] if new else "nothing"
             raise DataError(
                 f"{REWRITES} (a turn that said {said[:60]!r} is written as {whole[len(before) :][:60]!r} once a"
@@ -322,18 +322,18 @@ class Chat:
                 # Several turns are tried, because some templates rewrite only turns that are not among the last ones.
                 for number in range(turns):
                     new = [_answer(follow, number)]
-                    found = self.after(history, said, new, tools)
+                    ending = self.after(history, said, new, tools)
                     if (
                         # A second rendering has to be equal, or the template depends on a clock or on chance.
                         # `between`, which rollouts use and which does not know the turn, has to give the same text.
-                        found != self.after(history, said, new, tools)
-                        or found.text != self.between(history, new, tools).text
+                        ending != self.after(history, said, new, tools)
+                        or ending.text != self.between(history, new, tools).text
                     ):
                         return (
                             "the chat template writes the same messages in two ways (the time of day?), so nothing can"
                             " be proved about it"
                         )
-                    history = [*history, found.turn, *new]
+                    history = [*history, ending.turn, *new]
         except DataError as error:
             return str(error)
         return ""

@@ -114,12 +114,12 @@ class Renderer:
         if MARK not in completion:
             return before, self.completion_ids(completion, chat=chat, task=task, behind=before)
         try:
-            said, stop = written(self.template, prompt, completion, tools)
+            turn_text, stop = written(self.template, prompt, completion, tools)
         except DataError as error:
             raise DataError(f"{_named(task)}: {error}") from error
         # `completion_ids` ends with the usual stop token. Behind calls the template may write another one, which
         # replaces it.
-        ids, end = self.completion_ids(said, chat=chat, task=task), self.encode(stop)
+        ids, end = self.completion_ids(turn_text, chat=chat, task=task), self.encode(stop)
         return before, np.array([*ids[: len(ids) - len(end)], *end], np.int32)
 
     def conversation(
@@ -168,8 +168,8 @@ class Renderer:
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of a turn, without the stop token that ended it. Other special tokens are kept."""
-        said = _plain(ids)
-        return self.decode(said[:-1] if said and said[-1] in self.stop_ids else said)
+        turn_ids = _plain(ids)
+        return self.decode(turn_ids[:-1] if turn_ids and turn_ids[-1] in self.stop_ids else turn_ids)
 
     def opening(self, prompt: Sequence[int] | np.ndarray) -> str:
         """The tag of a thought that these ids open at their end; '' if none."""

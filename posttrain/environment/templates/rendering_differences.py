@@ -56,8 +56,8 @@ def opening(prompt: str) -> str:
     >>> opening("<|assistant|><think>\\n"), opening("<|assistant|><think></think>")
     ('<think>\\n', '')
     """
-    found = _OPENED.search(prompt[-TAIL:])
-    return found[0] if found else ""
+    tag = _OPENED.search(prompt[-TAIL:])
+    return tag[0] if tag else ""
 
 
 def continued(chat: Chat, completion: str, opened: str) -> str:

@@ -105,9 +105,9 @@ class QueuedWork:
             while not self.done.done():
                 # The wait lasts as long as the remaining time would on an idle processor. Then the clock is read again,
                 # because a job that waited for its turn has used less.
-                if (left := seconds - self.used()) <= 0:
+                if (seconds_left := seconds - self.used()) <= 0:
                     self.stop()
-                await asyncio.wait([self.done], timeout=None if left <= 0 else max(left, 0.005))
+                await asyncio.wait([self.done], timeout=None if seconds_left <= 0 else max(seconds_left, 0.005))
         except asyncio.CancelledError:
             self.stop()
             raise
@@ -148,12 +148,12 @@ class QueuedWork:
             self.stopped = True
             # `_holds` is set to False under the lock only, and the thread that does it gives the place back. So no
             # place is given back twice.
-            held, self._holds = self._holds, False
+            had_turn, self._holds = self._holds, False
             if self._turn is not None:
                 self._turn.cancel()
             if self._thread is not None:
                 self._interrupt()
-        if held:
+        if had_turn:
             self._queue.leave()
 
     def tick(self) -> bool:
@@ -190,8 +190,8 @@ class QueuedWork:
             error = raised
         with self._lock:
             self._thread, self._ended = None, True
-            held, self._holds = self._holds, False
-        if held:
+            had_turn, self._holds = self._holds, False
+        if had_turn:
             self._queue.leave()
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
             loop.call_soon_threadsafe(self._settle, result, error)

@@ -37,9 +37,9 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
     list, and a scalar of numpy as the number, truth value or text that it holds.
     """
     # The count is in a list, so that all levels of the recursion share it. The bound is on the whole value.
-    seen = [0] if count is None else count
-    seen[0] += 1
-    if depth > DEPTH or seen[0] > NODES:
+    parts = [0] if count is None else count
+    parts[0] += 1
+    if depth > DEPTH or parts[0] > NODES:
         raise NotPlain(f"the result is deeper than {DEPTH} or has more than {NODES} parts")
     kind = type(value)
     if value is None or kind is bool or kind is str or kind is float:
@@ -48,13 +48,13 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
         # Hexadecimal, because Python refuses to convert more than 4300 decimal digits.
         return {"int": hex(value)}
     if kind is list or kind is tuple or kind is set or kind is frozenset:
-        return {kind.__name__: [encode(v, depth + 1, seen) for v in value]}
+        return {kind.__name__: [encode(v, depth + 1, parts) for v in value]}
     if kind is dict:
-        return {"dict": [[encode(k, depth + 1, seen), encode(v, depth + 1, seen)] for k, v in value.items()]}
+        return {"dict": [[encode(k, depth + 1, parts), encode(v, depth + 1, parts)] for k, v in value.items()]}
     if kind is bytes:
         return {"bytes": value.hex()}
     if (plain := _of_numpy(value)) is not value:
-        return encode(plain, depth, seen)
+        return encode(plain, depth, parts)
     raise NotPlain(f"the result has type {kind.__name__!s:.80}, which is not a plain built-in type")
 
 

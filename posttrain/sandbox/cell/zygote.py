@@ -318,13 +318,13 @@ def job(
         # The source and the call are read before the program exists, and their files are closed below, so that no
         # program can use them.
         source, stdin, stdout, stderr, result, call, locked = fds
-        code, asked = read(source), read(call)
+        code, call_text = read(source), read(call)
         control.detach()
-        given = [stdin, stdout, stderr, result, locked]
+        kept_fds = [stdin, stdout, stderr, result, locked]
         # First all descriptors are copied to numbers from 100 on, because dup2 to 0..4 could overwrite one that is
         # still needed. The program then has 0, 1, 2 and the result (3). Descriptor 4 is closed before the program
         # begins.
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in kept_fds]
         for number, fd in enumerate(high):
             os.dup2(fd, number)
         os.closerange(len(high), 65536)
@@ -343,7 +343,7 @@ def job(
         # The program runs in this process and can read the variables of the frames below its own. So they are deleted
         # here.
         del request, settings, control, fds, half, ready
-        status = cells.converse(3) if session else program.run(code, asked, 3)
+        status = cells.converse(3) if session else program.run(code, call_text, 3)
     except BaseException as error:
         with contextlib.suppress(BaseException):
             os.write(2, f"{type(error).__name__}: {error}\n".encode())

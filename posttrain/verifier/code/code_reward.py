@@ -262,13 +262,13 @@ def _returned(ran: Ran, test: CallTest) -> Outcome:
     if ran.why != "ok":
         return _ended(ran)
     try:
-        said = heard(ran.result)
+        value = heard(ran.result)
     except NoValidValue as error:
         return Outcome(error.kind, str(error))
-    if any(same(said, wanted, test.how) for wanted in (test.wanted, *test.also)):
+    if any(same(value, wanted, test.how) for wanted in (test.wanted, *test.also)):
         return Outcome()
     wanted = f", wanted {shown(encode(test.wanted))}" if test.public else ""
-    return Outcome("wrong", f"returned {shown(said)}{wanted}")
+    return Outcome("wrong", f"returned {shown(value)}{wanted}")
 
 
 def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
@@ -278,8 +278,10 @@ def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
     # The output was cut at the limit. The part that is left could look like a right answer.
     if ran.cut and len(ran.stdout) >= limits.output:
         return Outcome("output", "printed more than is kept")
-    said, expected = _lines(ran.said), _lines(test.wanted)
-    if len(said) == len(expected) and all(_alike(*lines, test.tolerance) for lines in zip(said, expected, strict=True)):
+    printed, expected = _lines(ran.said), _lines(test.wanted)
+    if len(printed) == len(expected) and all(
+        _alike(*lines, test.tolerance) for lines in zip(printed, expected, strict=True)
+    ):
         return Outcome()
     wanted = f", wanted {test.wanted[:80]!r}" if test.public else ""
     return Outcome("wrong", f"printed {ran.said[:80]!r}{wanted}")

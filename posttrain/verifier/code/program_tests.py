@@ -262,9 +262,9 @@ def rewritten(source: str, where: str) -> list[Test]:
     except SyntaxError as error:
         raise DataError(f"{where} is neither JSON nor Python: {error.msg} in line {error.lineno}") from error
     tests = [_from_assert(s) for s in body if not isinstance(s, ast.Import | ast.ImportFrom)]
-    found = [t for t in tests if t is not None]
-    if len(found) == len(tests):
-        return [_plain(t, where) for t in found]
+    call_tests = [t for t in tests if t is not None]
+    if len(call_tests) == len(tests):
+        return [_plain(t, where) for t in call_tests]
     if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(ast.parse(source))):
         raise DataError(f"{where} contains no assert")
     # HumanEval writes `def check(candidate): ...` and calls it elsewhere.
@@ -300,17 +300,17 @@ def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest
     """The test of `assert abs(f(x) - literal) < bound`; None for other expressions."""
     match left:
         case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=said, op=ast.Sub(), right=value)]):
-            made, wanted, bound = _call(said), _literal(value), _literal(right)
+            call, wanted, bound = _call(said), _literal(value), _literal(right)
         case _:
             return None
     if bound is None or not isinstance(bound[0], float) or bound[0] <= 0:
         return None
-    if made is None or wanted is None or not isinstance(wanted[0], int | float):
+    if call is None or wanted is None or not isinstance(wanted[0], int | float):
         return None
     # A comparison allows a difference equal to its tolerance, and `<` does not: the tolerance is the next smaller
     # float.
     within = math.nextafter(bound[0], 0.0) if less else bound[0]
-    return CallTest(made, float(wanted[0]), Comparison(tolerance=within, relative=False)) if within else None
+    return CallTest(call, float(wanted[0]), Comparison(tolerance=within, relative=False)) if within else None
 
 
 def _call(node: ast.expr) -> Call | None:

@@ -73,16 +73,16 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
     >>> grade(gold_of("0.5"), r"so \\boxed{\\frac{1}{2}}").score, grade(gold_of("4"), r"\\boxed{3}").kind
     (1.0, 'wrong')
     """
-    found = final(response)
-    if found is None:
+    answer = final(response)
+    if answer is None:
         return Grade(0.0, None, "unparsable", f"no answer in {response[-80:]!r}")
-    text = spelled(found.text)
+    text = spelled(answer.text)
     values = read(text)
     # The `!` of `It is 5!` may be a factorial or end the sentence, so the answer has both readings.
-    if found.told and text.endswith("!"):
+    if answer.told and text.endswith("!"):
         values += read(text.rstrip("!"))
     if not values:
-        why = f"{found.text[:80]!r} says nothing" if len(found.text) < 80 else "the answer is too long"
+        why = f"{answer.text[:80]!r} says nothing" if len(answer.text) < 80 else "the answer is too long"
         return Grade(0.0, None, "unparsable", why)
     try:
         answers = _answers(gold.values, values, algebra)
@@ -90,9 +90,9 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
         # A gold answer that cannot be read is a fault of the data, and no response may be worth 0 for it.
         if error.gold:
             raise
-        return Grade(0.0, text, "unparsable", f"{found.text[:80]!r} cannot be read")
+        return Grade(0.0, text, "unparsable", f"{answer.text[:80]!r} cannot be read")
     if True in answers:
-        return Grade(1.0, text, "several_answers" if found.several else "")
+        return Grade(1.0, text, "several_answers" if answer.several else "")
     if None in answers:
         return None
     kind = "wrong"

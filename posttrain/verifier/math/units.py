@@ -110,15 +110,19 @@ def changing(words: str) -> bool:
     >>> [changing(words) for words in ("and a half", "thirds", "times two", "half lives", "one-dollar bills", "years")]
     [True, True, True, False, False, False]
     """
-    said = words.lower().replace(",", " ").split()
+    lowered = words.lower().replace(",", " ").split()
     # `half` also begins nouns (`half lives`), so it counts only alone or before `of`. The same holds for other shares
     # and for counts: `3 tenths`, `3 tenths of a mile`.
-    if not said or said[0] in _CHANGING - {"half"} or (said[0] in _SHARES | _ONES and said[1:2] in ([], ["of"])):
-        return bool(said)
-    if said[0] in _OPERATING and not _ONES.isdisjoint(said[1:]):
+    if (
+        not lowered
+        or lowered[0] in _CHANGING - {"half"}
+        or (lowered[0] in _SHARES | _ONES and lowered[1:2] in ([], ["of"]))
+    ):
+        return bool(lowered)
+    if lowered[0] in _OPERATING and not _ONES.isdisjoint(lowered[1:]):
         return True
     # `3 and a half`, `3 two thirds`: a count directly before a share, anywhere in the text.
     return any(
         count in ("a", "an", *_ONES) and share in _SHARES | {"quarter", "quarters"}
-        for count, share in itertools.pairwise(said)
+        for count, share in itertools.pairwise(lowered)
     )

@@ -95,14 +95,14 @@ def boxes_of(text: str) -> tuple[list[Box], bool]:
     # it belongs to a box. `open_boxes` counts the boxes on the stack. A box is reported only if no other box is around
     # it.
     stack: list[tuple[int, int, bool]] = []
-    open_boxes, found = 0, list[Box]()
+    open_boxes, boxes = 0, list[Box]()
     if "\\boxed" not in text and "\\fbox" not in text:
-        return found, False
+        return boxes, False
     for match in _BRACE.finditer(text):
         token = match.group()
         if match[1] is not None:
             if not open_boxes:
-                found.append(Box(match.start(), match.end(), match[1]))
+                boxes.append(Box(match.start(), match.end(), match[1]))
             continue
         if len(token) == 2 and token[0] == "\\":
             continue
@@ -114,5 +114,5 @@ def boxes_of(text: str) -> tuple[list[Box], bool]:
             command, start, box = stack.pop()
             open_boxes -= box
             if box and not open_boxes:
-                found.append(Box(command, match.end(), text[start : match.start()]))
-    return found, open_boxes > 0
+                boxes.append(Box(command, match.end(), text[start : match.start()]))
+    return boxes, open_boxes > 0
