@@ -76,6 +76,7 @@ class _ExpressionParser:
         return self._tokens[self._at] if self._at < len(self._tokens) else None
 
     def _take(self) -> str:
+        """The next token, which is then done. ExpressionError at the end."""
         token = self.next
         if token is None:
             raise ExpressionError("it ends too early")
@@ -83,12 +84,14 @@ class _ExpressionParser:
         return token
 
     def sum(self, depth: int) -> Fraction:
+        """The value of products joined by `+` and `-`. `depth`: the number of levels around it."""
         value = self._product(depth)
         while self.next in ("+", "-"):
             value = value + self._product(depth) if self._take() == "+" else value - self._product(depth)
         return value
 
     def _product(self, depth: int) -> Fraction:
+        """The value of factors joined by `*` and `/`."""
         value = self._factor(depth)
         while self.next in ("*", "/"):
             if self._take() == "*":
@@ -100,6 +103,7 @@ class _ExpressionParser:
         return value
 
     def _factor(self, depth: int) -> Fraction:
+        """The value of a number, of a factor behind a minus sign, or of a sum in parentheses."""
         if depth > MAX_DEPTH:
             raise ExpressionError(f"more than {MAX_DEPTH} levels")
         token = self._take()

@@ -219,6 +219,7 @@ class StepSearch:
         return scored
 
     def _segment(self, task: Task, b: Beginning) -> Segment:
+        """The prompt and an answer as a segment."""
         transcript = Transcript(READ)
         transcript.see(self.seen(task))
         transcript.show(b.ids)
@@ -238,6 +239,7 @@ class StepSearch:
         return outcome(await self._judged(task, b))
 
     async def _judged(self, task: Task, b: Beginning) -> Sequence[Judged]:
+        """The environment's verdicts on an answer."""
         turns = (self.text(b.ids),)
         attempt = attempt_of(task, turns, b.stop or Stop.LENGTH, (self._segment(task, b),), self.text, int)
         return await self.environment.judge(attempt)

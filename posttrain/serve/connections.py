@@ -75,8 +75,8 @@ class Connection(web.RequestHandler):
         self._listener.changed(self)
 
     def overdue(self) -> bool:
-        """True where the phase has taken too long, or the connection sent so much ahead of our answer that reading was
-        paused."""
+        """True if the phase has taken too long, or if the caller has sent too much ahead of our answer, so that reading
+        was paused."""
         now, limits, wire = self._clock(), self._listener.limits, self._wire
         # A caller that reads `WRITTEN` bytes has made progress, and its time begins again. A caller that reads less in
         # `write_seconds` is cut off.

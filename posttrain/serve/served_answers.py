@@ -217,14 +217,17 @@ class Shape:
         return self._chunk([]) | {"usage": usage(choices)}
 
     def _chunk(self, choices: list[Json]) -> Json:
+        """A chunk of a stream with these choices."""
         chunk = self._frame("chat.completion.chunk" if self.chat else "text_completion", choices)
         return chunk | {"usage": None} if (options := self.request.stream_options) and options.include_usage else chunk
 
     def _frame(self, kind: str, choices: list[Json]) -> Json:
+        """The fields that an answer and its chunks have in common."""
         about = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**about, "system_fingerprint": self.fingerprint, "choices": choices}
 
     def _choice(self, c: Choice, piece: TextChunk, finish: str | None, role: bool = False) -> Json:
+        """One choice in OpenAI's form, whole or as the part of a stream. `role`: it is the first part."""
         choice: Json = {"index": c.index, "finish_reason": finish, "logprobs": self._logprobs(piece, role)}
         if not self.chat:
             choice["text"] = piece.text
@@ -251,6 +254,7 @@ class Shape:
             choice["message"] |= {"content": (text_before + rest).strip() or None, "tool_calls": calls}
 
     def _logprobs(self, piece: TextChunk, role: bool) -> Json | None:
+        """The log-probs of a text's tokens in OpenAI's form; None if they were not requested."""
         if self.request.alternatives is None or role:
             return None
         if self.chat:
@@ -269,12 +273,14 @@ class Shape:
         return [None, *({str(i): {"logprob": p, "rank": None, "decoded_token": self._name(i)}} for i, p in later)]
 
     def _token(self, token: int, logp: float, top: tuple[Any, Any] | None) -> Json:
+        """A token of a chat with its log-prob and its alternatives."""
         count = self.request.alternatives or 0
         ids, values = ([], []) if top is None else (top[0].tolist()[:count], top[1].tolist()[:count])
         others = [self._scored(i, p) for i, p in zip(ids, values, strict=True)]
         return self._scored(token, logp) | {"top_logprobs": others}
 
     def _scored(self, token: int, logp: float) -> Json:
+        """A token of a chat with its log-prob and its bytes."""
         return {"token": self._name(token), "logprob": logp, "bytes": list(self.words.bytes(token))}
 
     def _table(self, ids: Any, values: Any) -> Json:

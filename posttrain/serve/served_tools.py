@@ -112,7 +112,7 @@ class ToolRequest(_ToolField):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+        """The tools that the prompt shows to the model."""
         return (
             [] if self.tool_choice == "none" else [t.model_dump(exclude={"function": {"strict"}}) for t in self.tools]
         )

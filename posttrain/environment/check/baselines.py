@@ -39,6 +39,7 @@ def _said(task: Task, rng: random.Random) -> Mapping[str, str]:
 
 
 async def unread(s: Subject) -> Answer:
+    """Compares the rewards of answers that read nothing with those of real answers."""
     if s.known:
         return Mark.SKIP, "right answers are known and paid, so the probes of silence, constants and templates say it"
     rng, tasks = s.random("baselines"), s.tasks[:TASKS_EACH]
@@ -75,6 +76,7 @@ async def unread(s: Subject) -> Answer:
 
 
 async def paid_and_measured(s: Subject) -> Answer:
+    """Compares the order of answers to one task by what is paid with their order by what is measured."""
     if not (s.env.measured or s.env.measured_rewards):
         return Mark.SKIP, "nothing is measured beside what is paid (env.rewards.N.measured)"
     tasks, rng = s.tasks[:TASKS_EACH], s.random("measured")
@@ -128,6 +130,7 @@ TOO_MUCH = 0.9
 
 
 async def surface(s: Subject) -> Answer:
+    """Looks for a single feature of the text that tells which side of a held-out pair was preferred."""
     offered = s.env.abilities.judgements
     if offered is None or "pair" not in offered.kinds:
         return Mark.SKIP, "the environment has no judged pairs"

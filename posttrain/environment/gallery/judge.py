@@ -124,6 +124,7 @@ class Judge(GeneratedTasks):
     # --- tasks -------------------------------------------------------------------------------------------------------
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
+        """A task from a random place of the judged world; None if the drawn completions do not fit."""
         # The place of the inner task in the endless source of the world. A task stores only this number.
         index = int(rng.integers(2**40))
         inner = self._inner(index)

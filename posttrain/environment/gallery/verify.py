@@ -106,6 +106,7 @@ class VerifySteps(GeneratedTasks):
     # --- tasks -------------------------------------------------------------------------------------------------------
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
+        """A task whose beginning is right or wrong with equal probability; None if none was found."""
         wanted = bool(rng.random() < 0.5)
         for _ in range(DRAWS):
             if (beginning := self._beginning(rng, wanted)) is not None:

@@ -129,7 +129,7 @@ def one_class(rows: Sequence[PromptRow]) -> list[LintFinding]:
 
 
 def one_side_cut(pairs: Sequence[tuple[PromptRow, str, str]], length: Length, context: int) -> list[LintFinding]:
-    """Pairs of which one side alone would be cut at the context."""
+    """Pairs in which only one side is longer than the context, so that only this side would be cut."""
     too_long = [(row, [length(row.task, text) > context for text in (c, r)]) for row, c, r in pairs]
     finding = _places(
         "one side over the context",

@@ -52,7 +52,7 @@ class MixedTasks:
         return drawn // len(self.lists[which])
 
     def passes(self, draws: int) -> list[tuple[float, int]]:
-        """Returns for each list the number of passes through it in so many draws, and its length."""
+        """Returns for each list the number of passes through it in `draws` draws, and its length."""
         total, each = sum(self.weights), zip(self.weights, map(len, self.lists), strict=True)
         return [(draws * w / total / count, count) for w, count in each]
 
