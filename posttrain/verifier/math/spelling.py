@@ -115,12 +115,10 @@ _PREFIX = {"over": "frac", "choose": "binom"}
 # The argument of a command, in two groups: one character or command without braces (`1`, `x`, `\pi`), or a group in
 # them.
 _ARGUMENT = r"\s*(?:(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)|(\{(?:[^{}]|\{[^{}]*\})*\}))"
-_SHORT_FRACTION = re.compile(
-    rf"\\(frac|binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}"
-)  # `\frac12`, `\frac\pi 2`, `\binom n2`
-_SHORT_ROOT = re.compile(
-    r"\\(sqrt\s*(?:\[\d+\])?|bar|vec|hat|overline)\s*(\d+|[A-Za-z])"
-)  # `\sqrt2`, `\sqrt[3]8`, `\bar x`
+# `\frac12`, `\frac\pi 2`, `\binom n2`
+_SHORT_FRACTION = re.compile(rf"\\(frac|binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
+# `\sqrt2`, `\sqrt[3]8`, `\bar x`
+_SHORT_ROOT = re.compile(r"\\(sqrt\s*(?:\[\d+\])?|bar|vec|hat|overline)\s*(\d+|[A-Za-z])")
 # `5^{\text{th}}`, `5^\text{th}`, `5^{th}`, `5th`. Group 1: the digits; one of the others: the ending.
 _ORDINAL = re.compile(
     r"(?<!\d)(\d+)\s?(?:\^\s?\{\s?\\text\{\s?(st|nd|rd|th)\s?\}\s?\}"
