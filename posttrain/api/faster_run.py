@@ -59,10 +59,10 @@ def by_saving(
         clock: the mean of every clock entry of a step.
     """
     whole = sum(seconds.values())
-    found = [*_of_any(run, stage, seconds)]
+    changes = [*_of_any(run, stage, seconds)]
     if isinstance(stage, Reinforce):
-        found += [*_of_sampling(run, stage, work, seconds, gauges, clock), *_of_learning(run, stage, work, seconds)]
-    return sorted((c for c in found if c.saves > LEAST * whole), key=lambda c: -c.saves)
+        changes += [*_of_sampling(run, stage, work, seconds, gauges, clock), *_of_learning(run, stage, work, seconds)]
+    return sorted((c for c in changes if c.saves > LEAST * whole), key=lambda c: -c.saves)
 
 
 def _of_any(run: Run, stage: Stage, seconds: Mapping[str, float]) -> Iterator[RunChange]:

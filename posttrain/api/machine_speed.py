@@ -34,20 +34,20 @@ SMALL, CALLS = 64, 40
 def probe() -> dict[str, Any]:
     """Measures the figures, writes them to the cache folder and returns them."""
     where = machine()
-    device, big = torch.device(where.device), where.accelerated
-    told: dict[str, Any] = {
+    device, accelerated = torch.device(where.device), where.accelerated
+    figures: dict[str, Any] = {
         "memory": where.memory * (1 << 30),
-        "flops": _arithmetic(device, SIDE * (4 if big else 1)),
-        "bandwidth": _reading(device, READ * (16 if big else 1)),
+        "flops": _arithmetic(device, SIDE * (4 if accelerated else 1)),
+        "bandwidth": _reading(device, READ * (16 if accelerated else 1)),
         "latency": _latency(device),
-        "accelerator": big,
+        "accelerator": accelerated,
         "date": date.today().isoformat(),
         "versions": f"torch {torch.__version__}, posttrain {VERSION}, {torch.get_num_threads()} threads",
     }
     file = cache_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(told, indent=1) + "\n")
-    return {**told, "file": str(file)}
+    file.write_text(json.dumps(figures, indent=1) + "\n")
+    return {**figures, "file": str(file)}
 
 
 def _fastest(call: Callable[[], object], device: torch.device) -> float:

@@ -80,8 +80,8 @@ def stage_work(run: Run, stage: Stage, shape: ModelShape, context: int) -> Work:
 def timed_stage(run: Run, stage: Stage, work: Work, where: Hardware) -> Throughput:
     """A stage on a machine."""
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
-    own = None if work.engines else min(workers, where.count)
-    return throughput(work, where, assumed_of(stage, PlanOptions()), own, workers)
+    own_engines = None if work.engines else min(workers, where.count)
+    return throughput(work, where, assumed_of(stage, PlanOptions()), own_engines, workers)
 
 
 def plan_against(
@@ -126,12 +126,12 @@ def factors_of(folder: str, stage: str | None) -> dict[str, float]:
     Raises:
         ConfigError: this machine was not probed.
     """
-    found = plan_against(folder, (), PlanOptions(stage=stage), FIRST + 1).factors
-    if not found:
+    factors = plan_against(folder, (), PlanOptions(stage=stage), FIRST + 1).factors
+    if not factors:
         raise ConfigError(
             f"--calibrate {folder}: nothing is known of this machine's speed; measure it with posttrain plan --probe"
         )
-    return found
+    return factors
 
 
 def faster(folder: str, options: PlanOptions) -> tuple[Stage, dict[str, float], list[RunChange]]:
@@ -152,8 +152,8 @@ def faster(folder: str, options: PlanOptions) -> tuple[Stage, dict[str, float], 
 
 def run_shape(run: Run, folder: str) -> tuple[ModelShape, int]:
     """The shape of a run's model, and its positions, 0 where they are not said."""
-    kept = Path(folder) / "model"
-    return (read_shape(kept), 0) if (kept / "config.json").is_file() else model_shape(run.model)
+    model_folder = Path(folder) / "model"
+    return (read_shape(model_folder), 0) if (model_folder / "config.json").is_file() else model_shape(run.model)
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------
@@ -207,14 +207,14 @@ class PlanWatch:
 
     def _memory(self, p: Prediction, step: Step) -> str:
         # Evaluation and checkpoints are no part of the plan of a step.
-        found = max(((x, r) for r, x in step.memory.items() if r not in ("evaluate", "checkpoint")), default=None)
-        if found is None:
+        peak = max(((x, r) for r, x in step.memory.items() if r not in ("evaluate", "checkpoint")), default=None)
+        if peak is None:
             return ""
         most = p.place.most + self.held
-        if found[0] <= OVER * most + (0 if p.work.accelerator else SHAPES):
+        if peak[0] <= OVER * most + (0 if p.work.accelerator else SHAPES):
             return ""
         return (
-            f"note: {step.stage} step {step.index} took {found[0] / 2**30:.1f} GiB in {found[1]}, more than the plan of"
+            f"note: {step.stage} step {step.index} took {peak[0] / 2**30:.1f} GiB in {peak[1]}, more than the plan of"
             f" {most / 2**30:.1f} GiB by over a tenth: posttrain plan --against shows which role it is"
         )
 

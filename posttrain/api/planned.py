@@ -97,8 +97,8 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
     assumed = replace(assumed_of(stage, options), drafts=_drafts(run, options))
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
     own_engines = None if work.engines else min(workers, where.count)
-    found = throughput(work, where, assumed, own_engines, workers) if timed else None
-    return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *told), timed=found)
+    timed_stage = throughput(work, where, assumed, own_engines, workers) if timed else None
+    return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *told), timed=timed_stage)
 
 
 def _drafts(run: Run, options: PlanOptions) -> int:
@@ -181,9 +181,9 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
         return shape_of(config), model.context or BUILT_CONTEXT
     folder = Path(model.path).expanduser()
     if folder.is_dir():
-        told = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+        config_file = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
         return read_shape(folder), next(
-            (v for k in ("max_position_embeddings", "n_positions") if isinstance(v := told.get(k), int)), 0
+            (v for k in ("max_position_embeddings", "n_positions") if isinstance(v := config_file.get(k), int)), 0
         )
     return shape_by_name(model.path), 0
 
@@ -244,17 +244,17 @@ def cache_file() -> Path:
 def here() -> tuple[Hardware, bool]:
     """(this machine, whether its speed is known: only after it was probed)."""
     try:
-        told = json.loads(cache_file().read_text())
-        kept = {k: float(told[k]) for k in ("memory", "flops", "bandwidth", "latency")}
-        if not all(0 < v < math.inf for v in kept.values()):
+        probed = json.loads(cache_file().read_text())
+        figures = {k: float(probed[k]) for k in ("memory", "flops", "bandwidth", "latency")}
+        if not all(0 < v < math.inf for v in figures.values()):
             raise ValueError("a figure is not above 0")
-        accelerator, source = bool(told["accelerator"]), f"probed on {told['date']}, {told['versions']}"
+        accelerator, source = bool(probed["accelerator"]), f"probed on {probed['date']}, {probed['versions']}"
     except (OSError, ValueError, KeyError, TypeError):
         # Not probed. Memory is known and can be planned. The speeds given here are never read.
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
         return Hardware(HERE, Device(float(pages), 1e11, 1e10, "this machine", accelerator=False)), False
-    latency = kept.pop("latency")
-    found = Device(**kept, source=source, link=kept["bandwidth"], accelerator=accelerator)
+    latency = figures.pop("latency")
+    device = Device(**figures, source=source, link=figures["bandwidth"], accelerator=accelerator)
     # A step of the learner reaches only a part of the arithmetic that one large product reaches.
     share = 1.0 if accelerator else REACHED
-    return Hardware(HERE, found, compute=share, reading=1.0, latency=latency, why=source), True
+    return Hardware(HERE, device, compute=share, reading=1.0, latency=latency, why=source), True

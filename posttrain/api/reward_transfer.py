@@ -90,9 +90,9 @@ def transfer(
     run = asked_run(target, overrides, trust)
     # Reward models are taken out of the environment's judges. Else the scores could be compared with themselves.
     env = replace(run.env, rewards=(), measured=False) if run.env.has_reward_models else run.env
-    how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "quiet": True, "trust": trust}
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "quiet": True, "trust": trust}
     # All policies answer before the reward model is loaded, so that one model is in memory at a time.
-    said = [main.evaluate(p, f"seed={run.seed}", env=env, samples=samples, **how) for p in policies]
+    reports = [main.evaluate(p, f"seed={run.seed}", env=env, samples=samples, **options) for p in policies]
     reward = loaded_policy(target, run, checkpoint, trust, ema)
     tokenizer: Any = reward.tokenizer
     learner, renderer = HFLearner(reward), Renderer(tokenizer, reward.stop_ids, reward.context)
@@ -100,7 +100,7 @@ def transfer(
         worth = _truth(world)
         return [
             _of_policy(str(policy), report.groups, worth, learner, renderer, reward.context)
-            for policy, report in zip(policies, said, strict=True)
+            for policy, report in zip(policies, reports, strict=True)
         ]
 
 
@@ -120,23 +120,23 @@ def _of_policy(
     from posttrain.stages.preference.judged_batches import AgreementReport
     from posttrain.stages.reward_model.reward_model_batches import scored_answers
 
-    found = scored_answers([_readable(g, worth) for g in groups], worth, learner, renderer, context)
-    ordered = AgreementReport.of(found.score, found.worth, found.unit)
+    scored = scored_answers([_readable(g, worth) for g in groups], worth, learner, renderer, context)
+    ordered = AgreementReport.of(scored.score, scored.worth, scored.unit)
     # For comparison: a reward model that orders no better than length alone may have learned nothing but length.
-    longer = AgreementReport.of(found.tokens, found.worth, found.unit)
+    longer = AgreementReport.of(scored.tokens, scored.worth, scored.unit)
     if ordered is None or longer is None:
         raise ConfigError(
             f"{policy}: no two of its answers to a prompt are worth different things, so nothing can be ordered. Sample"
             " more (--samples), or at a higher --temperature"
         )
-    mean_worths = [float(np.mean(found.worth[found.unit == u])) for u in np.unique(found.unit)]
+    mean_worths = [float(np.mean(scored.worth[scored.unit == u])) for u in np.unique(scored.unit)]
     return TransferReport(
         policy=policy,
         agreement=ordered.accuracy,
         longer=longer.accuracy,
         worth=Score.of(mean_worths, min(0.0, *mean_worths), max(1.0, *mean_worths)),
-        answers=len(found.score),
-        left_out=sum(len(g.episodes) for g in groups) - len(found.score),
+        answers=len(scored.score),
+        left_out=sum(len(g.episodes) for g in groups) - len(scored.score),
     )
 
 

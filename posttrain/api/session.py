@@ -60,18 +60,18 @@ def open_session(request: RunRequest) -> Iterator[RunSession]:
     The summary is printed, unless the run is quiet or an error ended it.
     """
     session = build_session(request)
-    told = not request.quiet
+    shows_summary = not request.quiet
     try:
         yield session
     except BaseException as error:
-        told = told and isinstance(error, Interrupted)
+        shows_summary = shows_summary and isinstance(error, Interrupted)
         raise
     finally:
         try:
             # Closed before the summary is made, which reads the whole record.
             session.close()
         finally:
-            conclude(session.book.folder, session.terminal.console if told else None)
+            conclude(session.book.folder, session.terminal.console if shows_summary else None)
 
 
 @dataclass
@@ -208,9 +208,9 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     progress = restore_progress(run, parts, checkpoint, request.longer)
     if checkpoint is not None and not quiet:
         terminal.say(resume_line(run, progress, book.folder))
-    kept = checkpoint.folder if checkpoint is not None else None
+    resumed_from = checkpoint.folder if checkpoint is not None else None
     return RunSession(
-        run, book, parts, policy, terminal, progress, kept, quiet, Stopper(on_step=request.on_step), cleanup
+        run, book, parts, policy, terminal, progress, resumed_from, quiet, Stopper(on_step=request.on_step), cleanup
     )
 
 
@@ -294,10 +294,10 @@ def session_policy(request: RunRequest, blank: Policy | None = None) -> Policy:
         return same_base(book.folder, make_policy(run, request.environment, request.others, blank=blank))
     # Without a checkpoint, a branch goes on from the weights of its start. They may be kept in its folder already. Else
     # they are read from the other run once more.
-    kept = (book.folder / "kept" / START).is_dir()
-    own = book.folder if checkpoint is not None or kept else None
-    policy = make_policy(run, request.environment, request.others, own=own)
-    if checkpoint is None and kept:
+    start_is_kept = (book.folder / "kept" / START).is_dir()
+    own_folder = book.folder if checkpoint is not None or start_is_kept else None
+    policy = make_policy(run, request.environment, request.others, own=own_folder)
+    if checkpoint is None and start_is_kept:
         load_weights(book.kept(START), HFLearner(policy))
     return policy
 

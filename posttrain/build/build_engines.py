@@ -158,11 +158,11 @@ def make_opponent(
         raise ConfigError(_ONE_MODEL)
     # Without drafted tokens, which are made for the policy's own text, and without a timeline, which is the first
     # engine's.
-    how = replace(run.engine, lookup=0, draft=None, timeline=False)
+    settings = replace(run.engine, lookup=0, draft=None, timeline=False)
     if share == 1:
-        return served_here(embedded_engine(run, how, replace(policy, module=reference, lora=None), text), how)
+        return served_here(embedded_engine(run, settings, replace(policy, module=reference, lora=None), text), settings)
     mixture = Mixture(reference, share)
-    return served_here(embedded_engine(run, how, policy.twin(), text, mixture, BEFORE_TRIAL), how)
+    return served_here(embedded_engine(run, settings, policy.twin(), text, mixture, BEFORE_TRIAL), settings)
 
 
 _ONE_MODEL = (
@@ -266,9 +266,9 @@ def _server(run: Run, how: VLLM, policy: Policy) -> ServedSampler:
         share = Path(how.share) if how.share is not None else folder_for_weights(policy)
         endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
         return ServedSampler(client(endpoint, share=share), lambda: None)
-    own = SpawnedServer(
+    spawned = SpawnedServer(
         policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, workers=how.workers
     )
-    share = own.folder if how.share is None else Path(how.share)
-    endpoint = Endpoint(own.url, ROLE, patience=patience)
-    return ServedSampler(client(endpoint, share=share, ended=own.ended), own.close)
+    share = spawned.folder if how.share is None else Path(how.share)
+    endpoint = Endpoint(spawned.url, ROLE, patience=patience)
+    return ServedSampler(client(endpoint, share=share, ended=spawned.ended), spawned.close)

@@ -104,8 +104,8 @@ class RewardModels:
         return TokenEnds(RenderedDialogue(renderer, "").text)
 
     def _generative(self, reward: Reward) -> GenerativeJudge | GenerativeStepJudge:
-        found = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
-        made = by_its_form(found, reward, self._ends())
+        judge = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
+        made = by_its_form(judge, reward, self._ends())
         self._made.append(made)
         return made
 
@@ -206,8 +206,8 @@ class FrozenRewards:
         """Its weights by name, the head's included."""
         head = self._policy.reward_head
         assert head is not None
-        own = {f"{NAME}.{n}": p for n, p in head.named_parameters()}
-        return {**dict(named_tensors(self._policy.module)), **own}
+        head_weights = {f"{NAME}.{n}": p for n, p in head.named_parameters()}
+        return {**dict(named_tensors(self._policy.module)), **head_weights}
 
 
 def _separator(member: JudgeMember) -> str:
@@ -216,9 +216,9 @@ def _separator(member: JudgeMember) -> str:
 
 def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[ModelJudge, ...]:
     """The judges of the run's rewards that are models. `folder`: its run folder, where it has one."""
-    kept = () if folder is None else tuple(p.name for p in (folder / KEPT).glob("[!.]*"))
+    finished_stages = () if folder is None else tuple(p.name for p in (folder / KEPT).glob("[!.]*"))
     models = RewardModels(run, policy, folder)
-    return (*models.judges(run.env), *models.judges(run.env, kept))
+    return (*models.judges(run.env), *models.judges(run.env, finished_stages))
 
 
 def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy | None = None) -> Policy:
@@ -231,10 +231,10 @@ def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy |
     run = run_file(folder).run
     # The weights beneath the adapter are those of the policy: a second copy of a large model might not fit.
     if beside is not None and beside.lora is not None:
-        found = beside.beside(beside.lora, run.seed)
+        without_head = beside.beside(beside.lora, run.seed)
     else:
-        found = kept_policy(folder, allow=trust)
-    policy = with_reward_head(run, found)
+        without_head = kept_policy(folder, allow=trust)
+    policy = with_reward_head(run, without_head)
     load_weights(kept_folder(folder, stage), HFLearner(policy))
     return policy
 

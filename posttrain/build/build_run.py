@@ -233,15 +233,15 @@ def make_roles(
     learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
     serving = serving or placed_engine(run, policy, renderer.decode, say)
     engine = serving.sampler
-    found = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
+    all_judges = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
     rollout = Rollout(
-        engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, found
+        engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits, all_judges
     )
     rollout.right = run.env.named_right(env.abilities.vouched)
 
     def close() -> None:
         serving.close()
-        for judge in found:
+        for judge in all_judges:
             if isinstance(judge, GenerativeJudge | GenerativeStepJudge):
                 judge.close()
 
@@ -262,16 +262,16 @@ def _own_rollout(
     run: Run, stage: Stage, models: RewardModels, rollout: Rollout, env: Environment, elsewhere: PlacedEnvironments
 ) -> Rollout:
     """The rollout of a stage that has an environment of its own (`env`)."""
-    own = run.env_of(stage)
+    settings = run.env_of(stage)
     # Equal rewards share the judges, so that no reward model is in memory twice.
-    judges = rollout.judges if own.rewards == run.env.rewards else models.judges(own)
+    judges = rollout.judges if settings.rewards == run.env.rewards else models.judges(settings)
     return replace(
         rollout,
         environment=env,
-        limits=own.limits,
+        limits=settings.limits,
         judges=judges,
         plays=elsewhere.player(env),
-        right=own.named_right(env.abilities.vouched),
+        right=settings.named_right(env.abilities.vouched),
     )
 
 
@@ -286,11 +286,11 @@ class TrainedJudges:
 
     def __call__(self, stage: Stage) -> tuple[ModelJudge, ...]:
         before = tuple(s.name for s in self.run.stages[: self.run.stages.index(stage)])
-        found = self.models.judges(self.run.env_of(stage), before)
-        for line in (j.line for j in found if j.line not in self._said):
+        judges = self.models.judges(self.run.env_of(stage), before)
+        for line in (j.line for j in judges if j.line not in self._said):
             self._said.add(line)
             self.say(line)
-        return found
+        return judges
 
 
 def _say_judges(roles: PolicyRoles, say: Callable[[str], None]) -> None:

@@ -211,8 +211,8 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
             store.set(HERE.format(0), "1")
         else:
             world = options.world
-            told = {"replicas": options.replicas}
-            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, told)
+            options_of_ranks = {"replicas": options.replicas}
+            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, options_of_ranks)
             # Before the meeting, which may fail with processes that wait for it.
             closing.callback(processes.close, kill=True)
             store, key = processes.store, processes.key
@@ -274,14 +274,22 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
         EngineError: the model cannot be sent to another process.
         InvariantError: the rows that ranks have read are not those of the policy.
     """
-    how: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
+    learner_settings: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
     if run.model.router_replay != "none":
-        how["replays"] = True
-    given = here(run.model) if lead.by_rows else policy
+        learner_settings["replays"] = True
+    sent_policy = here(run.model) if lead.by_rows else policy
     # By it the rows that all ranks have read are compared with this policy.
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
-    told = (run.seed, torch.get_num_threads(), run.deterministic, faults.named(run.fault), digest, lead.parallel, how)
-    start = RankStart(given, *told)
+    start_settings = (
+        run.seed,
+        torch.get_num_threads(),
+        run.deterministic,
+        faults.named(run.fault),
+        digest,
+        lead.parallel,
+        learner_settings,
+    )
+    start = RankStart(sent_policy, *start_settings)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:
@@ -290,21 +298,21 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
         ) from error
     # Inside the order, since building a learner over ranks exchanges: all must do it at once.
     with lead.ordered("build the learner", (begin_rank, (sent,))):
-        mine = blank_policy(run.model, run.seed) if lead.by_rows else policy
-        return made(lead.state, mine, digest, LEARNERS[lead.parallel][0], lead, **how)
+        own_policy = blank_policy(run.model, run.seed) if lead.by_rows else policy
+        return made(lead.state, own_policy, digest, LEARNERS[lead.parallel][0], lead, **learner_settings)
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run over ranks: references, optimizers, trainers and checks are those that work on all ranks."""
     half = run.model.dtype == "float16"
-    own = (*ROWS, *([ScaleCheck] if half else []), *([ExpertsCheck] if lead.parallel == "experts" else []))
-    given: tuple[Any, ...] = (run.model.kernels, half, None)
+    checks_of_rows = (*ROWS, *([ScaleCheck] if half else []), *([ExpertsCheck] if lead.parallel == "experts" else []))
+    optimizer_arguments: tuple[Any, ...] = (run.model.kernels, half, None)
     return replace(
         parts,
         freeze=lambda: LeadReference(lead),
-        optimize=lambda config: lead_optimizer(lead, config, given),
+        optimize=lambda config: lead_optimizer(lead, config, optimizer_arguments),
         make_trainer=lambda learner, optimizer, micro_tokens, version: lead_trainer(
             lead, optimizer, micro_tokens, version
         ),
-        observe=rank_observers(lead, checks_of, own),
+        observe=rank_observers(lead, checks_of, checks_of_rows),
     )

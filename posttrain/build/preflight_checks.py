@@ -91,9 +91,11 @@ def lint_notes(parts: RunParts, env: Environment) -> list[str]:
     def length(task: Task, completion: str) -> int:
         return sum(len(ids) for ids in parts.renderer.pair(task.prompt, completion, task.id, task.tools))
 
-    found = env.abilities.lint(length, parts.sampler.context)
+    findings = env.abilities.lint(length, parts.sampler.context)
     return [
-        f"{f.name}: {f.seen}{f'; {f.advice}' if f.advice else ''}" for f in found if f.warns or f.name == "length bias"
+        f"{f.name}: {f.seen}{f'; {f.advice}' if f.advice else ''}"
+        for f in findings
+        if f.warns or f.name == "length bias"
     ]
 
 

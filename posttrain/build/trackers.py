@@ -81,8 +81,8 @@ class TensorBoard:
     def __init__(self, run: Run, folder: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        own = os.environ.get("TENSORBOARD_LOGGING_DIR")
-        events = Path(own, folder.name) if own else folder / "trackers" / "tensorboard"
+        named_folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        events = Path(named_folder, folder.name) if named_folder else folder / "trackers" / "tensorboard"
         self._writer: Any = SummaryWriter(str(events))
         self.where = f"tensorboard --logdir {shlex.quote(str(events))}"
         self._writer.add_text("run", "\n".join(f"    {line}" for line in _readable(run)))

@@ -139,8 +139,10 @@ def _bases(run: Run, facts: Mapping[str, Any], words: Mapping[str, Any]) -> tupl
     )
     if saved is None:
         return (base,)
-    kept = LineageLink(kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **words)
-    return base, kept
+    adapter = LineageLink(
+        kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **words
+    )
+    return base, adapter
 
 
 def _model_name(path: str) -> str:

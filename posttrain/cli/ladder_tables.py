@@ -135,9 +135,9 @@ def _row(a: Algorithm) -> tuple[str, ...]:
 def one(name: str) -> str:
     """One algorithm: its changes, formulas, choices, inputs, cost and lineage."""
     a = _named(name)
-    told = _preference(a) if isinstance(a, PreferenceAlgorithm) else _reward(a)
+    about = _preference(a) if isinstance(a, PreferenceAlgorithm) else _reward(a)
     choices = PREFERENCE_CHOICES if isinstance(a, PreferenceAlgorithm) else CHOICES
-    out = [f"{a.name}   ({source(a)})", "", *told]
+    out = [f"{a.name}   ({source(a)})", "", *about]
     out += ["", *_prose("note     ", a.note)] if a.note else []
     out += ["", "choices, as an override spells them:"]
     # `wide`: the longest choice of at most 40 characters. A longer one gets a line of its own, above its meaning, so

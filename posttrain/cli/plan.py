@@ -119,11 +119,11 @@ def lines(found: Planned) -> Iterable[str]:
 def _memory(place: Place, found: Planned) -> Iterable[str]:
     fits = "fits" if place.most <= found.memory else "DOES NOT FIT"
     yield f"memory of {place.name}: {size(place.most)} of {size(found.memory)}, {fits}; highest at: {place.peak}"
-    held = [t for t in place.held(place.peak) if t.bytes > SMALLEST * place.most]
+    largest_terms = [t for t in place.held(place.peak) if t.bytes > SMALLEST * place.most]
     # The rest of the peak: terms that are too small for a line. The slack has a line of its own.
-    rest = place.most - sum(t.bytes for t in held) - max(0.0, place.slack(place.peak))
-    width = max(len(t.name) for t in held)
-    for t in held:
+    rest = place.most - sum(t.bytes for t in largest_terms) - max(0.0, place.slack(place.peak))
+    width = max(len(t.name) for t in largest_terms)
+    for t in largest_terms:
         yield f"  {t.name:<{width}}  {size(t.bytes):>9}  {t.formula}"
     yield f"  {'allocator slack':<{width}}  {size(max(0.0, place.slack(place.peak))):>9}  kept and not in use"
     if rest > SMALLEST * place.most:
@@ -205,13 +205,13 @@ def _machines(o: Namespace) -> None:
     days, most = steps * best.step / DAY, int(o.days * DAY / best.step)
     chosen = {word.partition("=")[0] for word in best.words.split()}
     # The layout chooses these settings itself. Given twice, the printed command would not run.
-    kept = [word for word in o.overrides if word.partition("=")[0] not in chosen]
-    told = (
+    other_words = [word for word in o.overrides if word.partition("=")[0] not in chosen]
+    text = (
         *found.notes,
         f"{best.text}; copies of the weights cut over {best.cut} devices, checkpointing {best.work.checkpointing}",
         f"{work.prompts} prompts x {work.siblings}: {best.step:.3g} s a step, the bottleneck is {best.bottleneck};"
         f" {steps:,} steps take {days:.2g} days, {most:,} end in {o.days:g} day{'s' * (o.days != 1)}",
-        f"  posttrain run {' '.join([o.recipe, *kept])} {best.words}",
+        f"  posttrain run {' '.join([o.recipe, *other_words])} {best.words}",
         "of each topology the best:",
         *(f"  {x.text:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),
         "where an assumption is another:",
@@ -219,7 +219,7 @@ def _machines(o: Namespace) -> None:
         *([] if work.shape.experts is None else [MIXTURE]),
         f"{where.device.source}; {where.why}; not measured on a GPU",
     )
-    for line in told:
+    for line in text:
         tell(line)
 
 

@@ -106,11 +106,13 @@ def _main(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[s
 
 def _arguments(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
     """The settings of the run's environment itself, in one entry."""
-    own = [s for g in found for s in g.settings if s.path.startswith("env.args.")]
-    if own:
-        names = ", ".join(f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in own[:ARGS])
-        said = f"What {visible(run.env.name)} takes: {names} (more: --help=env.args)."
-        yield from _lines([Setting("env.args.NAME", (), said, "")], columns)
+    arguments = [s for g in found for s in g.settings if s.path.startswith("env.args.")]
+    if arguments:
+        names = ", ".join(
+            f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in arguments[:ARGS]
+        )
+        text = f"What {visible(run.env.name)} takes: {names} (more: --help=env.args)."
+        yield from _lines([Setting("env.args.NAME", (), text, "")], columns)
 
 
 def _example(run: Run) -> str:
@@ -159,13 +161,13 @@ def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
     for s in settings:
         left = f"  {s.path} = {_short(visible(s.now))}"
         choices = s.valid.split(", ") if s.valid else []
-        said = sentence(s.text)
-        if 0 < len(choices) <= FEW and not all(c in said for c in choices):
-            said += f" One of {s.valid}."
+        meaning = sentence(s.text)
+        if 0 < len(choices) <= FEW and not all(c in meaning for c in choices):
+            meaning += f" One of {s.valid}."
         if columns < NARROW:
-            yield from (left, *_wrapped(said, columns, "      "))
+            yield from (left, *_wrapped(meaning, columns, "      "))
             continue
-        lines = _wrapped(said, columns, " " * LEFT)
+        lines = _wrapped(meaning, columns, " " * LEFT)
         if len(left) <= LEFT - 2 and lines:
             lines[0] = f"{left:<{LEFT}}{lines[0].strip()}"
             yield from lines

@@ -88,15 +88,15 @@ def choose(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> Episo
     step = wanted.step
     if step is None:
         return of_stage[-1]
-    found = [f for f in of_stage if f.index == step]
-    if not found:
+    of_step = [f for f in of_stage if f.index == step]
+    if not of_step:
         there = [f.index for f in of_stage]
         near = min(there, key=lambda i: abs(i - step))
         raise ConfigError(
             f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to"
             f" {there[-1]})"
         )
-    return found[0]
+    return of_step[0]
 
 
 def read_as(records: Iterable[Recorded]) -> Grades:

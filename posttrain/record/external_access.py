@@ -124,8 +124,8 @@ def _data(name: str) -> Found:
 
 
 def _mixed(sets: tuple[tuple[str, float], ...]) -> Found:
-    found = [asked for name, _ in sets if (asked := _data(name)) is not None]
-    return (Kind.OUTSIDE, " and ".join(x[1] for x in found), tuple(name for name, _ in sets)) if found else None
+    data_sets = [asked for name, _ in sets if (asked := _data(name)) is not None]
+    return (Kind.OUTSIDE, " and ".join(x[1] for x in data_sets), tuple(name for name, _ in sets)) if data_sets else None
 
 
 def _sandbox(name: str) -> Found:
@@ -149,14 +149,14 @@ def _trackers(names: tuple[str, ...], run: Run) -> Found:
 
 def _reward(name: str) -> Found:
     # `Reward` reads the name, as in a run. So what the user is asked cannot differ from what is done.
-    found = Reward(function=name)
-    if found.judge_url:
-        return Kind.ADDRESS, f"sends prompts and answers to {found.judge_url}, and believes what it answers"
-    if found.judge_run:
-        return Kind.OUTSIDE, f"reads the judge in {_file(found.judge_run)}", (found.judge_run,)
+    reward = Reward(function=name)
+    if reward.judge_url:
+        return Kind.ADDRESS, f"sends prompts and answers to {reward.judge_url}, and believes what it answers"
+    if reward.judge_run:
+        return Kind.OUTSIDE, f"reads the judge in {_file(reward.judge_run)}", (reward.judge_run,)
     # A reward model that a stage of the run trains is inside the run folder.
-    outside = tuple(m for m in found.models if not m.startswith(STAGE))
-    if found.models and not outside:
+    outside = tuple(m for m in reward.models if not m.startswith(STAGE))
+    if reward.models and not outside:
         return None
     return _model(outside[0]) if len(outside) == 1 else _models(outside) if outside else code_of(name)
 
@@ -260,12 +260,12 @@ def decided(cls: type, name: str) -> Decision | None:
     named = key(cls, name)
     if named in DECIDED:
         return DECIDED[named]
-    own: Any = cls if issubclass(cls, Stage) else Stage
+    stage_kind: Any = cls if issubclass(cls, Stage) else Stage
     # Without any of these the field has no classification. In a foreign kind of stage it then counts as code
     # (`_asked`).
-    if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece, Keep)) or name in own.harmless:
+    if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece, Keep)) or name in stage_kind.harmless:
         return lambda x, _: None
-    return (lambda x, _: _model(x)) if name in own.models else None
+    return (lambda x, _: _model(x)) if name in stage_kind.models else None
 
 
 def _asked(node: Any, name: str, value: Any) -> Found:

@@ -73,16 +73,16 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
     ended = [q for q in queued if q.siblings]
     if not ended:
         return []
-    said = [r.episode for r in step_format.from_columns(step_format.read_columns(path))]
+    recorded = [r.episode for r in step_format.from_columns(step_format.read_columns(path))]
     # With another number of episodes, groups would get episodes of other groups.
-    if len(said) != sum(q.siblings + q.greedy for q in ended):
-        raise RunFolderError(f"{path} is damaged: it holds {len(said)} episodes, and the state names others")
+    if len(recorded) != sum(q.siblings + q.greedy for q in ended):
+        raise RunFolderError(f"{path} is damaged: it holds {len(recorded)} episodes, and the state names others")
     out, at = list[Group](), 0
     for q in ended:
         # The present task of the environment is taken, since it has all that judges need. Its id must be the recorded
         # one.
-        own = said[at].task if task is None else task(q.index)
-        episodes = [replace(e, task=own) for e in said[at : at + q.siblings + q.greedy] if e.task.id == own.id]
+        own = recorded[at].task if task is None else task(q.index)
+        episodes = [replace(e, task=own) for e in recorded[at : at + q.siblings + q.greedy] if e.task.id == own.id]
         if len(episodes) != q.siblings + q.greedy:
             raise RunFolderError(
                 f"{path} holds answers to other tasks than the environment has now ({own.id!r}): were its data changed?"

@@ -54,8 +54,8 @@ def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
 
 def _lineages(run: Run) -> dict[str, Any]:
     """The lineage of each stage's algorithm, by the name of the stage."""
-    found = ((s.name, getattr(s, "algorithm", None)) for s in run.stages)
-    return {name: lineage(a) for name, a in found if isinstance(a, AnyAlgorithm)}
+    algorithms = ((s.name, getattr(s, "algorithm", None)) for s in run.stages)
+    return {name: lineage(a) for name, a in algorithms if isinstance(a, AnyAlgorithm)}
 
 
 def _unwritable(folder: Path, error: OSError) -> str:

@@ -202,8 +202,8 @@ def damage_is_named(place: str) -> Generator[None]:
         TypeError,
         ValueError,
     ) as error:
-        told = str(error) if isinstance(error, PosttrainError) else repr(error)
-        raise RunFolderError(f"{place} is damaged: {told}") from error
+        reason = str(error) if isinstance(error, PosttrainError) else repr(error)
+        raise RunFolderError(f"{place} is damaged: {reason}") from error
 
 
 def steps(folder: Path | str) -> list[Step]:

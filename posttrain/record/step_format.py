@@ -128,8 +128,8 @@ def _as_plain(value: object) -> Any:
 
 
 def _task(task: Task) -> dict[str, Any]:
-    told = {"id": task.id, "prompt": task.prompt, "answer": task.answer, "info": dict(task.info)}
-    return told | {"tools": list(task.tools)} if task.tools else told
+    written = {"id": task.id, "prompt": task.prompt, "answer": task.answer, "info": dict(task.info)}
+    return written | {"tools": list(task.tools)} if task.tools else written
 
 
 def _verdict(j: Judged) -> dict[str, Any]:
@@ -225,13 +225,13 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
 
 
 def _routed_columns(segments: Sequence[Segment]) -> Columns:
-    found = [s.routed for s in segments if s.routed is not None]
-    if not found:
+    choices = [s.routed for s in segments if s.routed is not None]
+    if not choices:
         return {}
     shapes = [(0, 0, 0) if s.routed is None else s.routed.shape for s in segments]
     # A segment without choices gets the shape 0, 0, 0, so that each segment has one.
     return {
-        "routed": _join([r.ravel() for r in found], np.int16),
+        "routed": _join([r.ravel() for r in choices], np.int16),
         "routed_shape": np.array(shapes, np.int64).ravel(),
     }
 

@@ -91,8 +91,8 @@ def closest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name of which `name` is probably a misspelling, whatever its case; None where none is close."""
     # Backwards, so that of valid names that differ only in case the first one remains in the table.
     by_word = {option.lower(): option for option in reversed([*valid])}
-    found = difflib.get_close_matches(name.lower(), by_word, n=1, cutoff=CLOSE)
-    return by_word[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), by_word, n=1, cutoff=CLOSE)
+    return by_word[matches[0]] if matches else None
 
 
 def at_least(owner: object, path: str, **least: float) -> None:

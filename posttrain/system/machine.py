@@ -55,16 +55,16 @@ def processor() -> str:
 def free_memory() -> int | None:
     """Bytes of main memory that a program may still take: what the machine has, and what its control group allows.
     None where the system does not tell."""
-    found: list[int] = []
+    limits: list[int] = []
     # In a container this file is the whole machine's, so the limits of the control group count too.
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) << 10)
+                limits.append(int(line.split()[1]) << 10)
     for most, used in CONTROL_GROUPS:
         with suppress(OSError, ValueError):  # "max" is no number: there is no limit
-            found.append(int(Path(most).read_text()) - int(Path(used).read_text()))
-    return max(0, min(found)) if found else None
+            limits.append(int(Path(most).read_text()) - int(Path(used).read_text()))
+    return max(0, min(limits)) if limits else None
 
 
 def freed_at_once() -> AbstractContextManager[None]:

@@ -95,7 +95,7 @@ def parse(data: bytes | str, place: str, error: type[PosttrainError]) -> Any:
 
 def parse_object(data: bytes | str, place: str, error: type[PosttrainError]) -> dict[str, Any]:
     """Like `parse`, for JSON that must be an object."""
-    found = parse(data, place, error)
-    if not isinstance(found, dict):
-        raise error(f"{place} is damaged: an object is wanted there, and it holds {type(found).__name__}")
-    return cast("dict[str, Any]", found)
+    parsed = parse(data, place, error)
+    if not isinstance(parsed, dict):
+        raise error(f"{place} is damaged: an object is wanted there, and it holds {type(parsed).__name__}")
+    return cast("dict[str, Any]", parsed)

@@ -41,11 +41,11 @@ def with_reasons(rows: Iterable[tuple[str, str]], width: int | None = None) -> l
     >>> with_reasons([("ls", "files"), ("pwd", "this folder")])
     ['ls   # files', 'pwd  # this folder']
     """
-    kept = list(rows)
-    beside = max((len(command) for command, _ in kept), default=0)
-    if width is not None and any(beside + len(why) + 4 > width for _, why in kept):
-        return [line for command, why in kept for line in (f"# {why}", command)]
-    return [f"{command:<{beside}}  # {why}" for command, why in kept]
+    pairs = list(rows)
+    beside = max((len(command) for command, _ in pairs), default=0)
+    if width is not None and any(beside + len(why) + 4 > width for _, why in pairs):
+        return [line for command, why in pairs for line in (f"# {why}", command)]
+    return [f"{command:<{beside}}  # {why}" for command, why in pairs]
 
 
 def wrapped(text: str, width: int) -> list[str]:
@@ -99,8 +99,8 @@ def _short(script: Path) -> str:
 def _found(name: str, file: Path) -> bool:
     """Returns whether the shell finds this very file under the name. Links are not followed: the Python of a virtual
     environment is a link to another one, which knows none of its packages."""
-    found = shutil.which(name)
-    return found is not None and os.path.abspath(found) == os.path.abspath(file)
+    path = shutil.which(name)
+    return path is not None and os.path.abspath(path) == os.path.abspath(file)
 
 
 def _near(file: Path) -> str:

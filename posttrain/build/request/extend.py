@@ -320,15 +320,15 @@ def _plain(value: Any) -> Any:
 
 def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Checkpoint | None:
     """Write down that the run goes on with other settings. Returns the checkpoint to go on from."""
-    found = run_file(book.folder)
-    note = provenance.recall(found.identity)
+    written = run_file(book.folder)
+    note = provenance.recall(written.identity)
     if e.gauges is not None and checkpoint is not None and e.state is not None:
         name = f"{int(e.state['version']):08d}-{e.run.stages[-1].name}-{e.step:06d}"
         # The checkpoint is written first, then run.json. If the process is killed in between, the next resume finds the
         # stage at its last step with its old length, and it ends once more.
         checkpoint = book.reopen(checkpoint, name, e.state, e.gauges)
-    book.record_change(e.run, history_entry(e, found.edited))
-    carry_note(book.folder, note, found.run, e.run)
+    book.record_change(e.run, history_entry(e, written.edited))
+    carry_note(book.folder, note, written.run, e.run)
     return checkpoint
 
 
@@ -342,7 +342,7 @@ def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run)
     # The user's note has what the user allowed before, and what this command adds, since the user wrote it. What the
     # folder asked for without permission does not get into the note.
     known = {a.digest for a in asks(old)}
-    mine: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in known]
-    found = run_file(folder)
-    mine += [a for a in piece_asks(own_pieces(found.facts)) if a.digest in before.asked]
-    provenance.remember(found.identity or "", found.digest, mine)
+    allowed: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in known]
+    written = run_file(folder)
+    allowed += [a for a in piece_asks(own_pieces(written.facts)) if a.digest in before.asked]
+    provenance.remember(written.identity or "", written.digest, allowed)

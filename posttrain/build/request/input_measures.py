@@ -105,8 +105,8 @@ def _fetched(path: str) -> Path | None:
 
 def _whole(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of these entries that is a whole number, if it is above 0; else None."""
-    found = next((config[n] for n in names if isinstance(config.get(n), int)), None)
-    return found if found is not None and found > 0 else None
+    number = next((config[n] for n in names if isinstance(config.get(n), int)), None)
+    return number if number is not None and number > 0 else None
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -193,13 +193,13 @@ def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
     Yields nothing for another environment, whose fields are not known without running it. Then only the arguments that
     are set get lines.
     """
-    own = shipped_class(nodes[0].name) if len({n.name for n in nodes}) == 1 else None
-    if own is None:
+    environment_class = shipped_class(nodes[0].name) if len({n.name for n in nodes}) == 1 else None
+    if environment_class is None:
         return
-    defaults = {f.name: f for f in dataclasses.fields(own)}
-    for name in own.settings():
+    defaults = {f.name: f for f in dataclasses.fields(environment_class)}
+    for name in environment_class.settings():
         values = tuple(n.args.get(name, _default(defaults[name])) for n in nodes)
-        yield Setting(f"{path}.{name}", values, meaning(own, name), "")
+        yield Setting(f"{path}.{name}", values, meaning(environment_class, name), "")
 
 
 def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: str) -> Iterator[Setting]:
@@ -244,8 +244,8 @@ def _valid(declared: Any) -> str:
     if declared in LADDERS or any(m in SHORT for m in dataclass_json.members(declared)):
         return ""
     item = dataclass_json.tuple_item(declared)
-    found = dataclass_json.pieces(declared if item is None else item)
-    names = [n.lower() for n in found if found[n] is not Reward]
+    classes = dataclass_json.pieces(declared if item is None else item)
+    names = [n.lower() for n in classes if classes[n] is not Reward]
     names += [str(c) for c in dataclass_json.choices(declared if item is None else item)]
     if type(None) in dataclass_json.members(declared) and names:
         names.append("none")

@@ -31,8 +31,8 @@ def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -
     if env.mix and "env.prompts" not in given:
         raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
     # Only if the user gave rows and no rewards: then the rewards are the recipe's, made for the recipe's own rows.
-    theirs = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
-    if env.name != "prompts" or env.prompts is None or not theirs:
+    only_rows_given = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
+    if env.name != "prompts" or env.prompts is None or not only_rows_given:
         return run, ()
     if not env.rewards:
         return run, ()

@@ -87,11 +87,11 @@ def prompts(
     Raises:
         ConfigError: these are no rows, or a setting has no such name.
     """
-    own = {f.name: f.default for f in fields(PromptsEnv)}
+    defaults = {f.name: f.default for f in fields(PromptsEnv)}
     for name in judged:
         if name not in JUDGED:
             raise ConfigError(f"prompts({name}=...): there is no such setting; {nearest(name, JUDGED)}")
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "prompt_column": prompt_column,
         "messages_column": messages_column,
         "answer_column": answer_column,
@@ -103,7 +103,7 @@ def prompts(
         **judged,
     }
     # Defaults are left out, so that the tree holds only what was asked for.
-    args = {name: value for name, value in said.items() if value != own[name]}
+    args = {name: value for name, value in settings.items() if value != defaults[name]}
     if isinstance(rows, str | Path):
         return PromptData(Env(name="prompts", args=args, prompts=str(rows)), {})
     text = jsonl(rows, split)
@@ -340,11 +340,11 @@ def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
     """
     run = run_file(folder).run
     placed, given = handed.place(run)
-    found = replace(given, folder=folder)
+    objects = replace(given, folder=folder)
     envs = [run.env, *(s.env for s in run.stages if s.env is not None)]
     rewards = [r.function for e in envs for r in e.rewards if is_inline(r.function)]
     places = [e.name for e in envs if is_inline(e.name)]
-    if why := found.lacking(rewards, places):
+    if why := objects.lacking(rewards, places):
         raise ConfigError(why)
     named = {n.removeprefix(INLINE) for n in (*rewards, *places)}
     # `lacking` has found that nothing is missing. Nor may anything be handed that the run does not name.
@@ -359,7 +359,7 @@ def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
             f"{folder}: {why}. What it learns from cannot be changed while it goes on: begin a new run from its weights"
             f" with model={folder}"
         )
-    return found
+    return objects
 
 
 def _changed(own: Env, placed: Env, handed: UserObjects) -> Iterator[str]:

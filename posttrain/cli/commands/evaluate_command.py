@@ -127,7 +127,7 @@ def evaluate(o: Namespace) -> int:
     if o.answers:
         raise ConfigError(f"--answers is about a reward model, and {o.target} is none: leave it out")
     remote = EndpointOptions(model=o.model, key_env=o.key_env, tokenizer=o.tokenizer, api=o.api, dialect=o.dialect)
-    how = {
+    options = {
         "samples": o.samples,
         "checkpoint": o.checkpoint,
         "max_tokens": o.max_tokens,
@@ -135,7 +135,7 @@ def evaluate(o: Namespace) -> int:
         "trust": o.trust,
         "ema": o.ema,
     }
-    main.evaluate(o.target, *o.overrides, **how, remote=remote)
+    main.evaluate(o.target, *o.overrides, **options, remote=remote)
     return 0
 
 

@@ -161,5 +161,5 @@ def _help(o: Namespace) -> str:
     from posttrain.cli.settings_help import settings_text
     from posttrain.config.overrides import apply
 
-    said = settings_text(apply(run_of(recipe), overrides), topic, width())
-    return said if topic else f"{said}\nposttrain run --help: the options of the command"
+    text = settings_text(apply(run_of(recipe), overrides), topic, width())
+    return text if topic else f"{text}\nposttrain run --help: the options of the command"

@@ -69,8 +69,8 @@ SAME = 1e-9
 
 def unknown(a: PreferenceAlgorithm) -> tuple[str, ...]:
     """The names of the algorithm's pieces that the definition here does not cover; () where it covers all."""
-    found = [p for choice in READ for p in pieces(getattr(a, choice))]
-    return tuple(type(p).__name__ for p in found if not _known(p))
+    pieces_of_loss = [p for choice in READ for p in pieces(getattr(a, choice))]
+    return tuple(type(p).__name__ for p in pieces_of_loss if not _known(p))
 
 
 def _known(piece: Any) -> bool:

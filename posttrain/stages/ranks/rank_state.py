@@ -138,9 +138,9 @@ def ask_routers(state: RankState, method: str, packed: Packed, replay: bool) -> 
 
 
 def _routers(state: RankState) -> Routers:
-    found = state.learner.routers()
-    assert found is not None
-    return found
+    routers = state.learner.routers()
+    assert routers is not None
+    return routers
 
 
 def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
@@ -190,10 +190,10 @@ def score_without_adapter(state: RankState, packed: Packed) -> Any:
 def see_files(state: RankState, folder: str) -> list[str]:
     """Returns what each rank sees of a model's files in a folder: a digest, or why it sees none."""
     try:
-        found = RowFiles(Path(folder)).digest
+        digest_or_reason = RowFiles(Path(folder)).digest
     except DataError as error:
-        found = str(error)
-    return state.ranks.every(found)
+        digest_or_reason = str(error)
+    return state.ranks.every(digest_or_reason)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -304,11 +304,11 @@ def read_state(state: RankState, folder: str) -> None:
 
 def state_fingerprint(state: RankState) -> str:
     """Fingerprint of the whole state of the optimizer. One tensor is whole at a time."""
-    held = _whole_state(state)
+    tensors = _whole_state(state)
     # Each tensor is gathered in an exchange of its own. If ranks had different names, they would join parts of
     # different tensors, or wait for ever.
     check_same(
-        state.ranks, sorted(held), "optimizer state", "A rank left out an update: go on from the last checkpoint"
+        state.ranks, sorted(tensors), "optimizer state", "A rank left out an update: go on from the last checkpoint"
     )
     learner = state.learner
 
@@ -317,7 +317,7 @@ def state_fingerprint(state: RankState) -> str:
         cut: Any = learner.like(_parameter(name), tensor) if tensor.ndim else tensor
         return cut.full_tensor() if isinstance(cut, DTensor) else tensor
 
-    return fingerprint((name, whole(name, held[name])) for name in sorted(held))
+    return fingerprint((name, whole(name, tensors[name])) for name in sorted(tensors))
 
 
 def keep_copy(state: RankState, number: int) -> None:

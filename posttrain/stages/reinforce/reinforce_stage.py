@@ -171,8 +171,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         stage, baseline = self.stage, self.stage.algorithm.baseline
         if not isinstance(baseline, ImplicitOthers):
             return None
-        own = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
-        learner, optimizer = self.parts.beside(own)
+        settings = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
+        learner, optimizer = self.parts.beside(settings)
         model = ImplicitModel(Trainer(learner, optimizer, stage.micro_tokens), baseline.beta)
         # `beside` has copied the present policy. In a resumed stage this model had already learned by itself, so its
         # own weights are loaded.
@@ -204,11 +204,11 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         )
 
     def _hints(self) -> Hints | None:
-        how = self.stage.algorithm.hint
-        if how is None:
+        hint = self.stage.algorithm.hint
+        if hint is None:
             return None
-        average = AveragePolicy(self.parts.learner, self.trainer.optimizer) if how.weights == "average" else None
-        return Hints(how, self.setting.rollout, average)
+        average = AveragePolicy(self.parts.learner, self.trainer.optimizer) if hint.weights == "average" else None
+        return Hints(hint, self.setting.rollout, average)
 
     def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
         """The source of the groups: played for the step that learns from them (`StepGroups`), or ahead of it

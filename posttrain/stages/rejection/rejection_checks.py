@@ -141,9 +141,11 @@ def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
             f" ({said[twice[0]]} times), and the method keeps equal ones once: easy prompts, which give the same answer"
             " again and again, would outweigh all others"
         )
-    many = Counter(c.prompt for c in kept).most_common(1)
-    if m.most is not None and many and many[0][1] > m.most:
-        raise InvariantError(f"task {many[0][0]!r} has {many[0][1]} kept completions, and method.most={m.most}")
+    most_kept = Counter(c.prompt for c in kept).most_common(1)
+    if m.most is not None and most_kept and most_kept[0][1] > m.most:
+        raise InvariantError(
+            f"task {most_kept[0][0]!r} has {most_kept[0][1]} kept completions, and method.most={m.most}"
+        )
 
 
 def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, asked: str, taken: int) -> None:
