@@ -102,7 +102,7 @@ def test_a_cpu_says_why(qwen: Path, tmp_path: Path) -> None:
     assert (run.model.device, run.model.dtype, rl.prompts) == ("cpu", "float32", 16)
     assert (sft.optimizer.lr, sft.steps, rl.sampling.max_tokens) == (1e-5, round(2 * 300 / 64), 512)
     said = "\n".join(ready.lines)
-    assert "the compiled kernels for CPUs are float32" in said and "the longest completion has 900 characters" in said
+    assert "the compiled kernels for CPUs are float32" in said and "the longest completion has 900 bytes" in said
 
 
 @pytest.mark.parametrize(("hidden", "layers", "ffn", "tokens"), [(128, 4, 384, 4096), (512, 8, 1536, 2048)])

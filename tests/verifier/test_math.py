@@ -193,6 +193,8 @@ def test_what_only_the_algebra_knows(reward: MathSource) -> None:
         ("we get 10-3 apples", "3"),
         ("we get 10 -3 apples", "3"),
         ("So it is 12 34.", "34"),
+        ("We get 1, 2 and 3.", "1, 2 and 3."),
+        ("So 1,200 and 3", "3"),
         ("So it is 12 345.6 in all.", "12 345.6"),
         ("Tuesday", "Tuesday"),
         ("I do not know\nat all", None),

@@ -163,11 +163,11 @@ class Choices:
         imitated = any(isinstance(s, Supervised) and s.style == "completion" for s in self.run.stages)
         longest = self.data.longest_completion if self.data is not None and imitated else 0
         most, why = ANSWER, "room to reason; most answers end earlier"
-        # An English token has about four characters. So half as many tokens as the longest completion has characters
-        # leave room for an answer of twice its length.
+        # An English token has about four bytes. So half as many tokens as the longest completion has bytes leave room
+        # for an answer of twice its length.
         if longest:
             most = max(128, _power(longest // 2))
-            why = f"the longest completion has {longest:,} characters"
+            why = f"the longest completion has {longest:,} bytes"
         if context is not None and most > context // 2:
             most, why = context // 2, f"half of the model's context of {context:,} tokens"
         return most, why

@@ -82,8 +82,13 @@ _DATE = re.compile(  # `March 5`, `Dec. 25th, 2020`
 _RATIO = re.compile(r"\d{1,9} to \d{1,9}(?=\W*$)")  # `3 to 4`
 _CUT = re.compile(r"(?:[+/=]|(?<![-\w])-|\\(?:cdot|times|div|frac|sqrt|left|pm)\s*[({]?)\s*\Z")
 """An operator at the end (`x =`, `3 +`, `\\frac{`): the response was cut off in the middle of a formula."""
-_SEVERAL = re.compile(rf"(?<![\w.])(?:{DIGITS}(?:\.\d+)?, ?){{2,20}}(?:(?:and|or) )?{DIGITS}(?:\.\d+)?\W*\Z")
-"""A list of at least three numbers at the end of a text: `1, 2, 3`, `1, 2, or 3`."""
+_NUMERAL = rf"{DIGITS}(?:\.\d+)?"
+# Before ` and ` each comma has a space behind it: `1,200 and 3` are two numbers.
+_SEVERAL = re.compile(
+    rf"(?<![\w.])(?:(?:{_NUMERAL}, ?){{2,20}}(?:(?:and|or) )?|(?:{_NUMERAL}, ){{1,19}}{_NUMERAL} (?:and|or) ){_NUMERAL}"
+    r"\W*\Z"
+)
+"""A list of at least three numbers at the end of a text: `1, 2, 3`, `1, 2, or 3`, `1, 2 and 3`."""
 _HEDGE = re.compile(
     r"(?:n['’]t|either|neither|between|not|never|at (?:least|most)|(?:more|less|fewer|greater|smaller|larger) than|no"
     r" (?:more|less) than|anything but|over|under)\b",
