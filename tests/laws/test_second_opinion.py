@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -68,6 +69,18 @@ def _agrees(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> None:
     assert logp.grad is not None and demand(a, batch, logp_M.astype(float)) is not None
     gradient, everything = logp.grad.double().numpy(), [np.arange(batch.episodes)]
     loss_agrees(a, batch, Passes(Needs(), episodes=everything, logp=[logp_M.astype(float)], logp_grad=[gradient]))
+
+
+def test_what_credit_drops_is_expected_to_be_dropped() -> None:
+    """A prompt without a judged greedy answer under remax, and an answer that was not scored behind its hint."""
+    answers = [PlainEpisode(1.0, [[3]], np.full(3, -1.0)), PlainEpisode(0.0, [[1]], np.full(1, -1.0))]
+    first, whole = scored_group("a", answers), scored_group("b", answers, greedy=0.4)
+    hinted = replace(whole, episodes=(replace(whole.episodes[0], unhinted="too long"), *whole.episodes[1:]))
+    for name, groups in (("remax", [first, whole]), ("grpo", [hinted])):
+        credit = credit_step(LADDER[name], groups, max_tokens=20, ema=0.0)
+        expected = expected_credit(LADDER[name], groups, max_tokens=20, ema=0.0)
+        dropped = [bool(e.dropped) for g in credit.groups for e in g.episodes]
+        assert expected is not None and [o.dropped for o in expected] == dropped and any(dropped)
 
 
 @pytest.mark.parametrize("a", [a for a in COVERED if a.clip is not None], ids=lambda a: a.name)

@@ -199,9 +199,12 @@ def expected_credit(
         value_targets(a.baseline, s, r, c) if values else None
         for (_, s), (r, *_), c in zip(samples, shaped, penalties, strict=True)
     ]
+    greedy = [g.group.greedy for g in groups]
+    # Without its baseline a prompt teaches nobody; nor does an answer that could not be scored behind its hint.
+    alone = [kind(a.baseline) == "Greedy" and (best is None or best.reward is None) for best in greedy]
     return [
         # The discount of groups that are learned from again comes last, so that it changes no baseline and no scale.
-        ExpectedCredit(s, p, x * groups[p].group.discount, bool(why), t)
+        ExpectedCredit(s, p, x * groups[p].group.discount, bool(why or s.unhinted) or alone[p], t)
         for (p, s), x, (*_, why), t in zip(samples, token_credit, shaped, targets, strict=True)
     ]
 
