@@ -3,7 +3,7 @@
 >>> import posttrain
 >>> result = posttrain.run("ladder", "rl.steps=10")  # doctest: +SKIP
 
-Every error that it raises on purpose is a `posttrain.PosttrainError`, and its message says what to change.
+Wrong settings or data, and what stops a run, are a `posttrain.PosttrainError`. Its message says what to change.
 
 It works inside a notebook's running event loop too, and takes functions and rows of the notebook:
 

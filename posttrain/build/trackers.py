@@ -50,7 +50,7 @@ class CompletionTables:
     count: int
 
     def rows(self, step: Step) -> list[list[Any]]:
-        """A row for each completion, with `COLUMNS`; no rows where the step sampled none."""
+        """A row for each completion, with `COLUMNS`; no rows where the record has none of the step."""
         path = self.folder / "episodes" / episode_name(step.stage, step.index, "train")
         if not self.count or not path.is_file():
             return []
@@ -170,7 +170,8 @@ class Trackio:
         import pandas as pd
         import trackio
 
-        self._run.log({f"{step.stage}/completions": trackio.Table(dataframe=pd.DataFrame(rows, columns=list(COLUMNS)))})
+        table = trackio.Table(dataframe=pd.DataFrame(rows, columns=list(COLUMNS)))
+        self._run.log({f"{step.stage}/completions": table, f"{step.stage}/step": step.index})
 
     def say(self, line: str) -> None:
         """Does nothing: lines of text are only printed in the terminal."""
@@ -186,6 +187,8 @@ class GuardedTracker:
 
     def __init__(self, name: str, inner: Tracker, completions: CompletionTables | None = None) -> None:
         self._name, self._inner, self._failed, self._completions = name, inner, False, completions
+        self._unread = False
+        """Whether it was reported that completions could not be read."""
 
     @property
     def where(self) -> str:
@@ -198,8 +201,8 @@ class GuardedTracker:
 
     def log(self, step: Step) -> None:
         self._try(lambda: self._inner.log(step))
-        if self._completions is not None and hasattr(self._inner, "table"):
-            self._try(lambda: self._table(step))
+        if rows := self._rows(step):
+            self._try(lambda: cast("Any", self._inner).table(step, rows))
 
     def say(self, line: str) -> None:
         self._try(lambda: self._inner.say(line))
@@ -207,9 +210,22 @@ class GuardedTracker:
     def close(self, summary: Mapping[str, float]) -> None:
         self._try(lambda: self._inner.close(summary))
 
-    def _table(self, step: Step) -> None:
-        if self._completions is not None and (rows := self._completions.rows(step)):
-            cast("Any", self._inner).table(step, rows)
+    def _rows(self, step: Step) -> list[list[Any]]:
+        """The rows of the step's completions, for a tracker that takes them."""
+        if self._failed or self._completions is None or not hasattr(self._inner, "table"):
+            return []
+        try:
+            return self._completions.rows(step)
+        except Exception as error:
+            # The run's own files are at fault here and not the tracker, so it goes on.
+            if not self._unread:
+                tell(
+                    f"tracker {self._name} gets no completions of {step.stage} step {step.index}: the run's own record"
+                    f" of them cannot be read: {error!r}",
+                    file=sys.stderr,
+                )
+            self._unread = True
+            return []
 
     def _try(self, call: Callable[[], None]) -> None:
         if self._failed:

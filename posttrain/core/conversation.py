@@ -46,16 +46,25 @@ class LearnedConversation:
         return replace(self, weights=tuple(w if i in at else 0.0 for i, w in enumerate(self.weights)))
 
     def after(self, prompt: str | Sequence[Message]) -> bool:
-        """Returns whether it is `prompt` with one message of weight 1 behind it, and so only a completion."""
-        if isinstance(self.messages, str) or isinstance(prompt, str):
+        """Returns whether it is `prompt` with one message of weight 1 behind it, of which nothing else is learned.
+
+        Such a conversation can also be written in the simpler form, as a pair of prompt and completion.
+        """
+        if isinstance(self.messages, str) or isinstance(prompt, str) or not self.messages:
             return False
-        # In this case a caller can use the simpler form, a pair of prompt and completion.
         begins_with_prompt = self.messages[:-1] == tuple(prompt)
         return begins_with_prompt and self.weights[-1] == 1 and not any(self.weights[:-1])
 
 
 class PairRenderer(Protocol):
-    """Demonstrations as tokens."""
+    """Writes demonstrations as tokens.
+
+    Args of its methods:
+        task: the name of the row, for messages about it.
+        tools: the tools that the chat template describes in the prompt.
+        arguments: whether the arguments of tool calls are learned. If not, they have weight 0, the rest of a turn not.
+        behind: ids of the prompt. Where the chat template opened a thought at its end, the text goes on behind it.
+    """
 
     def pair(
         self, prompt: str | Sequence[Message], completion: str, task: str = "", tools: Sequence[Mapping[str, Any]] = ()
@@ -66,9 +75,13 @@ class PairRenderer(Protocol):
     def conversation(
         self, c: LearnedConversation, task: str = "", tools: Sequence[Mapping[str, Any]] = (), arguments: bool = True
     ) -> Sequence[tuple[np.ndarray, np.ndarray]]:
-        """(ids int32, weights float64) of each sequence of a conversation. Weight 0 is seen and not learned."""
+        """(ids int32, weights float64) of each sequence of a conversation. Weight 0 is seen and not learned.
+
+        It is one sequence, or several: where the chat template writes what stands before a turn in another way once
+        messages follow, this turn has a sequence of its own, in the form that the policy would see and say.
+        """
         ...
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
-        """int32 ids of a turn demonstrated `behind` others. It ends in one stop token: that of chats, or of text."""
+        """int32 ids of a demonstrated turn. It ends in one stop token: that of chats (`chat`), or of text."""
         ...

@@ -1,4 +1,4 @@
-"""Stop reasons of episodes and turns, and the limits of an episode."""
+"""Stop reasons of episodes and turns, the limits of an episode, and the number of the step that is played."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EpisodeLimits:
     tool_seconds: float = 10.0
     """Seconds of one tool call. A call that takes longer is stopped, and the policy gets a message about it."""
     tool_timeouts: int = 3
-    """Calls that may run out of time; at this many the episode ends (`tools`)."""
+    """Calls that run out of time until the episode ends (`tools`)."""
     observation: int = 2000
     """Most characters of one tool result; the middle of a longer one is left out."""
 

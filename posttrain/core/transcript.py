@@ -54,6 +54,11 @@ class Transcript:
         n = len(said.ids)
         if self.sampling.truncated != (said.kept is not None):
             raise InvariantError("a truncated sampler returns the kept set of every token it said, and no other does")
+        # Before anything is added: a transcript with tokens but without their most probable ones is not aligned.
+        if bool(self.sampling.top) != (said.top is not None):
+            raise InvariantError(
+                f"sampling.top={self.sampling.top}: the sampler must hand over so many most probable tokens a draw"
+            )
         # The choices cover the whole context and all new tokens but
         # the last, which the engine has drawn and not computed.
         if said.routed is not None:
@@ -61,10 +66,6 @@ class Transcript:
         # The sampler's own numbers, never computed again: mu is the distribution that really drew the token.
         self._append(said.ids, np.ones(n, bool), said.logp, said.version)
         self._in_turn.append(np.arange(n, dtype=np.int32))
-        if bool(self.sampling.top) != (said.top is not None):
-            raise InvariantError(
-                f"sampling.top={self.sampling.top}: the sampler must hand over so many most probable tokens a draw"
-            )
         if said.kept is not None:
             self._kept += said.kept.sets()
         if said.top is not None:

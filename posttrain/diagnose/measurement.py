@@ -24,7 +24,7 @@ class Measurement:
     """Whether outcomes are grades, not pass or fail, so that the mean reward leads."""
     right: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])
     """Share of right answers, by prompt; empty where no episodes were recorded."""
-    paid: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])
+    outcomes: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])
     """Mean outcome, by prompt."""
     scale: tuple[float, float] = (0.0, 1.0)
     """The ends of the scale of outcomes (`Grades.scale`)."""
@@ -36,10 +36,10 @@ class Measurement:
     """How its outcomes are to be read; None where no episodes were recorded."""
 
 
-def paid_gain(before: Measurement, after: Measurement) -> Gain:
+def outcome_gain(before: Measurement, after: Measurement) -> Gain:
     """The gain of the mean outcome, on the scale of the outcomes of both."""
     low, high = common_scale((before, after))
-    return Gain.of(before.paid, after.paid, high - low)
+    return Gain.of(before.outcomes, after.outcomes, high - low)
 
 
 def common_grades(*measured: Measurement | None) -> Grades | None:

@@ -18,8 +18,8 @@ from posttrain.config.run import Run
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.measure.interval import Gain, Score
 from posttrain.core.measure.interval import student95 as student95
-from posttrain.diagnose.measurement import common_scale
-from posttrain.diagnose.run_outcome import Measurement, RunOutcome, StageOutcome, read_outcome
+from posttrain.diagnose.measurement import Measurement, common_scale
+from posttrain.diagnose.run_outcome import RunOutcome, StageOutcome, read_outcome
 from posttrain.record.external_access import values
 from posttrain.system.errors import ConfigError, nearest
 from posttrain.system.shell import command_line
@@ -197,7 +197,7 @@ def run_mean(run: ComparedRun, what: str, prompts: Sequence[Hashable]) -> float:
 
 def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
     """The compared figure of a run for each held-out prompt."""
-    return run.measured.right if what == "accuracy" else run.measured.paid
+    return run.measured.right if what == "accuracy" else run.measured.outcomes
 
 
 def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:

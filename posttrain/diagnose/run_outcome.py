@@ -21,8 +21,7 @@ from posttrain.core.gauge import Step
 from posttrain.core.measure.heldout_loss import HeldoutLoss
 from posttrain.core.measure.interval import Gain, Score
 from posttrain.core.measure.right import Grades, Right, right_of
-from posttrain.diagnose.measurement import Measurement as Measurement
-from posttrain.diagnose.measurement import common_grades, paid_gain, proxy_gain
+from posttrain.diagnose.measurement import Measurement, common_grades, outcome_gain, proxy_gain
 from posttrain.record import run_reader, step_format
 from posttrain.record.checkpoint import newest
 from posttrain.record.run_reader import EpisodeFile, RunFile
@@ -61,7 +60,8 @@ class StageOutcome:
     """Mean outcome of each step's samples; empty where the stage does not sample."""
     losses: Curve
     heldout: Curve
-    """Held-out accuracy, the first and the last one included; empty where outcomes are grades that tell none."""
+    """Held-out accuracy, the first and the last one included; empty where outcomes are grades of which
+    the share of right answers says nothing (`Grades.tells`)."""
     heldout_reward: Curve
     greedy: float | None = None
     seconds: float | None = None
@@ -121,7 +121,7 @@ class StageOutcome:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The outcome of a run, stage by stage. Stages that took no step are left out."""
+    """The outcome of a run, stage by stage. A stage that took no step and was not measured is left out."""
 
     folder: Path
     file: RunFile
@@ -231,7 +231,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         start=start,
         end=end,
         accuracy=Gain.of(pair[0].right, pair[1].right) if pair else None,
-        reward=paid_gain(*pair) if pair else None,
+        reward=outcome_gain(*pair) if pair else None,
         proxy=proxy_gain(*pair) if pair else None,
         unpaired=unpaired,
         rewards=_curve(steps, "rollout/reward"),
@@ -382,24 +382,24 @@ def measurement(file: EpisodeFile) -> Measurement:
         meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
         # Prompt, answer and extra columns together, as `Task.asked`: equal rows are one prompt of the interval.
         keys = [json.dumps([t["prompt"], t["answer"], t["info"]], sort_keys=True) for t in meta["tasks"]]
-        paid: dict[Hashable, list[float]] = {}
-        proxy: dict[Hashable, list[float]] = {}
-        outcomes = list[tuple[float | None, Right]]()
+        outcomes_of: dict[Hashable, list[float]] = {}
+        proxies_of: dict[Hashable, list[float]] = {}
+        graded = list[tuple[float | None, Right]]()
         for episode in meta["episodes"]:
             judged = [step_format.verdict_from_plain(v) for v in episode["verdicts"]]
             # `figure` is stored where something is measured and not paid. Then it is the outcome, and the reward is the
             # proxy.
-            reward = episode.get("figure", episode["reward"])
-            outcomes.append((reward, right_of(judged, episode.get("right_at"), "figure" in episode)))
-            if reward is not None:
-                paid.setdefault(keys[episode["task"]], []).append(float(reward))
+            outcome = episode.get("figure", episode["reward"])
+            graded.append((outcome, right_of(judged, episode.get("right_at"), "figure" in episode)))
+            if outcome is not None:
+                outcomes_of.setdefault(keys[episode["task"]], []).append(float(outcome))
             if "figure" in episode and episode["reward"] is not None:
-                proxy.setdefault(keys[episode["task"]], []).append(float(episode["reward"]))
+                proxies_of.setdefault(keys[episode["task"]], []).append(float(episode["reward"]))
         samplings = {json.dumps(meta["samplings"][i], sort_keys=True) for e in meta["episodes"] for i in e["samplings"]}
-    means = {key: float(np.mean(values)) for key, values in paid.items()}
-    grades = Grades.each(outcomes)
+    means = {key: float(np.mean(values)) for key, values in outcomes_of.items()}
+    grades = Grades.each(graded)
     # Only after all episodes are read: one rule of what is right holds for all of them.
-    right = {key: grades.right.share(values) for key, values in paid.items()}
+    right = {key: grades.right.share(values) for key, values in outcomes_of.items()}
     return Measurement(
         file.stage,
         file.index,
@@ -410,6 +410,6 @@ def measurement(file: EpisodeFile) -> Measurement:
         means,
         grades.scale,
         "\n".join(sorted(samplings)),
-        {key: float(np.mean(values)) for key, values in proxy.items()},
+        {key: float(np.mean(values)) for key, values in proxies_of.items()},
         grades,
     )

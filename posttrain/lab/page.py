@@ -78,7 +78,7 @@ def lesson_page(lesson: Lesson, where: Where, first: dict[str, Any] | None = Non
     )
 
 
-def waiting_page(entry: Entry, where: Where = "server") -> str:
+def waiting_page(entry: Entry) -> str:
     """The page of a lesson while the library is being loaded; it opens itself again."""
     text = f"{entry.number} {entry.title}: the library is being loaded, some seconds once."
     refresh = tag("meta", http_equiv="refresh", content="1")

@@ -26,7 +26,7 @@ class AsksGroups(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """The groups of one step."""
+    """What a step asks of the rollout: how many groups, how many samples of each prompt, and which groups count."""
 
     groups: int
     """Groups wanted."""

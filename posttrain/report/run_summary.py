@@ -1,7 +1,9 @@
-"""The report of a run: what each stage added on held-out tasks, the curve, whether it learned, and where the time went.
+"""The report of a run: held-out scores after each stage, the curve, whether it learned, where time and memory went, and
+what to do next. `show_report` prints one evaluation.
 
-It is printed at a run's end and by `posttrain summary`, and written as `summary.md` with `summary.svg` into the run
-folder. All of it is read from the folder (`diagnose.run_outcome`), so it is the same for a run that was killed.
+The report of a run is printed at its end and by `posttrain summary`, and written as `summary.md` with `summary.svg`
+into the run folder. All of it is read from the folder (`diagnose.run_outcome`), so it is the same for a run that was
+killed.
 """
 
 from __future__ import annotations
@@ -104,11 +106,10 @@ def tables(of: RunOutcome) -> list[Group]:
     """A table for each of `measures`: the score after each stage."""
     out: list[Group] = []
     for what in measures(of):
-        title = (
-            f"held-out {'accuracy' if what == 'accuracy' else 'mean reward'} after each stage, and the gain over the"
-        )
+        score = "accuracy" if what == "accuracy" else "mean reward"
+        title = f"held-out {score} after each stage, and the gain over the same prompts"
         heads, *rows = score_rows(of, what, what)
-        out.append(table(f"{title} same prompts", heads, rows, words=("stage",)))
+        out.append(table(title, heads, rows, words=("stage",)))
     return out
 
 
@@ -258,7 +259,7 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
     """Print the report of a run."""
     for line in planted_lines(of.run):
         console.print(line, style="bold red")
-    for one in tables(of) if of.stages else ():
+    for one in tables(of):
         console.print(one)
     console.print()
     for line in (

@@ -70,10 +70,10 @@ class GroupSource(Protocol):
         ...
 
     async def proceed(self) -> None:
-        """Called during an update: groups that are being played may go on."""
+        """Called after a step's updates and before its weights are sent: groups that are being played may go on."""
 
     async def learned(self) -> None:
-        """Called after each step, with its weights in place."""
+        """Called at the end of each step, with its weights in place."""
 
     def clock(self) -> Mapping[str, float]:
         """Returns how full the source was when the last step came for its groups. The number depends on time, so no
@@ -235,7 +235,8 @@ class GroupQueue:
         return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), engine)
 
     async def proceed(self) -> None:
-        """Let sampling go first during an update: a tool that is called early works while the learner computes."""
+        # Episodes may wait for a tool that ended while the learner computed. Now their turns are said, and the tools
+        # that these turns call work while the next step is learned.
         await self.idle()
 
     async def learned(self) -> None:

@@ -39,8 +39,14 @@ class NonFiniteGradient(InvariantError):
         self.norm, self.step, self.culprits, self.episodes = norm, step, tuple(culprits), episodes
         super().__init__(self.told([f"episode {e} of its batch" for e in culprits]))
 
-    def told(self, names: Sequence[str], where: str = "") -> str:
-        """The error message, with these names for the culprits."""
+    def told(self, names: Sequence[str], where: str = "", unnamed: int = 0) -> str:
+        """The error message.
+
+        Args:
+            names: names of the culprits. The message has the first `NAMED`, and the number of the others.
+            where: words behind the number of the optimizer step.
+            unnamed: further culprits, which `names` leaves out.
+        """
         if not self.culprits:
             cause = (
                 f"The loss and gradient of each of its {self.episodes} episodes alone are finite: their sum overflows"
@@ -56,8 +62,9 @@ class NonFiniteGradient(InvariantError):
                 " are too large"
             )
         else:
-            rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             some = "; ".join(names[:NAMED])
+            more = len(names[NAMED:]) + unnamed
+            rest = f" and {more} more" if more else ""
             cause = f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it: {some}{rest}"
             advice = "Look at their rewards, and for log-probs that are infinite"
         return (

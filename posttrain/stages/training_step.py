@@ -79,6 +79,8 @@ class UnfinishedStep:
     experience: Experience
     credit: Credit | None = None
     learned: list[Gauges] = field(default_factory=lambda: [{"optim/steps": Gauge(0, 1)}])
+    """Gauges of its updates. The first entry is of none: a step without any update then records 0 optimizer steps, and
+    not nothing."""
     skipped: list[str] = field(default_factory=list[str])
     """Messages about optimizer steps that were left out."""
     line: Step | None = None
@@ -144,6 +146,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                         unfinished.skipped.append(note)
                     unfinished.learned.append(seen)
         with roles.clock.of("rollout"):
+            # Groups that are played ahead stood still while the learner computed in this process. Here, before the new
+            # weights, they say what they can under the weights that they were asked with.
             await roles.groups.proceed()
         with roles.clock.of("sync"):
             # `follow`, not `push`: where every update was left out there is nothing new to send.
@@ -157,6 +161,9 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         unfinished.line = _line(roles, unfinished, notes(e, credit, stage.prompts))
         roles.adaptive = _adapted(roles, unfinished, credit)
         line = await roles.watch.after(unfinished.line)
+        # Behind the sync: groups that it gave up, and further ones, are asked under the weights that the sampler has
+        # now. Behind `after`: if an observer stops the run, nothing more is asked. Prompts of later groups are drawn by
+        # what this step's groups earned.
         await roles.groups.learned()
         return line
 
@@ -169,9 +176,9 @@ def objective_of(roles: ReinforceRoles, batch: Batch, loss: PolicyLoss) -> tuple
     return to_balance(batch, routers.experts), BalancedLoss(loss, coef)
 
 
-def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> AdaptiveState:
+def _adapted(roles: ReinforceRoles, unfinished: UnfinishedStep, credit: Credit) -> AdaptiveState:
     """The adaptive coefficients and moving averages after the step."""
-    seen, episodes, e = merge(*partial.learned), sum(len(g.episodes) for g in credit.groups), partial.experience
+    seen, episodes, e = merge(*unfinished.learned), sum(len(g.episodes) for g in credit.groups), unfinished.experience
     before = replace(roles.adaptive, ema=credit.ema, emas=credit.emas)
     return remember(
         roles.stage.algorithm, before, seen, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed))
@@ -179,7 +186,7 @@ def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> 
 
 
 @contextmanager
-def stopped_is_recorded(roles: ReinforceRoles, partial: UnfinishedStep) -> Iterator[None]:
+def stopped_is_recorded(roles: ReinforceRoles, unfinished: UnfinishedStep) -> Iterator[None]:
     """Around a step: when it is stopped, its line is written to the record, with the reason as a note.
 
     An error of the record itself (`RunFolderError`) is raised as it is, since writing again would fail again.
@@ -189,7 +196,7 @@ def stopped_is_recorded(roles: ReinforceRoles, partial: UnfinishedStep) -> Itera
     except RunFolderError:
         raise
     except PosttrainError as error:
-        line = partial.line or _line(roles, partial, ())
+        line = unfinished.line or _line(roles, unfinished, ())
         roles.book.write(replace(line, notes=(*line.notes, f"stopped: {error}")))
         raise
 
@@ -230,12 +237,10 @@ async def learn_from(
         try:
             gauges, skipped = roles.trainer.step(batch, loss, roles.watch, index=index, first=fresh), ()
         except NonFiniteGradient as error:
-            # The message names the first `NAMED` culprits and gives the number of all. `told` counts the list, so the
-            # other culprits stand in it as empty names.
+            # Only the culprits that the message names are decoded.
             names = [f"{called} {e} ({roles.text(batch.ids_of(e))[:60]!r})" for e in error.culprits[:NAMED]]
-            message = error.told(
-                [*names, *[""] * (len(error.culprits) - len(names))], f" ({roles.stage.name} step {index})"
-            )
+            unnamed = len(error.culprits) - len(names)
+            message = error.told(names, f" ({roles.stage.name} step {index})", unnamed)
             try:
                 gauges, note = left_out(roles, batch, index, InvariantError(message))
             except InvariantError as stop:
@@ -255,15 +260,18 @@ async def learn_from(
     )
 
 
-def _write(roles: ReinforceRoles, partial: UnfinishedStep) -> None:
+def _write(roles: ReinforceRoles, unfinished: UnfinishedStep) -> None:
     """Write the step's episodes to the record. If the step stopped before credit was computed, they have none."""
     if not roles.run.record_episodes:
         return
-    credit, index, groups = partial.credit, partial.experience.index, partial.experience.fresh
-    rest = groups if credit is None else _unjudged(groups)
-    again = {id(g) for g in partial.experience.replayed}  # in the file of the step that played them
-    first = credit and replace(credit, groups=tuple(g for g in credit.groups if id(g.group) not in again))
-    roles.book.write_episodes(roles.stage.name, index, first or Credit((), roles.adaptive.ema), rest)
+    credit, index, groups = unfinished.credit, unfinished.experience.index, unfinished.experience.fresh
+    groups_without_credit = groups if credit is None else _unjudged(groups)
+    # Replayed groups are in the file of the step that played them.
+    replayed_ids = {id(g) for g in unfinished.experience.replayed}
+    fresh_credit = credit and replace(credit, groups=tuple(g for g in credit.groups if id(g.group) not in replayed_ids))
+    roles.book.write_episodes(
+        roles.stage.name, index, fresh_credit or Credit((), roles.adaptive.ema), groups_without_credit
+    )
 
 
 def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -271,20 +279,21 @@ def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(g for g in groups if not g.judged)
 
 
-def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]) -> Step:
+def _line(roles: ReinforceRoles, unfinished: UnfinishedStep, notes: tuple[str, ...]) -> Step:
     """The step as a line of the record. Its episodes are written to files of their own."""
     with roles.clock.of("book"):
-        _write(roles, partial)
-    experience, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
+        _write(roles, unfinished)
+    experience, seen = unfinished.experience, roles.watch.take()
+    credit = unfinished.credit or Credit((), roles.adaptive.ema)
     replayed = roles.replay.gauges() if roles.replay else {}
     # `gauges` must be the same in a run that was interrupted and resumed. So whatever depends on time goes into
     # `clock`.
-    gauges = merge(rollout_gauges(experience, credit), experience.engine, replayed, seen.gauges, *partial.learned)
+    gauges = merge(rollout_gauges(experience, credit), experience.engine, replayed, seen.gauges, *unfinished.learned)
     time_dependent = dict(roles.rollout.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time
         time_dependent |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in experience.engine}
     seconds = {**roles.clock.take(), **roles.sync.sampler.clock(), **roles.groups.clock()}
     seconds |= roles.rollout.clock()
     clock = {**seconds, **{n: g.mean for n, g in time_dependent.items() if g.count}}
-    notes_of_step = (*notes, *partial.skipped, *seen.notes)
+    notes_of_step = (*notes, *unfinished.skipped, *seen.notes)
     return Step(roles.stage.name, experience.index, roles.trainer.version, gauges, clock, notes_of_step)

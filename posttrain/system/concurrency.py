@@ -60,6 +60,14 @@ ENDING = 2.0
 """Most seconds for which `close` waits."""
 
 
+def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped. A loop that is not closed keeps its selector and its pipe open."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
 class LoopThread:
     """An event loop in a thread of its own, started when it is first used.
 
@@ -76,7 +84,7 @@ class LoopThread:
         with self._one:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+                threading.Thread(target=_run_and_close, args=(self._loop,), name=self._name, daemon=True).start()
             loop = self._loop
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 

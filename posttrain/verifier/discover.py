@@ -1,4 +1,7 @@
-"""Finds the model that an endpoint serves, and the request fields that it supports."""
+"""Finds the model that an endpoint serves, and the request fields that it supports.
+
+It is here because judges ask it. The policy's endpoints (`engine.endpoint`) ask it too, and may import this room.
+"""
 
 from __future__ import annotations
 

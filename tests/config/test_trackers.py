@@ -5,20 +5,30 @@ from __future__ import annotations
 import importlib.util
 import math
 import sqlite3
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import posttrain
-from posttrain.build.trackers import COLUMNS, CompletionTables, GuardedTracker, check_trackers, make_trackers, scalars
+from posttrain.build.trackers import (
+    COLUMNS,
+    CompletionTables,
+    GuardedTracker,
+    Trackio,
+    check_trackers,
+    make_trackers,
+    scalars,
+)
 from posttrain.config.run import Reinforce, Run
 from posttrain.core.gauge import Gauge, Step
 from posttrain.record.external_access import asks
 from posttrain.record.run_reader import read_episodes, steps
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, RunFolderError
 
 
 def run_with(*names: str) -> Run:
@@ -168,6 +178,40 @@ def test_a_failing_tracker_is_reported_once_and_left_out(capsys: pytest.CaptureF
         capsys.readouterr().err
         == "tracker wandb failed and is left out from here on (steps.jsonl has everything): ConnectionError('gone')\n"
     )
+
+
+def test_a_damaged_record_is_no_failure_of_a_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged, tables = list[int](), list[int]()
+    inner = SimpleNamespace(log=lambda s: logged.append(s.index), table=lambda s, rows: tables.append(s.index))
+
+    def rows(self: CompletionTables, step: Step) -> list[list[Any]]:
+        if step.index < 3:
+            raise RunFolderError("rl-000001.npz is damaged")
+        return [[step.index, "p", "c", 1.0, 0.0, "stop"]]
+
+    monkeypatch.setattr(CompletionTables, "rows", rows)
+    guarded = GuardedTracker("wandb", inner, CompletionTables(tmp_path, 1))  # type: ignore[arg-type]
+    for step in (*STEPS, replace(STEPS[0], index=3)):
+        guarded.log(step)
+    assert (logged, tables) == ([1, 2, 3], [3])
+    assert capsys.readouterr().err == (
+        "tracker wandb gets no completions of rl step 1: the run's own record of them cannot be read:"
+        " RunFolderError('rl-000001.npz is damaged')\n"
+    )
+
+
+def test_all_that_trackio_gets_has_the_step_of_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    logged = list[dict[str, Any]]()
+    run = SimpleNamespace(log=logged.append)
+    fake = SimpleNamespace(init=lambda **_: run, finish=lambda: None, Table=lambda dataframe: dataframe)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    tracker = Trackio(run_with(), tmp_path)
+    tracker.log(STEPS[1])
+    tracker.table(STEPS[1], [[2, "p", "c", 1.0, 0.0, "stop"]])
+    assert [x["rl/step"] for x in logged] == [2, 2] and list(logged[1]["rl/completions"].columns) == list(COLUMNS)
 
 
 def test_trackers_are_closed_where_a_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,11 @@ def test_what_the_template_renders_is_learned_prefix_by_prefix(name: str) -> Non
         assert content in said and sum(int(i) in r.stop_ids for i in r.encode(said)) == 1
 
 
+def test_a_conversation_without_a_message_is_no_completion_of_a_prompt() -> None:
+    assert LearnedConversation(TWO, (0, 0, 0, 1)).after(TWO[:3])
+    assert not LearnedConversation((), ()).after(())
+
+
 def test_a_turn_may_weigh_and_be_masked() -> None:
     r = renderer(FAMILIES["qwen2.5"])
     (runs,) = learned(r, LearnedConversation(TWO, (0, 0.5, 0, 2)))

@@ -18,8 +18,9 @@ from posttrain.cli import main
 from posttrain.config.overrides import apply
 from posttrain.core.measure.interval import Gain, Score
 from posttrain.diagnose.learning_verdict import stage_learned
+from posttrain.diagnose.measurement import Measurement
 from posttrain.diagnose.run_comparison import compare_runs, differing, over_seeds, settings_of, student95
-from posttrain.diagnose.run_outcome import Measurement, RunOutcome, read_outcome
+from posttrain.diagnose.run_outcome import RunOutcome, read_outcome
 from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
 from posttrain.report.compare_runs import show_comparison
@@ -191,7 +192,7 @@ def told(of: RunOutcome, before: list[float], after: list[float], graded: bool =
     start, end = measured(before, 0), measured(after, 3)
     changed = replace(
         s, start=start, end=end, unpaired="", updates=3,
-        accuracy=Gain.of(start.right, end.right), reward=Gain.of(start.paid, end.paid),
+        accuracy=Gain.of(start.right, end.right), reward=Gain.of(start.outcomes, end.outcomes),
     )  # fmt: skip
     said = stage_learned(of.run, changed, "runs/x")
     assert "step 3" in said.text or said.word.startswith("paid")
@@ -282,8 +283,8 @@ def test_two_runs_are_paired_by_prompt(run: Path, other: Path, capsys: pytest.Ca
         "rl.optimizer.lr": "0.001"
     }
     a, b = (g.runs[0].measured for g in c.groups)
-    mine = a.right if c.what == "accuracy" else a.paid
-    theirs = b.right if c.what == "accuracy" else b.paid
+    mine = a.right if c.what == "accuracy" else a.outcomes
+    theirs = b.right if c.what == "accuracy" else b.outcomes
     assert c.gains[0].over_prompts.mean == pytest.approx(sum(theirs[k] - mine[k] for k in mine) / 12)
     assert c.gains[0].over_seeds is None
     said = capsys.readouterr().out

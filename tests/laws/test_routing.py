@@ -236,6 +236,14 @@ def test_an_earlier_turn_keeps_its_own_choices() -> None:
     assert routed is not None and routed[:, 0, 0].tolist() == [4, 4, 4, 5, 5, 5, UNKNOWN]
 
 
+def test_a_turn_that_is_refused_leaves_no_token() -> None:
+    t = Transcript(Sampling(stop_ids=(), top=2))
+    t.see([1, 2])
+    with pytest.raises(InvariantError, match="sampling.top=2"):
+        t.say(SampledTurn(np.int32([3]), np.float32([-1]), np.int32([0]), Stop.LENGTH))
+    assert t.ids.tolist() == [1, 2]
+
+
 def test_choices_of_other_tokens_than_were_computed_are_refused() -> None:
     t = Transcript(Sampling(stop_ids=()))
     t.see([1, 2])

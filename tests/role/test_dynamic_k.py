@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from posttrain.config.run import Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import SampledTurn
 from posttrain.record.run_reader import steps as read_steps
-from posttrain.system.concurrency import settled
+from posttrain.system.concurrency import LoopThread, settled
 from posttrain.system.errors import ConfigError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
@@ -30,6 +31,24 @@ def test_the_first_to_end_are_kept_in_their_order() -> None:
     ticks = [9, 2, 30, 4, 30, 1]
     assert asyncio.run(settled([after(t, i) for i, t in enumerate(ticks)], 3)) == [1, 3, 5]
     assert asyncio.run(settled([after(t, i) for i, t in enumerate(ticks)], 6)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_loop_in_a_thread_is_closed_with_it() -> None:
+    thread, last = LoopThread("test"), list[int]()
+
+    async def ends() -> None:
+        last.append(await after(2, 1))
+
+    async def main() -> None:
+        assert await thread.run(after(3, 7)) == 7
+
+    asyncio.run(main())
+    loop, worker = thread._loop, next(t for t in threading.enumerate() if t.name == "test")
+    thread.close(ends)
+    worker.join(10)
+    assert loop is not None and loop.is_closed() and last == [1]
+    asyncio.run(main())  # a new loop, where it is used again
+    thread.close()
 
 
 def test_a_failure_is_raised_as_itself() -> None:

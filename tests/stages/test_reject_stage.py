@@ -353,6 +353,14 @@ def test_start_begins_every_round_with_the_first_weights(tmp_path: Path, monkeyp
     assert all(before == after for before, after in seen) and len({*seen}) == 3
 
 
+def test_a_message_names_some_culprits_and_counts_the_others() -> None:
+    error = NonFiniteGradient(float("inf"), 2, range(6), 9)
+    all_named, some_named = error.told([f"e{i}" for i in range(6)]), error.told([f"e{i}" for i in range(4)], unnamed=2)
+    assert (
+        all_named == some_named and "6 of the 9 episodes of the batch make it: e0; e1; e2; e3 and 2 more." in all_named
+    )
+
+
 def test_a_step_that_is_left_out_is_not_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in float16, or where a mixture overflows: the weights stay, and so does their version."""
     taken = Trainer.step

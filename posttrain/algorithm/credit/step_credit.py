@@ -12,6 +12,9 @@ Worked example, rewards [1, 0, 0, 1] of one prompt:
     baseline groupmean                     [.5, -.5, -.5, .5]
     baseline groupmean, scale group_std    [.8660, -.8660, -.8660, .8660]
     baseline others                        [.6667, -.6667, -.6667, .6667]
+
+A name ends in the axis of its array or list: _P prompts (groups) of the step, _G siblings of one prompt, _T spoken
+tokens of one sample, _V the siblings of a prompt to which one source gave a value.
 """
 
 from __future__ import annotations
@@ -64,11 +67,10 @@ def credit_step(
     returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
     if a.baseline.per_token:
         credits_P = [by_token(a.baseline, a, samples) for samples in samples_P]
-        raw, silent_P = (
-            [x for token_credit in credits_P for x in token_credit.credit],
-            [token_credit.silent for token_credit in credits_P],
-        )
-        returns = [x for token_credit in credits_P for x in token_credit.returns or [None] * len(token_credit.credit)]
+        raw = [x_T for of_group in credits_P for x_T in of_group.credit]
+        silent_P = [of_group.silent for of_group in credits_P]
+        # Without values there are no targets: one None for each sample.
+        returns = [x_T for of_group in credits_P for x_T in of_group.returns or [None] * len(of_group.credit)]
     else:
         raw, silent_P, moving = _by_samples(a, samples_P, groups, {**emas, ALL: ema})
         ema, emas = moving.pop(ALL), moving
@@ -131,6 +133,7 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     # other prompts count as differences. So nothing is learned from the prompt.
     if a.baseline.greedy and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
+    # `unhinted`: the teacher was to see a hint and saw none, so it is the policy itself and teaches nothing.
     dropped = [why or s.unhinted for why, s in zip(dropped, group.episodes, strict=True)]
     paid = [np.zeros(e.spoken) if a.rewards == "none" else earned(e) for e in episodes]
     rows = zip(group.episodes, rewards, terms, paid, dropped, strict=True)
@@ -166,54 +169,67 @@ def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
 def _by_samples(
     a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], emas: Mapping[str, float]
 ) -> tuple[list[Array], list[bool], dict[str, float]]:
-    """Credit [T] of every sample, from its reward and those of its siblings, and the moving baselines afterwards.
+    """Credit [T] of every sample, from its reward and those of its siblings; which groups are silent; and the moving
+    baselines afterwards.
 
     A KL in the reward is subtracted from the whole episode, or from each token as the sum from this token on ("to
     go"). The scale is computed from whole rewards. It divides all of the credit, also the KL to go and the rewards of
     turns.
     """
-    # Two passes. The first gives one number a sample: reward less baseline. The second spreads it
-    # over the tokens, takes off what lies before a token, and divides. Only the second needs T.
-    to_go, in_reward, relative = a.baseline.to_go, a.charges_answers, a.group_relative
-    centred_P: list[Array]
-    divisors, moving = [1.0] * len(samples_P), dict(emas)
+    # First one number a sample: reward less baseline. Then it is spread over the tokens. Only that needs T.
     if a.rewards == "each":
+        # Each source has a baseline and a scale of its own. No KL is subtracted here: one in the reward belongs to no
+        # source, so `ladder.algorithm` refuses it with rewards=each, and one of single tokens comes after whitening.
         centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
-        silent_P = [not np.any(c) for c in centred_P]
+        silent_P, divisors, moving = [not np.any(c) for c in centred_P], [1.0] * len(samples_P), dict(emas)
     else:
-        # Rewards less the whole KL. Spread, noise and scale are computed
-        # from these numbers, also where each token pays its KL to go.
-        rewards_P = [np.array([s.shaped - (s.charged if in_reward else 0.0) for s in samples]) for samples in samples_P]
-        noise_P = [noise_of(samples, charged=in_reward) for samples in samples_P]
-        silent_P = [relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
-        centred_P = []
-        for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
-            lengths = np.array([s.spoken for s in samples], np.float64)
-            # With a KL to go, each token pays its part in the second pass. So the sample does not pay it here as well.
-            uncharged = np.array([s.shaped for s in samples]) if to_go else r
-            # All siblings have one task, and so one source.
-            source = _source(samples[0]) if samples and a.baseline.each_source else ALL
-            # A silent group keeps zeros. A moving baseline is never silent,
-            # since it compares no siblings, so it sees every reward.
-            centred_G, after = (np.zeros_like(r), moving.get(source, 0.0))
-            if not silent:
-                centred_G, after = _centred(a, uncharged, lengths, group, after)
-            # The next group is compared with the average as it is after this group.
-            moving |= {source: after} if samples else {}
-            centred_P.append(centred_G)
-        divisors = _scales(a, rewards_P, noise_P, samples_P)
-    raw: list[Array] = []
-    for centred_G, divisor, samples in zip(centred_P, divisors, samples_P, strict=True):
-        for x, s in zip(centred_G, samples, strict=True):
-            # Reversed cumulative sum: token t pays sum_{k >= t} coef * KL_k.
-            x_T = x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken))
-            if a.baseline.earns_to_go:
-                # x holds the rewards of all turns. What was paid before token t is not
-                # owed to it; its own turn's reward, at the end of the turn, stays.
-                x_T -= np.cumsum(s.paid_T) - s.paid_T
-            # No epsilon: where there is no scale, there was no spread, and 0 is exact.
-            raw.append(x_T / divisor if divisor > 0 else np.zeros_like(x_T))
+        centred_P, silent_P, divisors, moving = _whole_rewards(a, samples_P, groups, emas)
+    rows = zip(centred_P, divisors, samples_P, strict=True)
+    raw = [_over_tokens(a, s, x, divisor) for c, divisor, samples in rows for x, s in zip(c, samples, strict=True)]
     return raw, silent_P, moving
+
+
+def _whole_rewards(
+    a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], emas: Mapping[str, float]
+) -> tuple[list[Array], list[bool], list[float], dict[str, float]]:
+    """(reward minus baseline [G] of each prompt, which prompts are silent, their scales, the moving baselines)."""
+    # Rewards less the whole KL. Spread, noise and scale are computed
+    # from these numbers, also where each token pays its KL to go.
+    charged, moving = a.charges_answers, dict(emas)
+    rewards_P = [np.array([s.shaped - (s.charged if charged else 0.0) for s in samples]) for samples in samples_P]
+    noise_P = [noise_of(samples, charged=charged) for samples in samples_P]
+    # Silent: siblings are compared and agree, so nobody has credit.
+    silent_P = [a.group_relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
+    centred_P: list[Array] = []
+    for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
+        lengths = np.array([s.spoken for s in samples], np.float64)
+        # With a KL to go each token pays its part (`_over_tokens`). So the sample does not pay it here as well.
+        uncharged = np.array([s.shaped for s in samples]) if a.baseline.to_go else r
+        # All siblings have one task, and so one source.
+        source = _source(samples[0]) if samples and a.baseline.each_source else ALL
+        # A silent group keeps zeros. A moving baseline is never silent,
+        # since it compares no siblings, so it sees every reward.
+        centred_G, after = np.zeros_like(r), moving.get(source, 0.0)
+        if not silent:
+            centred_G, after = _centred(a, uncharged, lengths, group, after)
+        # The next group is compared with the average as it is after this group.
+        moving |= {source: after} if samples else {}
+        centred_P.append(centred_G)
+    return centred_P, silent_P, _scales(a, rewards_P, noise_P, samples_P), moving
+
+
+def _over_tokens(a: Algorithm, s: Sample, centred: float, divisor: float) -> Array:
+    """Credit [T] of a sample from its reward minus baseline: less what a token does not answer for, and divided."""
+    x_T = np.full(s.spoken, centred)
+    if a.baseline.to_go and a.charges_answers:
+        # Reversed cumulative sum: token t pays sum_{k >= t} coef * KL_k.
+        x_T = x_T - np.cumsum(s.penalty_T[::-1])[::-1]
+    if a.baseline.earns_to_go:
+        # `centred` holds the rewards of all turns. What was paid before token t is not
+        # owed to it; its own turn's reward, at the end of the turn, stays.
+        x_T = x_T - (np.cumsum(s.paid_T) - s.paid_T)
+    # No epsilon: where there is no scale, there was no spread, and 0 is exact.
+    return x_T / divisor if divisor > 0 else np.zeros_like(x_T)
 
 
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:

@@ -26,7 +26,8 @@ from posttrain.ladder.pieces.correction import BinaryKL, Correction, Mask, Negat
 
 @dataclass(frozen=True, eq=False)
 class CorrectionFactor:
-    """raw_M = start/mu, and used_M, the factor of the push. Both [M], with one number per episode at sequence level."""
+    """raw_M = start/mu, and used_M, the factor of the push. Both [M]. At sequence level all tokens of an
+    episode have the same number."""
 
     raw_M: Tensor
     used_M: Tensor

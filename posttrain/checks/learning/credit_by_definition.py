@@ -43,59 +43,31 @@ READS: dict[str, tuple[str, ...]] = {
     "ImplicitOthers": ("beta",),
     "Value": ("gae_lambda", "gamma", "coef", "clip"),
     "KL": ("coef", "estimator", "placement"),
-    "SequenceL2": ("coef",),
-    "TokenL2": ("coef",),
     "Signed": (),
     "Overlong": ("cache",),
     "DropTruncated": (),
-    "Clip": ("low", "high"),
-    "Truncate": ("cap", "level"),
-    "Mask": ("low", "high", "level"),
-    "EntropyBonus": ("coef",),
 }
 """The pieces covered, each with the settings that are read. Any other setting must have its default."""
 COMPARES = ("GroupMean", "Others", "LengthMean", "SoftMean", "SecondBest", "ImplicitOthers")
 """The baselines in `READS` under which siblings with equal outcomes have no credit."""
 NEUTRAL = {
-    "credit": {
-        "name",
-        "paper",
-        "note",
-        "parent",
-        "ratio",
-        "clip",
-        "aggregate",
-        "correction",
-        "filter",
-        "entropy",
-        "tokens",
-        "curriculum",
-        "imitate",
-        "distill",
-        "step_scale",
-    },
-    "loss": {
-        "name",
-        "paper",
-        "note",
-        "parent",
-        "baseline",
-        "scale",
-        "whiten",
-        "aggregate",
-        "filter",
-        "shape",
-        "entropy",
-        "curriculum",
-        "rewards",
-        "hint",
-        "step_scale",
-    },
+    "name",
+    "paper",
+    "note",
+    "parent",
+    "ratio",
+    "clip",
+    "aggregate",
+    "correction",
+    "filter",
+    "entropy",
+    "tokens",
+    "curriculum",
+    "imitate",
+    "distill",
+    "step_scale",
 }
-"""Choices of an algorithm that do not affect its credit ("credit"), or the gradient of its loss by a log-prob
-("loss")."""
-
-
+"""Choices of an algorithm that do not affect its credit."""
 SCALES = ("one", "group_std", "batch_std", "group_mean", "mixed_share")
 WHITENED = (None, "token", "sample")
 
@@ -108,18 +80,18 @@ def kind(piece: object) -> str:
 
 def uncovered_credit(a: Algorithm) -> list[str]:
     """Names of the choices of an algorithm whose part of the credit has no second form here."""
+    # A pull without a placement (the squared distances) is a term of the loss alone.
+    placement = getattr(a.pull, "placement", "loss")
+    neutral = NEUTRAL | {"pull"} if placement in ("loss", "token") else NEUTRAL
     covered = {"baseline", "scale", "whiten", "shape", "anchor", "pull"}
     names: list[str] = []
     for f in fields(a):
         value = getattr(a, f.name)
         # A choice at its default needs no form. Any other must be one that is read here, with all its pieces covered.
-        if f.name not in NEUTRAL["credit"] and value != f.default:
+        if f.name not in neutral and value != f.default:
             names += [] if f.name in covered and all(plain(p) for p in pieces(value)) else [f.name]
-    # A pull without a placement (the squared distances) is a term of the loss alone.
-    placement = getattr(a.pull, "placement", "loss")
-    if placement == "loss" and "pull" in names:
-        names.remove("pull")
-    if placement == "token" and "pull" not in names:
+    # A pull in the credit of single tokens is read nowhere here.
+    if placement == "token":
         names.append("pull")
     return names + [name for name, known in (("scale", SCALES), ("whiten", WHITENED)) if getattr(a, name) not in known]
 
@@ -332,52 +304,82 @@ def _centred(
         reward: the same, less the KL penalty.
         paid: the KL penalty of each spoken token.
     """
-    again = [g.group.again for g in groups]
-    greedy = [0.0 if (best := g.group.greedy) is None else math.fsum(verdict_terms(best)) for g in groups]
-    out: list[np.ndarray] = []
     name = kind(a.baseline)
+    if name == "Value":
+        return _by_values(a.baseline, samples, shaped, paid)
+    if name in ("ToGo", "Greedy"):
+        return _to_go(name, samples, shaped, paid, groups)
     # members[p]: the places of group p's episodes in `samples`.
     members: dict[int, list[int]] = {}
     for i, (p, _) in enumerate(samples):
         members.setdefault(p, []).append(i)
+    if name == "ImplicitOthers":
+        return _implicit(a.baseline, samples, reward, members)
+    out: list[np.ndarray] = []
     for i, (p, s) in enumerate(samples):
-        tokens = s.episode.spoken
-        if name == "Value":
-            if VALUE not in s:
-                return None
-            turns = turn_rewards(s.episode)
-            # Turns are paid at their ends, and what is left of the reward at the last token.
-            out.append(
-                advantages_to_go(
-                    a.baseline, np.concatenate(s[VALUE]).astype(np.float64), shaped[i] - turns.sum(), paid[i] - turns
-                )
-            )
-            continue
-        mates = members[p]
-        if name in ("ToGo", "Greedy"):
-            earned = turn_rewards(s.episode) if name == "ToGo" else np.zeros(tokens)
-            best, to_go = greedy[p] if name == "Greedy" else 0.0, np.cumsum(paid[i][::-1])[::-1]
-            # From each token on: the reward, less what turns before it earned, and less the penalties of this and later
-            # tokens.
-            out.append(shaped[i] - best - to_go - (np.cumsum(earned) - earned))
-            continue
-        lead = [reward[i] - reward[j] for j in mates if j != i]
-        if name == "ImplicitOthers":
-            worth = implicit_worth(a.baseline, i, mates, samples)
-            if worth is None:
-                return None
-            # The leave-one-out part is one number for the answer, the implicit part one for each token.
-            out.append(math.fsum(lead) / max(1, len(lead)) + worth)
-            continue
         if name in ("Ema", "Zero"):
             credit = reward[i] - (ema if name == "Ema" else 0.0)
         else:
+            mates = members[p]
             lengths = [samples[j][1].episode.spoken for j in mates]
             credit = _compared(a.baseline, mates.index(i), [reward[j] for j in mates], lengths)
         # The average moves after each episode, so the next one is compared with it. A replayed group moved it already.
-        if name == "Ema" and not again[p]:
+        if name == "Ema" and not groups[p].group.again:
             ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
-        out.append(np.full(tokens, credit))
+        out.append(np.full(s.episode.spoken, credit))
+    return out
+
+
+def _by_values(
+    value: Any, samples: Sequence[tuple[int, Scored]], shaped: Sequence[float], paid: Sequence[Any]
+) -> list[np.ndarray] | None:
+    """`_centred` under a value baseline; None where an episode has no values."""
+    out: list[np.ndarray] = []
+    for (_, s), reward, cost in zip(samples, shaped, paid, strict=True):
+        if VALUE not in s:
+            return None
+        turns = turn_rewards(s.episode)
+        values = np.concatenate(s[VALUE]).astype(np.float64)
+        # Turns are paid at their ends, and what is left of the reward at the last token.
+        out.append(advantages_to_go(value, values, reward - turns.sum(), cost - turns))
+    return out
+
+
+def _to_go(
+    name: str,
+    samples: Sequence[tuple[int, Scored]],
+    shaped: Sequence[float],
+    paid: Sequence[Any],
+    groups: Sequence[ScoredGroup],
+) -> list[np.ndarray]:
+    """`_centred` under "ToGo" and "Greedy". In both, a token answers only for the penalties from itself on."""
+    out: list[np.ndarray] = []
+    for (p, s), reward, cost in zip(samples, shaped, paid, strict=True):
+        best = groups[p].group.greedy if name == "Greedy" else None
+        baseline = 0.0 if best is None else math.fsum(verdict_terms(best))
+        earned = turn_rewards(s.episode) if name == "ToGo" else np.zeros(s.episode.spoken)
+        costs_to_go = np.cumsum(cost[::-1])[::-1]
+        # From each token on: the reward, less what turns before it earned, and less the penalties of this and later
+        # tokens.
+        out.append(reward - baseline - costs_to_go - (np.cumsum(earned) - earned))
+    return out
+
+
+def _implicit(
+    baseline: Any,
+    samples: Sequence[tuple[int, Scored]],
+    reward: Sequence[float],
+    members: dict[int, list[int]],
+) -> list[np.ndarray] | None:
+    """`_centred` under "ImplicitOthers"; None where a stream that it reads is missing."""
+    out: list[np.ndarray] = []
+    for i, (p, _) in enumerate(samples):
+        worth = implicit_worth(baseline, i, members[p], samples)
+        if worth is None:
+            return None
+        lead = [reward[i] - reward[j] for j in members[p] if j != i]
+        # The leave-one-out part is one number for the answer, the implicit part one for each token.
+        out.append(math.fsum(lead) / max(1, len(lead)) + worth)
     return out
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.algorithm.loss.minibatch_streams import CHOSEN, IMITATE, MIX, WAS_SHOWN
-from posttrain.checks.learning.credit_by_definition import NEUTRAL, kind, pieces, uncovered_credit
+from posttrain.checks.learning.credit_by_definition import kind, pieces, uncovered_credit
 from posttrain.core.batch import Batch
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, WEIGHT
 from posttrain.ladder.algorithm import Algorithm
@@ -28,6 +28,25 @@ from posttrain.ladder.pieces.token_choice import KlCov
 
 LIMIT = 20.0
 """Log-ratios are clamped to this before exp, as in the definition of the ratio."""
+NEUTRAL_IN_LOSS = {
+    "name",
+    "paper",
+    "note",
+    "parent",
+    "baseline",
+    "scale",
+    "whiten",
+    "aggregate",
+    "filter",
+    "shape",
+    "entropy",
+    "curriculum",
+    "rewards",
+    "hint",
+    "step_scale",
+}
+"""Choices of an algorithm that do not affect the gradient of its loss by a log-prob, once credit and weights are
+known."""
 LEAST = 1e-12
 """Least probability of all other tokens together, as in the definition of the distance."""
 
@@ -255,7 +274,7 @@ class Demand:
 def uncovered(a: Algorithm) -> list[str]:
     """Names of the choices of an algorithm whose part of the loss has no second form here."""
     known = {"ratio", "anchor", "clip", "pull", "correction", "tokens", "imitate", "shown"}
-    out = [f.name for f in fields(a) if f.name not in known | NEUTRAL["loss"] and getattr(a, f.name) != f.default]
+    out = [f.name for f in fields(a) if f.name not in known | NEUTRAL_IN_LOSS and getattr(a, f.name) != f.default]
     # With `top` the divergence reads candidates, and the form here knows the said token alone.
     if a.clip is not None and (kind(a.clip) not in REGIONS or getattr(a.clip, "top", 0)):
         out.append("clip")

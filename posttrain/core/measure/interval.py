@@ -16,7 +16,9 @@ Z95 = 1.959963984540054
 
 
 def interval(mean: float, low: float, high: float, sign: str = "") -> str:
-    """A mean with its interval as text. It is `-` if nothing was judged; with one prompt there is no interval.
+    """A mean with its interval as text. It is `-` if nothing was judged.
+
+    Ends that are not finite are told as `[one prompt]`, the usual reason why there is no interval.
 
     >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
     ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
@@ -51,9 +53,10 @@ def student95(freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point.
+    """A mean over prompts with its 95 % interval.
 
-    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples.
+    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples. Where there is
+    no interval its ends are infinite.
     """
 
     mean: float
@@ -68,7 +71,8 @@ class Score:
         If every value is an end of the scale, the mean is a proportion and the interval is Wilson's. Else z^2/2
         pseudo-observations are added at each end of the scale, as Agresti and Coull do for proportions. The interval is
         the normal one of all these values, cut to the scale. The added values keep the interval from being a point if
-        all prompts agree.
+        all prompts agree. One value has no interval, and values on a scale without width (`high` not above `low`) have
+        none.
 
         >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
         ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
@@ -98,7 +102,8 @@ class Score:
 
     @staticmethod
     def free(values: Sequence[float] | np.ndarray) -> Score:
-        """The score of values on a scale without ends, such as losses: the mean with Student's interval."""
+        """The score of values on a scale without ends, such as losses: the mean with Student's interval. It is a point
+        if all values are equal. One value has no interval."""
         x = np.asarray(values, np.float64)
         if not len(x):
             return Score(math.nan, math.nan, math.nan, 0)

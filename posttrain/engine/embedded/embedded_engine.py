@@ -51,6 +51,7 @@ class EmbeddedEngine:
         slots: sequences that are generated at once.
         context: most tokens of a sequence, prompt included.
         deterministic: use fixed matrix shapes, so that the bits of a turn do not depend on other requests.
+        device: the device to which the module and the cache are moved.
         cache_bytes: upper bound of the key-value cache.
         budget: most positions of a forward pass. Generating slots come first; pieces of prompts take the rest.
         retain: tokens of ended sequences that the cache keeps for later turns; None: half of what all slots can hold,
@@ -161,7 +162,7 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token is drawn with; 0: those the engine was built with."""
+        """Version of the weights that the next token is drawn with: at first the argument `version`."""
         return self._version
 
     @property
@@ -253,7 +254,8 @@ class EmbeddedEngine:
         if not self._pool.rows:
             return
         # From the owners down: the tree gives its blocks up, then no block has an owner, then the rows can go.
-        freed, self._slept = self.cache_size, scheduler.blocks.capacity
+        freed = sum(pool.rows * pool.row_bytes for pool in self._pools)
+        self._slept = scheduler.blocks.capacity
         scheduler.tree.renew(self._version)
         scheduler.blocks.clear()
         for pool in self._pools:
@@ -293,7 +295,7 @@ class EmbeddedEngine:
 
     @property
     def cache_size(self) -> int:
-        """Bytes of the key-value cache now."""
+        """Bytes of the key-value cache now, without that of a draft model."""
         return self._pool.rows * self._pool.row_bytes
 
     def _newer(self, version: int) -> None:

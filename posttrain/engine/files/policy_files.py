@@ -63,7 +63,7 @@ def kept(
 
     Args:
         model: with `model.lora`, the kept base is loaded and a new adapter is attached.
-        stop_ids: the ids that the run recorded; None: they are resolved again.
+        stop_ids: the ids that the run recorded; None or empty: they are resolved again.
         most: see `load_policy`.
 
     Raises:

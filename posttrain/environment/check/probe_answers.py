@@ -97,7 +97,11 @@ def lists(answers: Sequence[str], right: str, rng: random.Random) -> dict[str, s
     }
 
 
+NOISE_LENGTHS = (1, 3, 20, 300)
+"""Characters of the random strings; of each alphabet there is one string of each length."""
+
+
 def noise(rng: random.Random, alphabet: str) -> list[str]:
     """Random strings, short and long, of digits, letters, printable characters and the environment's alphabet."""
     alphabets = (string.digits, string.ascii_letters, string.printable, alphabet or string.digits)
-    return ["".join(rng.choices(chars, k=length)) for chars in alphabets for length in (1, 3, 20, 300)]
+    return ["".join(rng.choices(chars, k=length)) for chars in alphabets for length in NOISE_LENGTHS]

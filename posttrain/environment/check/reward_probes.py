@@ -12,6 +12,7 @@ from posttrain.core.content import conversation, prompt_words, shown
 from posttrain.core.types import Task
 from posttrain.environment.check.probe import Answer, Mark, Probe
 from posttrain.environment.check.probe_answers import (
+    NOISE_LENGTHS,
     PARAPHRASES,
     PHRASES,
     SHAPES,
@@ -50,30 +51,32 @@ async def gold(s: Subject) -> Answer:
             f" {j.verdict.why}"
         )
     if not s.sources:
-        if aside := _text_alone(s):
-            return aside
-        told = next(iter(s.gold.values()))
+        if reads_no_answer := _text_alone(s):
+            return reads_no_answer
+        example = next(iter(s.gold.values()))
         return Mark.FAIL, (
-            f"no source pays a right answer more than a wrong one; {told.said} to {prompt_words(told.task.prompt)}"
-            f" earned {dict(told.scores)}"
+            f"no source pays a right answer more than a wrong one; {example.said} to"
+            f" {prompt_words(example.task.prompt)} earned {dict(example.scores)}"
         )
     # Only an environment that promises full reward is held to exactly 1; the user's rewards may be on any scale.
     if s.env.vouches_for_gold and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
-        told = less[0]
+        example = less[0]
         return Mark.FAIL, (
-            f"{told.said} is right for {prompt_words(told.task.prompt)}, and the environment pays"
-            f" {told.scores.get(s.env.name)}, not 1"
+            f"{example.said} is right for {prompt_words(example.task.prompt)}, and the environment pays"
+            f" {example.scores.get(s.env.name)}, not 1"
         )
-    told = [(t, source) for t in s.gold.values() for source in s.sources if source in t.scores]
-    if lost := [(t, source) for t, source in told if source not in s.deciding(t.task)]:
-        told, source = lost[0]
+    scored = [(t, source) for t in s.gold.values() for source in s.sources if source in t.scores]
+    if lost := [(t, source) for t, source in scored if source not in s.deciding(t.task)]:
+        example, source = lost[0]
         return Mark.FAIL, (
             f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
-            f" {told.said} to {prompt_words(told.task.prompt)} ({told.scores[source]:g})"
+            f" {example.said} to {prompt_words(example.task.prompt)} ({example.scores[source]:g})"
         )
+    # `shape` is the name of the form in which right answers earn most; `shaped` writes a text in this form; `shaping`
+    # are the sources that do not look at the answer.
     form = {"bare": "", WRITTEN: ", as the completions are written"}.get(s.shape, f", written {s.shaped('X')!r}")
-    aside = f"; do not look at the answer: {', '.join(s.shaping)}" if s.shaping else ""
-    return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{aside}"
+    other_sources = f"; do not look at the answer: {', '.join(s.shaping)}" if s.shaping else ""
+    return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{other_sources}"
 
 
 def _text_alone(s: Subject) -> Answer | None:
@@ -124,7 +127,10 @@ async def distractor(s: Subject) -> Answer:
 
 
 async def order(s: Subject) -> Answer:
-    """Compares the weighted sum of all sources, which is the reward that the policy is trained on."""
+    """Compares a right answer with a wrong one and with silence, by the weighted sum of all sources.
+
+    This sum is the reward that the policy is trained on.
+    """
     if not s.known:
         return _nothing_paid(s)
     for task in s.known:
@@ -258,7 +264,8 @@ async def random_strings(s: Subject) -> Answer:
 
     def say(_: Task) -> dict[str, str]:
         texts = enumerate(noise(rng, s.env.alphabet))
-        strings = {f"a random string of {len(x)} characters ({i // 4})": x for i, x in texts}
+        # `noise` gives one string of each length for each alphabet. The number in the name is that of the alphabet.
+        strings = {f"a random string of {len(x)} characters ({i // len(NOISE_LENGTHS)})": x for i, x in texts}
         return {**strings, **{f"{kind}, as an answer": s.shaped(x) for kind, x in strings.items() if s.shape != "bare"}}
 
     return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "random strings")

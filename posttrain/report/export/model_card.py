@@ -19,7 +19,8 @@ from posttrain.build.weight_lineage import local_names, stage_of, stages_to
 from posttrain.config.run import Reinforce, Run
 from posttrain.config.stages.stage import Stage, starts
 from posttrain.core.gauge import Step
-from posttrain.diagnose.run_outcome import Measurement, measurement
+from posttrain.diagnose.measurement import Measurement
+from posttrain.diagnose.run_outcome import measurement
 from posttrain.record.certificate import CERTIFICATE, LINEAGE
 from posttrain.record.checkpoint import Checkpoint
 from posttrain.record.lineage import LineageLink

@@ -1,4 +1,7 @@
-"""Reward functions in worker processes. They have the same signatures and meaning as in a thread, but can be killed."""
+"""Reward functions in worker processes. They are written and called as in a thread, but a call can be killed.
+
+Each worker loads the file for itself. So what a function keeps in its module is one worker's, and gone with it.
+"""
 
 from __future__ import annotations
 
