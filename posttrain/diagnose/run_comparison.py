@@ -250,7 +250,9 @@ def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
     row_values = {k: -x for k, x in last.values([str(k) for k in shared]).items()}
     return replace(
         run,
-        measured=replace(run.measured, right=row_values, outcomes=row_values, reward=Score.free([*row_values.values()])),
+        measured=replace(
+            run.measured, right=row_values, outcomes=row_values, reward=Score.free([*row_values.values()])
+        ),
     )
 
 
