@@ -150,6 +150,8 @@ def write_directory(target: Path, write: Callable[[Path], object]) -> None:
         for path in (*files, staged / DIGESTS, *(p for p in staged.rglob("*") if p.is_dir()), staged):
             sync(path)
         if target.exists():
+            # An old one beside a whole one was left by a kill before its removal.
+            shutil.rmtree(old, ignore_errors=True)
             os.replace(target, old)
         os.replace(staged, target)
     except BaseException:

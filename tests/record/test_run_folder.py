@@ -909,5 +909,6 @@ def test_a_folder_that_is_replaced_is_the_old_or_the_new_one(tmp_path: Path, mon
     os.replace(target, tmp_path / ".old-rows")  # as a kill between the two renames leaves it
     files.sweep(tmp_path)
     assert (target / "a").read_text() == "old"
+    shutil.copytree(target, tmp_path / ".old-rows")  # as a kill before its removal leaves it
     written("new")
     assert (target / "a").read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["rows"]
