@@ -353,7 +353,7 @@ class _ScriptedTalk(DemonstrationTalk):
         super().see(content, tools)
 
     async def say(self, most: int | None = None) -> Utterance:
-        if len(self.turns) == len(self._turns):
+        if len(self.turns) == len(self._script):
             raise _ScriptEnded
         return await super().say(most)
 

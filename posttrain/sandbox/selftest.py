@@ -61,10 +61,13 @@ def bait() -> Iterator[AttackTargets]:
         os.environ[CANARY] = secrets.token_hex(8)
         try:
             # /proc shows the environment with which a process was started, and this process was started without the
-            # canary. So another process is started with it.
-            waits = [sys.executable, "-ISc", "import sys; sys.stdin.read()"]
-            started = stack.enter_context(subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL))
+            # canary. So another process is started with it. Its environment is there when it has said something.
+            waits = [sys.executable, "-ISc", "import sys; print(flush=True); sys.stdin.read()"]
+            pipe, silent = subprocess.PIPE, subprocess.DEVNULL
+            started = stack.enter_context(subprocess.Popen(waits, stdin=pipe, stdout=pipe, stderr=silent))
             stack.callback(started.kill)
+            assert started.stdout is not None
+            started.stdout.readline()
             yield AttackTargets(canary, tcp.getsockname()[1], name, os.getpid(), started.pid)
         finally:
             os.environ.pop(CANARY, None)

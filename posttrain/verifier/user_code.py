@@ -59,7 +59,9 @@ def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], Modu
         functions = [n for n, v in public.items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         candidates = [n for n, v in public.items() if isinstance(v, kind)] + functions
         raise ConfigError(f"{named}: {path} has no {attribute!r}; {nearest(attribute, candidates)}")
+    what = "is"
     if callable(found):
+        what = "is a function that returned"
         try:
             found = found()
         except PosttrainError:
@@ -68,7 +70,8 @@ def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], Modu
             raise ConfigError(f"{named} failed: {where(error)}") from error
     if not isinstance(found, kind):
         raise ConfigError(
-            f"{named} is a {type(found).__name__}: {wanted} is wanted, or a function without arguments that returns one"
+            f"{named} {what} a {type(found).__name__}: {wanted} is wanted, or a function without arguments that returns"
+            " one"
         )
     return found
 

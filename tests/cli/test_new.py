@@ -269,7 +269,7 @@ def test_a_name_that_is_none(name: str, says: str, tmp_path: Path, capsys: pytes
     ("text", "says"),
     [
         ("x = 1", "no such class; "),
-        ("def Mine(): ...", "is a function, not a class"),
+        ("def Mine(): ...", "is a function that returned a NoneType: a class of an environment"),
         ("class Mine: ...", "derive it from posttrain.environment.single.SingleTurn"),
         (
             "from posttrain.environment.single import SingleTurn\nclass Mine(SingleTurn):\n    n: int = 1",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -31,11 +31,11 @@ def asleep(run: Run) -> Run:
 def learned(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bytes, bytes, list[int], list[Step]]:
     """(record, weights, optimizer, bytes of all caches whenever the learner took a step, steps) of a whole run."""
     parts = tiny_parts(folder, run)
-    engines: Any = parts.sleep
+    (engines,) = cast("Any", parts.sleep).args
     step, sizes = Trainer.step, list[int]()
 
     def stepped(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(sum(e.cache_size for e in engines.engines))
+        sizes.append(sum(e.here.cache_size for e in engines))
         return step(self, *args, **kwargs)
 
     with monkeypatch.context() as patched:

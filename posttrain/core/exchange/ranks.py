@@ -77,7 +77,7 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
         value = function()
     # Other exceptions are not exchanged: they are faults of the program, and end the process.
     except SHARED as error:
-        kind, wrong = next(i for i, c in enumerate(SHARED) if isinstance(error, c)), str(error)
+        kind, wrong = int(isinstance(error, RunFolderError)), str(error)
     results: list[tuple[T, int, str]] = ranks.every((value, kind, wrong))
     for rank, (_, which, text) in enumerate(results):
         if text:
