@@ -64,6 +64,12 @@ TEXTS = {
     "text without": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
     "the cut parts no word": {"chosen": "The sky is blue.", "rejected": "The sky is black."},
 }
+UNSPACED = [
+    ("天空是蓝色的", "天空是绿色的", "天空是"),
+    ("空は青い", "空は緑だ", "空は"),
+    ("天空", "天空是", "天"),
+    ("ท้องฟ้าสีฟ้า", "ท้องฟ้าสีเขียว", "ท้องฟ้าสี"),
+]
 READ_AS = [
     ({"label": "true"}, "'label' is text ('true'), and a judgement is true or false, 1 or 0"),
     ({"label": 2}, "'label' is a number (2)"),
@@ -125,6 +131,18 @@ def test_pairs_of_text(tmp_path: Path, name: str) -> None:
     assert found.task.prompt == "The sky is" and found.chosen == " blue." and found.rejected in (" green.", " black.")
 
 
+@pytest.mark.parametrize(("chosen", "rejected", "prompt"), UNSPACED)
+def test_texts_without_spaces_share_a_prompt(tmp_path: Path, chosen: str, rejected: str, prompt: str) -> None:
+    found = pair(env(tmp_path, [{"chosen": chosen, "rejected": rejected}]))
+    assert (found.task.prompt, prompt + found.chosen, prompt + found.rejected) == (prompt, chosen, rejected)
+
+
+def test_letters_that_two_first_words_share_are_no_prompt(tmp_path: Path) -> None:
+    for texts in (("Sure, here is how", "Sorry, I cannot"), ("Yes", "Yes, it is"), ("किताब", "कीमत"), ("12", "13")):
+        with pytest.raises(DataError, match=r"share no beginning.*leave_out=drift"):
+            env(tmp_path, [dict(zip(("chosen", "rejected"), texts, strict=True))])
+
+
 @pytest.mark.parametrize("name", TALKS)
 def test_pairs_of_messages(tmp_path: Path, name: str) -> None:
     found = pair(env(tmp_path, [TALKS[name]]))
@@ -138,6 +156,10 @@ ENDS = {"chosen": [ASKED, TOLD, BLUE], "rejected": [ASKED, TOLD, GREEN]}
 TURNS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "turns after the prompt": ({"prompt": [SKY], **ENDS}, (SKY, ASKED, TOLD)),
     "turns after a text": ({"prompt": SKY["content"], **ENDS}, (SKY, ASKED, TOLD)),
+    "conversations that begin with the prompt": (
+        {"prompt": [SKY], "chosen": [SKY, ASKED, TOLD, BLUE], "rejected": [SKY, ASKED, TOLD, GREEN]},
+        (SKY, ASKED, TOLD),
+    ),
     "a tool was called": (
         {"prompt": [SKY], "chosen": [CALL, SEEN, BLUE], "rejected": [CALL, SEEN, GREEN]},
         (SKY, CALL, SEEN),

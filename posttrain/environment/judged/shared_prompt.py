@@ -5,6 +5,7 @@ The prompt is a column of its own, or the beginning that whole texts or conversa
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,11 @@ ANSWERS = "\n\nAssistant:"
 CONTINUES = ("assistant", "tool")
 """Roles with which no conversation begins. A list of messages that begins with one of them continues the row's
 prompt."""
+UNSPACED = (
+    *("CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "BOPOMOFO"),
+    *("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE", "TAI ", "NEW TAI ", "YI "),
+)
+"""Beginnings of the Unicode names of letters of scripts that put no space between words."""
 
 
 class UnfitRow(DataError):
@@ -48,8 +54,9 @@ def sides(
     """The prompt and the texts of `completions`, each given with the name of its column.
 
     A completion is text, a list with the assistant's message, or a whole conversation that ends with that message. If
-    the row has no prompt, the prompt is the beginning that the completions share. If it has one, conversations must
-    begin with the prompt, or continue it. Turns that all completions share belong to the prompt.
+    the row has no prompt, the prompt is the beginning that the completions share. Where it has one, the turns before
+    the last message must begin with the prompt, or with a role of `CONTINUES` and so continue it. A prompt that is text
+    must be one of the user's messages in these turns. Turns that all completions share belong to the prompt.
 
     Args:
         prompt: the row's own; None where it has none.
@@ -57,7 +64,7 @@ def sides(
 
     Raises:
         DataError: a completion is empty, no text, or neither of these forms; there is no prompt.
-        UnfitRow: the completions begin with different prompts.
+        UnfitRow: the completions begin with different prompts, or whole texts are identical.
     """
     texts = [_text(place, name, value) for name, value in completions if isinstance(value, str)]
     if not texts:
@@ -90,7 +97,6 @@ def _some(place: Place, name: str, value: str) -> str:
 def _split(place: Place, texts: list[str], names: list[str], column: str) -> tuple[str, list[str]]:
     """(the prompt that whole texts share, their rests). The prompt ends with the last shared `ANSWERS`, else before a
     word."""
-    start = "a row without a prompt has texts that begin with it"
     if len(texts) < 2:
         raise DataError(f"{place}: no column {column!r} (env.args.prompt_column); give the prompt")
     # What the first and the last text in alphabetical order share, all texts share.
@@ -105,18 +111,19 @@ def _split(place: Place, texts: list[str], names: list[str], column: str) -> tup
     cut = shared.rfind(ANSWERS)
     cut = cut + len(ANSWERS) if cut >= 0 else _before_a_word(texts, shared)
     prompt, rests = shared[:cut], [t[cut:] for t in texts]
+    rule = "a row without a prompt has texts that begin with it"
     if not prompt.strip():
-        raise UnfitRow(place, "drift", f"{start}, and {names[0]!r} and {names[1]!r} share no beginning")
+        raise UnfitRow(place, "drift", f"{rule}, and {names[0]!r} and {names[1]!r} share no beginning")
     if without_rest := [n for n, r in zip(names, rests, strict=True) if not r.strip()]:
         raise UnfitRow(
-            place, "drift", f"{start}, and {without_rest[0]!r} has nothing after the beginning that it shares"
+            place, "drift", f"{rule}, and {without_rest[0]!r} has nothing after the beginning that it shares"
         )
     return prompt, rests
 
 
 def _before_a_word(texts: Sequence[str], shared: str) -> int:
-    """Returns the position at which the prompt ends so that no word is cut. Spaces before the next word belong to the
-    rest."""
+    """Returns the position at which the prompt ends so that no word is cut; 0 where there is none. Spaces before the
+    next word belong to the rest."""
 
     def between_words(cut: int) -> bool:
         return shared[cut - 1].isspace() or all(len(t) > cut and t[cut].isspace() for t in texts)
@@ -124,9 +131,19 @@ def _before_a_word(texts: Sequence[str], shared: str) -> int:
     cut = next((c for c in range(len(shared), 0, -1) if between_words(c)), 0)
     while cut and shared[cut - 1] == " ":
         cut -= 1
-    # In a script without spaces there is no such position: the whole shared beginning is cut off, less one character if
-    # a text would be left empty.
-    return cut or len(shared) - any(len(t) == len(shared) for t in texts)
+    if cut:
+        return cut
+    # Texts without a shared space, such as Chinese ones, share a prompt too: the whole beginning, less one character if
+    # a text would be left empty. But letters of the first word alone (`Sure`, `Sorry`) are no prompt.
+    cut = len(shared) - any(len(t) == len(shared) for t in texts)
+    inside_a_word = cut > 0 and _is_spaced(shared[cut - 1]) and any(_is_spaced(t[cut]) for t in texts)
+    return 0 if inside_a_word else cut
+
+
+def _is_spaced(character: str) -> bool:
+    """Returns whether a character is part of a word (letter, mark or digit) in a script with spaces between words."""
+    word_part = unicodedata.category(character)[0] in "LMN"
+    return word_part and not unicodedata.name(character, "").startswith(UNSPACED)
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
@@ -161,7 +178,7 @@ def _talks(
                 " completion is one message after a conversation that is the same on all sides. If the messages"
                 f" {at} were judged, end the conversations with them",
             )
-    # Messages that begin with such a role continue the row's prompt. Other conversations have to repeat the prompt.
+    # Messages that begin with such a role continue the row's prompt. Other conversations have to begin with the prompt.
     if first[0]["role"] in CONTINUES:
         return SharedPrompt(_continued(place, prompt, first, column, conversations[0][0]), texts)
     if prompt is not None:
@@ -208,9 +225,10 @@ def _parting(one: Sequence[Message], other: Sequence[Message]) -> int:
 def _same_prompt(
     place: Place, prompt: str | tuple[Message, ...], began: tuple[Message, ...], column: str, name: str
 ) -> None:
-    """UnfitRow where a conversation does not begin with the row's prompt. A text prompt is a message of the user."""
+    """UnfitRow where the shared turns do not begin with the row's prompt. A prompt that is text must be one of the
+    user's messages in them."""
     if not isinstance(prompt, str):
-        if prompt != began:
+        if prompt != began[: len(prompt)]:
             raise UnfitRow(place, "drift", f"{name!r} and {column!r} differ at message {_parting(prompt, began)}")
         return
     user_texts = [shown(m["content"]) for m in began if m["role"] == "user"]
