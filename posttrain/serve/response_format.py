@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from posttrain.verifier.calling import read_data
 
 DRAWS = 16
-"""How often an answer is drawn until it has the form."""
+"""The most draws of one answer. None is drawn after the first that has the form."""
 DEEPEST = 16
 """The deepest nesting of a schema."""
 TYPES: dict[str, tuple[type, ...]] = {
@@ -25,10 +25,10 @@ TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-# Keywords of a schema that are checked.
 READ = frozenset(
     {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "minimum", "maximum", "anyOf"}
 )
+"""Keywords of a schema that are checked."""
 SAID = frozenset({"title", "description", "$schema", "default", "examples"})
 """Keywords of a schema that limit nothing."""
 
@@ -97,24 +97,28 @@ def _check(schema: Any, deep: int) -> None:
     # A keyword that is ignored would let answers through that the caller has ruled out, so it is refused.
     if strange := sorted(schema.keys() - READ - SAID):
         raise ValueError(f"{strange[0]} is not read here: a schema has {', '.join(sorted(READ))}")
-    kinds = schema.get("type", [])
-    if any(not isinstance(k, str) or k not in TYPES for k in ([kinds] if isinstance(kinds, str) else kinds)):
-        raise ValueError(f"type {kinds!r:.60}: types are {', '.join(TYPES)}")
-    lists = [schema[n] for n in ("enum", "anyOf", "required") if n in schema]
+    kinds = schema.get("type", list(TYPES))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or not kinds or any(not isinstance(k, str) or k not in TYPES for k in kinds):
+        raise ValueError(f"type {schema['type']!r:.60}: a type is one of {', '.join(TYPES)}, or a list of some")
+    # A list of no choices allows nothing, and a list of no required names is valid.
+    choices = [schema[n] for n in ("enum", "anyOf") if n in schema]
+    required = schema.get("required", [])
     numbers = [schema[n] for n in ("minimum", "maximum") if n in schema]
     inner = schema.get("properties", {})
-    fits = all(isinstance(x, list) and x for x in lists) and all(_is(x, "number") for x in numbers)
+    fits = all(isinstance(x, list) and x for x in choices) and all(_is(x, "number") for x in numbers)
+    fits = fits and isinstance(required, list) and all(isinstance(name, str) for name in required)
     if not fits or not isinstance(inner, dict) or not isinstance(schema.get("additionalProperties", True), bool):
         raise ValueError(
-            "enum, anyOf and required are lists, minimum and maximum numbers, properties an object, and"
-            " additionalProperties true or false"
+            "enum and anyOf are lists that are not empty, required is a list of names, minimum and maximum are"
+            " numbers, properties is an object, and additionalProperties true or false"
         )
     for part in (*inner.values(), *schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
         _check(part, deep - 1)
 
 
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-"""Of the fields of a request: others are refused, and no value is converted."""
+"""Settings of every model of a request: unknown fields are refused, and no value is converted."""
 
 
 class AnswerSchema(BaseModel):

@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
-from posttrain.serve.response_format import conforms
+from posttrain.serve.response_format import ResponseFormat, conforms
 from tests.serve.serve_parts import TOKEN, save_model, up
 
 CHAT: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "naïve café?"}]
@@ -347,6 +347,19 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
         "response_format.json_schema.schema",
         "pattern is not read here",
     ),
+    *(
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+            "response_format.json_schema.schema",
+            message,
+        )
+        for schema, message in (
+            ({"type": 5}, "type 5: a type is one of object"),
+            ({"items": {"type": None}}, "type None: a type is one of object"),
+            ({"type": []}, "type []: a type is one of object"),
+            ({"required": [["a"]]}, "required is a list of names"),
+        )
+    ),
     ({"response_format": {"type": "json_object"}, "stream": True}, None, "leave stream out"),
     ({"top_logprobs": 2}, None, "only read with logprobs=true"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, None, "two names of one number"),
@@ -395,6 +408,12 @@ async def test_an_answer_is_drawn_until_it_has_the_form(model: Path) -> None:
             await u.client.completions.create(**ask, logit_bias={str(i): 100 for i in ids[7:]})
         with pytest.raises(openai.BadRequestError, match="1 answer has not"):
             await u.client.completions.create(**ask, temperature=0, logit_bias={str(ids[9]): 100})
+
+
+def test_a_schema_may_require_no_name() -> None:
+    schema = {"type": ["object"], "required": []}
+    form = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    assert form.fits("{}") and not form.fits("[]")
 
 
 def test_a_number_of_a_schema_is_the_same_with_and_without_a_point() -> None:
