@@ -203,19 +203,22 @@ def _machines(o: Namespace) -> None:
         tell(json.dumps({**data, "assumptions": {n: x and _layout(x) for n, x in other}}, indent=1))
         return
     days, most = steps * best.step / DAY, int(o.days * DAY / best.step)
-    chosen = {word.partition("=")[0] for word in best.words.split()}
+    chosen = {word.partition("=")[0] for word in best.command_line.split()}
     # The layout chooses these settings itself. Given twice, the printed command would not run.
     other_words = [word for word in o.overrides if word.partition("=")[0] not in chosen]
     text = (
         *found.notes,
-        f"{best.text}; copies of the weights cut over {best.cut} devices, checkpointing {best.work.checkpointing}",
+        f"{best.summary}; copies of the weights cut over {best.cut} devices, checkpointing {best.work.checkpointing}",
         f"{work.prompts} prompts x {work.siblings}: {best.step:.3g} s a step, the bottleneck is {best.bottleneck};"
         f" {steps:,} steps take {days:.2g} days, {most:,} end in {o.days:g} day{'s' * (o.days != 1)}",
-        f"  posttrain run {' '.join([o.recipe, *other_words])} {best.words}",
+        f"  posttrain run {' '.join([o.recipe, *other_words])} {best.command_line}",
         "of each topology the best:",
-        *(f"  {x.text:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),
+        *(f"  {x.summary:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),
         "where an assumption is another:",
-        *(f"  {n:<33} " + (f"{x.step:>6.3g} s  {x.bottleneck:<8} {x.text}" if x else "nothing fits") for n, x in other),
+        *(
+            f"  {name:<33} " + (f"{x.step:>6.3g} s  {x.bottleneck:<8} {x.summary}" if x else "nothing fits")
+            for name, x in other
+        ),
         *([] if work.shape.experts is None else [MIXTURE]),
         f"{where.device.source}; {where.why}; not measured on a GPU",
     )
@@ -226,7 +229,7 @@ def _machines(o: Namespace) -> None:
 def _layout(x: MachineLayout) -> dict[str, Any]:
     return {"topology": x.topology, "engines": x.engines, "learners": x.learners, "workers": x.workers, "cut": x.cut,
             "staleness": x.work.staleness, "checkpointing": x.work.checkpointing, "prompts": x.work.prompts,
-            "seconds": x.step, "idle": x.idle, "bottleneck": x.bottleneck, "words": x.words}  # fmt: skip
+            "seconds": x.step, "idle": x.idle, "bottleneck": x.bottleneck, "words": x.command_line}  # fmt: skip
 
 
 def as_data(found: Planned) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 AHEAD = (0, 1, 2, 4)
 """Steps by which samples may be old (K)."""
 WORKERS = (1, 2, 4, 8)
-"""Devices of one engine: those of one machine."""
+"""Devices of one engine that are tried, at most those of one machine."""
 CUTS = tuple(1 << i for i in range(10))
 """Devices over which one copy of the learner's weights may be cut."""
 ROOM = 0.1
@@ -66,10 +66,11 @@ class MachineLayout:
 
     @cached_property
     def times(self) -> Times:
-        """The five times. With K steps ahead a free slot begins a later answer: the tail is shared by K + 1 steps."""
+        """Seconds of the five roles in one step. With K steps ahead a free slot begins a later answer: the tail is
+        shared by K + 1 steps."""
         t, ahead = self.timed.times, self.work.staleness
-        # The tail is what decoding takes beyond answers of equal length. In the same unit as the rollout: with the
-        # filter's share and the measured factor.
+        # The tail is what decoding takes beyond answers of equal length. `rollout` is decoding divided by the share
+        # that the filter keeps, times a measured factor, so the tail is scaled alike.
         tail = (self.timed.decode - self.timed.flat) / self.assumed.kept * self.assumed.factors.get("rollout", 1.0)
         return replace(t, rollout=t.rollout - max(0.0, tail) * ahead / (ahead + 1))
 
@@ -91,12 +92,13 @@ class MachineLayout:
         side."""
         t = self.times
         # Both sides work at once, so only the longer one can be the bottleneck.
-        if self.topology == "asynchronous" and t.rollout + t.reward < t.reference + t.learn:
-            return "learn" if t.learn >= t.reference else "reference"
-        return "rollout" if self.topology == "asynchronous" and t.rollout >= t.reward else t.slowest
+        if self.topology != "asynchronous":
+            return t.slowest
+        side = ("learn", "reference") if t.rollout + t.reward < t.reference + t.learn else ("rollout", "reward")
+        return max(side, key=lambda role: getattr(t, role))
 
     @property
-    def text(self) -> str:
+    def summary(self) -> str:
         """Who works where, in words."""
         if self.topology == "colocated":
             return f"colocated: {self.engines} devices in turn, engines of {self.workers}"
@@ -104,7 +106,7 @@ class MachineLayout:
         return f"{self.topology}{ahead}: {self.engines} sample in engines of {self.workers}, {self.learners} learn"
 
     @property
-    def words(self) -> str:
+    def command_line(self) -> str:
         """Overrides and options of `posttrain run`."""
         count = self.engines // self.workers
         placement = f"placement=processes placement.engines={count} " if self.topology != "colocated" else ""
@@ -142,12 +144,13 @@ def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners:
     memory, shared = USABLE * machine.device.memory, engines == learners == machine.count
     for workers in (w for w in WORKERS if engines % w == 0):
         weights = work.shape.parameters * work.width / workers
-        for with_learner, learner_bytes in _learners(
+        for with_learner, learner_bytes in _learner_fits(
             work, learners, memory - (weights + ROOM * memory if shared else 0.0)
         ):
             for_cache = memory - weights - (learner_bytes if shared else 0.0)
             if for_cache < ROOM * memory:
                 continue
+            # Keys and values in 16 bits.
             bytes_a_sequence = work.shape.cache_bytes(2) * (work.lengths.prompt + work.lengths.answer)
             slots = max(1, min(work.slots, int(for_cache * workers / bytes_a_sequence)))
             fitting = replace(with_learner, engines=engines // workers, slots=slots, cache=for_cache * workers)
@@ -161,7 +164,7 @@ def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners:
                 )
 
 
-def _learners(work: Work, learners: int, room: float) -> Iterator[tuple[Work, float]]:
+def _learner_fits(work: Work, learners: int, room: float) -> Iterator[tuple[Work, float]]:
     """(the stage, bytes of a learner's device) for each way of checkpointing with which a learner fits.
 
     One copy of the weights is cut over the fewest devices with which it fits. Each way is tried because the more is
@@ -179,23 +182,23 @@ def _learners(work: Work, learners: int, room: float) -> Iterator[tuple[Work, fl
                 work, ranks=learners, replicas=learners // cut, engines=1, vllm=True, cache=0.0, checkpointing=how,
                 micro_tokens=max(work.micro_tokens, work.longest), staleness=0,
             )  # fmt: skip
-            if _most(fitted) > room:
+            if _peak_bytes(fitted) > room:
                 continue
             # Larger passes until the memory or the minibatch ends it: the weights are brought together once a pass.
             while fitted.micro_tokens < fitted.minibatch:
                 more = replace(fitted, micro_tokens=2 * fitted.micro_tokens)
-                if _most(more) > room:
+                if _peak_bytes(more) > room:
                     break
                 fitted = more
             fits = True
-            yield fitted, _most(fitted)
+            yield fitted, _peak_bytes(fitted)
         if fits:
             return
 
 
 @lru_cache(maxsize=1024)
-def _most(work: Work) -> float:
-    """The peak of the learner's memory in bytes."""
+def _peak_bytes(work: Work) -> float:
+    """The peak of the memory of a learner's device, in bytes."""
     return places(work)[0].most
 
 

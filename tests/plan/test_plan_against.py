@@ -23,7 +23,7 @@ from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.memory import places
 from posttrain.plan.models import shape_by_name
-from posttrain.plan.throughput import Assumed
+from posttrain.plan.throughput import Assumed, Times
 from posttrain.plan.work import Work
 from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
@@ -120,7 +120,7 @@ def test_seventy_billion_on_64_devices() -> None:
         assert x.engines + x.learners == (128 if x.topology == "colocated" else 64)
         assert places(replace(x.work, engines=1))[0].most <= where.device.memory
         assert x.engines % x.workers == 0 and x.learners == x.work.ranks
-        apply(recipe("grpo"), x.words.partition(" --nproc")[0].split())
+        apply(recipe("grpo"), x.command_line.partition(" --nproc")[0].split())
     best = best_layout(SEVENTY, where)
     assert best.step == min(x.step for x in found) and best.work.staleness == 1  # a larger K brings nothing more
     assert best.bottleneck in ("rollout", "learn")
@@ -128,6 +128,21 @@ def test_seventy_billion_on_64_devices() -> None:
     assert grown.work.prompts > 64 and 3.5 * DAY < 1000 * grown.step <= 7 * DAY
     with pytest.raises(ConfigError, match="fit in no layout"):
         best_layout(SEVENTY, machine("8xH100"))
+
+
+def test_the_bottleneck_is_the_longest_role_of_the_longer_side() -> None:
+    found = of_each_topology(SEVENTY, machine("64xH100"), Assumed())
+    asynchronous = next(x for x in found if x.topology == "asynchronous")
+    for seconds, role in (
+        ((4.5, 5, 1, 8, 1), "reward"),  # 9.5 s of sampling, 9 s of learning: learning alone takes longest
+        ((5, 4.5, 1, 8, 1), "rollout"),
+        ((4, 4, 1, 8, 1), "learn"),
+        ((9, 1, 8, 6, 1), "reference"),
+    ):
+        layout = replace(asynchronous)
+        layout.__dict__["times"] = Times(*seconds)
+        assert layout.bottleneck == role
+        assert layout.step == Times(*seconds).step("asynchronous")
 
 
 def test_other_assumptions_make_another_answer() -> None:
