@@ -250,6 +250,18 @@ def test_layers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         fused_read_out(made.module, read_out(made.module))
 
 
+def test_layers_that_are_off_by_more_than_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = policy("qwen3")
+
+    def norm(self: Any, x: Tensor) -> Any:
+        # Off by .02 %: three times the bound, and some hundred times the rounding of these layers.
+        return RMSNorm.apply(x, self.weight * 1.0002, self.variance_epsilon)
+
+    monkeypatch.setattr(fused_layers, "METHODS", {**fused_layers.METHODS, "RMSNorm": norm})
+    with pytest.raises(EngineError, match=r"differ from its own .* set model\.kernels=reference"):
+        fused_read_out(made.module, read_out(made.module))
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 30.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_rounding_that_a_model_enlarges_is_no_difference(scale: float, seed: int) -> None:

@@ -1,9 +1,10 @@
 """Layers of a learner with fewer passes over memory: norms, rotation of heads and the gate as one operation each.
 
-Between its products a layer of the Llama family only reads and writes memory, and transformers writes it as some forty
-operations forward and backward. At 1 M parameters they take 40 % of a step. Here each is one compiled operation
-(`native_code/training.h`), which also keeps less for the backward pass. The products are the layer's own modules, so
-that adapters and frozen weights are as they were; plain ones of one input are made together (`products`).
+Between its matrix products (its linear layers) a layer of the Llama family only reads and writes memory, and
+transformers writes it as some forty operations forward and backward. At 1 M parameters they take 40 % of a step. Here
+each is one compiled operation (`native_code/training.h`), which also keeps less for the backward pass. The products are
+the layer's own modules, so that adapters and frozen weights are as they were; plain ones of one input are made together
+(`products`).
 
 The methods of the model are replaced only while it runs, so nobody else sees them: not the engine, which reads the same
 module where the policy has an adapter, nor what is saved.
@@ -43,7 +44,8 @@ BOUND = 1e-4
 """Largest difference from the plain layers that counts as rounding, of hidden states and of gradients, relative to the
 largest number."""
 ROUNDINGS = 8
-"""How many times the rounding of the plain layers a larger difference may be, where a model enlarges rounding."""
+"""A difference above `BOUND` is accepted where the fused layers are off from float64 by at most this many times the
+rounding of the plain layers, which is how far these are off from float64."""
 CANARY = 24
 """Tokens of the sequence on which fused and plain layers are compared."""
 READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
@@ -51,7 +53,7 @@ READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
 
 
 def _chunks(rows: int) -> int:
-    """Chunks of that many rows, the last one perhaps shorter."""
+    """Number of chunks of `CHUNK` rows, the last perhaps shorter."""
     return -(-rows // CHUNK)
 
 
@@ -225,8 +227,8 @@ class FusedReadOut(ReadOut):
         # Segments that begin alike read one position several times: it is computed once, and repeated at the end.
         read_R, place_M = np.unique(at_M, return_inverse=True)
         last = self.layers[-1]
-        # Also where somebody else has replaced the last layer's forward, and where all positions are read, or none:
-        # then there is nothing to leave out.
+        # The plain pass runs where these methods do not, where somebody else has replaced the last layer's forward (it
+        # must run), and where all positions are read, or none: there is then nothing to leave out.
         if not self._runs() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
             return super().hidden_at(input_ids, position_ids, layout, at_M)
         read = torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
@@ -247,7 +249,7 @@ class FusedReadOut(ReadOut):
     def _runs(self) -> bool:
         """Returns whether a pass runs with these methods."""
         weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
-        return all(w.dtype == torch.float32 for w in weights) and not any(_is_another(layer) for layer in self.layers)
+        return all(w.dtype == torch.float32 for w in weights) and not any(map(_bypasses_replacement, self.layers))
 
     @property
     def layers(self) -> Any:
@@ -267,9 +269,9 @@ class FusedReadOut(ReadOut):
                 del part.__dict__["forward"]
 
 
-def _is_another(layer: Any) -> bool:
-    """Returns whether a layer is compiled by torch, or computed again in the backward pass, which runs outside of
-    `_run`."""
+def _bypasses_replacement(layer: Any) -> bool:
+    """Returns whether a layer's forward runs where the replaced methods are not seen: compiled by torch, or computed
+    again in the backward pass, outside of `_run`."""
     return layer._compiled_call_impl is not None or (layer.training and getattr(layer, "gradient_checkpointing", False))
 
 
@@ -308,7 +310,7 @@ def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
 
 def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> None:
     """EngineError where hidden states of one sequence, or gradients of the first layer, differ by more than rounding:
-    by `BOUND`, and by several times what the plain layers differ from themselves in float64."""
+    by more than `BOUND` and by more than `ROUNDINGS` times what the plain layers differ from themselves in float64."""
     ours, theirs = _sample(fused), _sample(plain)
     gap = _gap(ours, theirs)
     if gap <= BOUND:
@@ -318,7 +320,7 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
     exact = _sample(read_out(copy.deepcopy(module).double()))
     error, rounding = _gap(ours, exact), _gap(theirs, exact)
     # Written as `not <=`, so that NaN is refused as well.
-    if not error <= ROUNDINGS * max(rounding, BOUND):
+    if not error <= max(ROUNDINGS * rounding, BOUND):
         raise EngineError(
             f"fused layers of {type(module).__name__} differ from its own by {gap:.3g} (bound {BOUND}), and from them"
             f" in float64 by {error:.3g} where rounding is {rounding:.3g}: report it, and set model.kernels=reference"
@@ -342,8 +344,8 @@ def _sample(read: ReadOut) -> list[Tensor]:
     with torch.enable_grad():
         hidden = sample_states(read)
         # Weights of both signs for the sum, the same in every run and without a random generator.
-        by = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
-        grads = torch.autograd.grad((hidden * by).sum(), trained) if trained else ()
+        signs = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
+        grads = torch.autograd.grad((hidden * signs).sum(), trained) if trained else ()
     return [hidden.detach(), *grads]
 
 
