@@ -21,6 +21,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Stop
 from posttrain.core.verdict import State, outcome
 from posttrain.engine.model.tiny_models import build_module
+from posttrain.environment.adapters import verifiers
 from posttrain.environment.adapters.verifiers import Verifiers
 from posttrain.environment.check import Mark, check
 from posttrain.environment.make import environment
@@ -257,6 +258,21 @@ async def test_a_state_that_no_record_keeps_is_judged_once(tmp_path: Path) -> No
     assert scores["found"] == 0.0 and attempt.state["lost"] == ["world"]
     (again,) = await env.judge(attempt)
     assert again.verdict.state is State.FAILED and "world" in again.verdict.why
+
+
+async def test_a_state_that_waits_too_long_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is judged from its record afterwards, and its rubric cleans up once."""
+    monkeypatch.setattr(verifiers, "WAITING", 1)
+    env = loaded(tmp_path, GUESS)
+    attempts: list[Attempt] = []
+    for number in range(3):
+        task, talk = env.train.task(number), ScriptedPolicy(["x"] * 4)
+        end = await env.play(task, talk)
+        attempts.append(Attempt(task, tuple(talk.said), end, int, talk.state))
+    assert inside(env).CLEANED.count("rubric") == 2, "two of three have made room"
+    for attempt in attempts:
+        assert {j.source: j.verdict.score for j in await env.judge(attempt)}["found"] == 0.0
+    assert inside(env).CLEANED.count("rubric") == 3
 
 
 async def test_a_history_that_is_rewritten_is_refused(tmp_path: Path) -> None:

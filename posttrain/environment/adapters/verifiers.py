@@ -23,7 +23,14 @@ from posttrain.config.env import Scalar
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.adapters.verifiers_judge import live, lost, plain, rubrics, score, weights
+from posttrain.environment.adapters.verifiers_judge import (
+    rebuilt_state,
+    recordable,
+    rubrics,
+    score,
+    unstorable,
+    weights,
+)
 from posttrain.environment.adapters.verifiers_talk import PolicyClient, bounded, from_package
 from posttrain.environment.rows.own_prompts import HELDOUT_SHARE
 from posttrain.environment.single import Listed, SingleTurn
@@ -153,12 +160,14 @@ class Verifiers(SingleTurn):
             if policy.state is not None:
                 await self.inner.rubric.cleanup(policy.state)
             raise
-        record = plain(state)
+        record = recordable(state)
         talk.leave(record)
         # The recorded state is kept together with its id. While it exists, no other object can have the same id.
         self._ended[id(record)] = (record, state)
         while len(self._ended) > WAITING:
-            del self._ended[next(iter(self._ended))]
+            # The oldest one is judged from its record, if it is judged at all, so its own state ends here.
+            _, oldest = self._ended.pop(next(iter(self._ended)))
+            await self.inner.rubric.cleanup(oldest)
         return policy.stop(state)
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
@@ -168,14 +177,15 @@ class Verifiers(SingleTurn):
         # its entries could be stored.
         record, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
-            if missing := lost(attempt.state):
+            if missing := unstorable(attempt.state):
                 why = f"its state held {', '.join(missing)}, which no record can keep, so it is judged once, as it ends"
                 broken = Judged(self.name, 1.0, Verdict.failed("state", why), measured=self.measured)
                 return (broken, *await self.added(attempt))
-            state = await live(self.inner, self._row(attempt.task), attempt)
+            state = await rebuilt_state(self.inner, self._row(attempt.task), attempt)
         try:
             verdicts = [x for rubric in rubrics(self.inner.rubric) for x in await score(rubric, state)]
         finally:
+            # A rebuilt state opened nothing, so nothing is cleaned up.
             if record is not None:
                 await self.inner.rubric.cleanup(state)
         named = (replace(j, resolution=self.resolution, measured=self.measured) for j in _named(verdicts))

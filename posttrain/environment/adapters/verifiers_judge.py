@@ -30,7 +30,7 @@ OWN = frozenset(_OWN.split())
 """Names of the entries of a state that belong to the package's loop. All others belong to the environment."""
 
 
-def plain(state: Mapping[str, Any]) -> dict[str, Any]:
+def recordable(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state in the form that a record can store: the conversation after the prompt, the environment's own entries,
     and the names of entries that cannot be stored."""
     entries: dict[str, Any] = {}
@@ -51,20 +51,21 @@ def plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"completion": conversation, "state": entries, "lost": not_stored}
 
 
-def lost(left: Any) -> list[str]:
+def unstorable(left: Any) -> list[str]:
     """Names of the entries of a state that could not be stored."""
     return list(left["lost"]) if isinstance(left, Mapping) else []
 
 
-async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
-    """The state at the end of the episode, rebuilt from its record."""
+async def rebuilt_state(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
+    """The state at the end of the episode, rebuilt from its record. It opens nothing: the environment's own set-up
+    (`setup_state`) does not run."""
     state = await env.init_state(row, PolicyClient(ScriptedPolicy(()), attempt.task.id).client(), MODEL, {})
     record = attempt.state if isinstance(attempt.state, Mapping) else {}
     conversation = record.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
     normalize: Any = importlib.import_module("verifiers.utils.message_utils").normalize_messages
     messages = normalize([_to_package(m) for m in conversation])
-    # The state has the environment's own set-up. Its entries get their values at the end of the episode, and then comes
-    # the conversation that rubrics read.
+    # The package has made the state as at the start of an episode. The environment's own entries get the values of the
+    # episode's end, and then comes the conversation that rubrics read.
     state.update(record.get("state", {}))
     state["completion"] = messages
     prompt = list(state["prompt"])
