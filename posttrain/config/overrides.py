@@ -71,10 +71,12 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
     # the new fields alone.
     asked = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
     stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in asked if not _left_out(node, s.name))
-    right = root.parts.get("env", Node()).parts.get("right", Node()).word
+    right_word = root.parts.get("env", Node()).parts.get("right", Node()).word
     out = _fields(Run, run, root, "", stages=stages)
-    if right is None and [r.function for r in out.env.rewards] != [r.function for r in run.env.rewards]:
-        return replace(out, env=replace(out.env, right=None))  # it was of other rewards
+    # `env.right` is the smallest reward of a right answer. It was chosen for the old rewards, so it goes when the
+    # rewards change, unless this call sets it.
+    if right_word is None and [r.function for r in out.env.rewards] != [r.function for r in run.env.rewards]:
+        return replace(out, env=replace(out.env, right=None))
     return out
 
 
@@ -119,11 +121,12 @@ def _meant(run: Run, parts: tuple[str, ...], word: str) -> tuple[Stage, ...]:
         fits = [k for k, rows in LADDERS.items() if word in rows]
     else:
         fits = [k for k in LADDERS if parts[1] in choices(k)]
-    found = tuple(s for s in run.stages if kinds[s.name] in fits)
-    return found or tuple(s for s in run.stages if kinds[s.name] is Algorithm) or run.stages
+    meant = tuple(s for s in run.stages if kinds[s.name] in fits)
+    return meant or tuple(s for s in run.stages if kinds[s.name] is Algorithm) or run.stages
 
 
 def _has(stage: Stage, head: str) -> bool:
+    """Returns whether a stage, or its algorithm, has a setting of this name."""
     return head in dataclass_json.hints(type(stage)) or head in stage_choices(type(stage))
 
 
@@ -231,6 +234,7 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
 
 
 def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
+    """The value that one word gives a whole subtree."""
     cls = cast("type[Any]", type(current))
     # Where a group may be none, the word `none` says so and is no name.
     short = next((SHORT[m] for m in dataclass_json.members(declared) if m in SHORT), None)
@@ -246,7 +250,7 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
 
 
 def _fields(declared: Any, current: Any, node: Node, path: str, **changes: Any) -> Any:
-    """`changes`: fields that are made already."""
+    """`current` with the overrides of its fields. `changes`: fields that are built already."""
     cls = cast("type[Any]", type(current))
     dot = f"{path}." if path else ""
     decided = fixed(cls)
@@ -258,13 +262,13 @@ def _fields(declared: Any, current: Any, node: Node, path: str, **changes: Any) 
             )
         if name not in known:
             alternatives = dataclass_json.pieces(declared).items()
-            others = [tag.lower() for tag, kind in alternatives if name in dataclass_json.hints(kind)]
-            there = our_name(name) or nearest(name, known)
+            alternatives_with_it = [tag.lower() for tag, kind in alternatives if name in dataclass_json.hints(kind)]
+            hint = our_name(name) or nearest(name, known)
             if issubclass(cls, Env) and name.endswith("_column"):
-                there = f"columns of your rows are renamed by {dot}args.{name}"
-            if others:
-                there = f"{path}={others[0]} has: choose that, or leave it out"
-            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {there}")
+                hint = f"columns of your rows are renamed by {dot}args.{name}"
+            if alternatives_with_it:
+                hint = f"{path}={alternatives_with_it[0]} has it: set that too, or leave this out"
+            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {hint}")
         changes[name] = _rebuild(known[name], getattr(current, name), part, f"{dot}{name}")
     return replace(current, **changes)
 
@@ -314,19 +318,6 @@ def _patched(base: Any, node: Node, path: str) -> Any:
     return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent
 
 
-def value(run: Run, path: str) -> Any:
-    """The run's value at a full path; `...` where the path goes through a piece that the run does not use."""
-    head, _, rest = path.partition(".")
-    here: Any = run.stage(head) if any(s.name == head for s in run.stages) else getattr(run, head)
-    for part in rest.split(".") if rest else ():
-        if isinstance(here, tuple):
-            named = {type(v).__name__.lower(): v for v in cast("tuple[Any, ...]", here)}
-            here = named.get(part, ...)
-        else:
-            here = getattr(here, part, ...)
-    return "..." if here is ... or isinstance(here, Mapping) else here
-
-
 # --- the surface -----------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +328,7 @@ def surface(run: Run) -> list[tuple[str, str]]:
 
 
 def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
+    """The paths below one place of the tree, whose type is `cls`, with what is valid there."""
     for name, declared in dataclass_json.hints(cls).items():
         if name in fixed(cls):
             continue
@@ -349,16 +341,17 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
             yield here, dataclass_json.describe(dataclass_json.hints(Optimizer)["kind"])
             yield from _surface(Optimizer, here)
             continue
-        # A group that can only be opened has no line of its own; one that a word can set, or choose, has.
+        # A group of which only fields can be set has no line of its own. One that a single word sets (`SHORT`) or
+        # chooses has one.
         short = any(m in SHORT for m in dataclass_json.members(declared))
         item = dataclass_json.tuple_item(declared)
-        found = dataclass_json.pieces(declared if item is None else item)
-        if short or not found or item is not None or dataclass_json.is_union(declared):
+        pieces = dataclass_json.pieces(declared if item is None else item)
+        if short or not pieces or item is not None or dataclass_json.is_union(declared):
             text = "text, or none" if type(None) in dataclass_json.members(declared) else "text"
             yield here, text if short else dataclass_json.describe(declared)
         if dataclass_json.mapping_item(declared) is not None:
             yield f"{here}.NAME", dataclass_json.describe(dataclass_json.mapping_item(declared))
-        for piece, sub in found.items():
+        for piece, sub in pieces.items():
             # Elements of a list are written by the name of their type where there are several types, else by position.
             by_name = item is not None and dataclass_json.is_union(item)
             middle = f".{piece.lower()}" if by_name else ".0" if item is not None else ""

@@ -4,6 +4,7 @@ stays."""
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ def test_what_the_user_gave_stays(qwen: Path, tmp_path: Path) -> None:
     words = [f"{k}={v}" for k, v in given.items()]
     ready = chosen("grpo", f"model.path={qwen}", rows(tmp_path), "env.rewards=exact", "siblings=5", *words)
     for path, value in {**given, "rl.siblings": "5"}.items():
-        assert str(overrides.value(ready.run, path)) == value and path not in ready.chosen
+        of = ready.run.stage("rl") if path.startswith("rl.") else ready.run
+        assert str(attrgetter(path.removeprefix("rl."))(of)) == value and path not in ready.chosen
     assert ready.run.model.device == "cuda"
     cut = chosen("grpo", f"model={qwen}", rows(tmp_path, 13), "env.rewards=exact", "minibatches=4").run.stage("rl")
     assert isinstance(cut, Reinforce) and cut.prompts == 12

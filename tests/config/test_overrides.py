@@ -190,7 +190,7 @@ def test_refusals(override: str, message: str) -> None:
 
 
 def test_a_setting_of_another_choice_says_whose_it_is() -> None:
-    said = "engine.sleep: VLLM has no such setting; engine=embedded has: choose that, or leave it out"
+    said = "engine.sleep: VLLM has no such setting; engine=embedded has it: set that too, or leave this out"
     assert said in refused("engine=vllm", "engine.sleep=true")
 
 
