@@ -20,7 +20,7 @@ from posttrain.core.batch import Packed
 from posttrain.engine.files.reward_folder import read_reward_model
 from posttrain.engine.head.logit_transform import logit_dtype
 from posttrain.engine.head.readout import read_out
-from posttrain.engine.head.value_heads import NAME, RewardHead
+from posttrain.engine.head.value_heads import REWARD_HEAD, RewardHead
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
@@ -206,7 +206,7 @@ class FrozenRewards:
         """Its weights by name, the head's included."""
         head = self._policy.reward_head
         assert head is not None
-        head_weights = {f"{NAME}.{n}": p for n, p in head.named_parameters()}
+        head_weights = {f"{REWARD_HEAD}.{n}": p for n, p in head.named_parameters()}
         return {**dict(named_tensors(self._policy.module)), **head_weights}
 
 

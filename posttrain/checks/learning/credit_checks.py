@@ -24,10 +24,12 @@ from posttrain.role.roles import ReinforceRoles
 from posttrain.system.errors import InvariantError
 
 CREDIT_BOUND = 1e-9
-"""Largest relative difference of one number computed two ways in float64."""
+"""Largest difference of one number computed two ways in float64, relative to the larger of 1 and the expected
+number."""
 STREAM_BOUND = 1e-3
-"""Largest relative difference of a stream. The scores of equal episodes differ by rounding, which depends on their
-place in a packed batch, and equal episodes are not told apart here."""
+"""Largest difference of a stream, relative to 1 plus the largest number of the stream (`_off`). The scores of equal
+episodes differ by rounding, which depends on their place in a packed batch, and equal episodes are not told apart
+here."""
 FAINT = 1e-9
 """Credit below this share of a step's largest may be a rounded 0. Such an episode may be left out of the batch."""
 
@@ -58,7 +60,7 @@ class StepCreditAudit:
             self._by_key.setdefault(o.key, []).append(o)
         # Relative to the largest credit of the step. Credit far below it may be the rounding of a difference that is 0.
         faint = FAINT * max((float(np.abs(o.credit).max(initial=0.0)) for o in expected_credit), default=0.0)
-        self._loud = [o for o in expected_credit if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
+        self._with_credit = [o for o in expected_credit if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
         # The groups with an episode that is not dropped, in order, as packing takes them.
         alive = [
             p
@@ -68,9 +70,10 @@ class StepCreditAudit:
         # The minibatches as packing cuts them in the first epoch: runs of whole groups. Later epochs have other orders,
         # which are not computed here.
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
-        # A minibatch without credit is left out, unless the algorithm learns from silent tokens too.
-        speaking = expected_credit if a.reads_silent_tokens else self._loud
-        self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in speaking)]
+        # A minibatch in which no token has credit is left out, unless the algorithm learns from tokens with credit 0
+        # too (`reads_silent_tokens`).
+        learned_from = expected_credit if a.reads_silent_tokens else self._with_credit
+        self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in learned_from)]
         """The groups of each minibatch of the first epoch that has a gradient, in order."""
         if a.whiten is not None and len(self._parts) < len(parts):
             self._parts = []  # whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out
@@ -80,22 +83,22 @@ class StepCreditAudit:
 
     def check(self, batch: Batch) -> None:
         """The minibatch holds the expected streams, credit and weights of its episodes."""
-        found: list[list[ExpectedCredit]] = []
+        found: list[ExpectedCredit] = []
         # The spoken tokens of an episode stand side by side, so each episode is one slice.
         self._rows = [
             slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
         ]
         for e, rows in enumerate(self._rows):
-            # Written as `ExpectedCredit.key` is: the episode is found by what it said and with which log-probs.
-            name = batch.target_M[rows].tobytes() + batch[MU][rows].tobytes()
-            if name not in self._by_key:
+            # The same bytes as `ExpectedCredit.key`: the episode is found by what it said and with which log-probs.
+            key = batch.target_M[rows].tobytes() + batch[MU][rows].tobytes()
+            if key not in self._by_key:
                 raise InvariantError(
                     f"episode {e} of a minibatch says something no episode of this step said (other tokens, or the same"
                     " with other log-probs). Tokens and their streams went out of step between transcript and batch:"
                     " look at what packs or reorders them"
                 )
-            self._seen[name] += 1
-            found.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[name])))
+            self._seen[key] += 1
+            found.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[key])))
         if self._batches < len(self._parts):
             self.weights_agree(batch, found, self._parts[self._batches])
         self._batches += 1
@@ -104,9 +107,8 @@ class StepCreditAudit:
         """The episodes whose expected credit these rows hold; several if answers are equal to the last bit."""
         got = batch[ADVANTAGE][rows]
         # Equal answers may have other credit (under a moving average), so each of them is tried.
-        alike = [o for o in options if len(o.credit) == len(got)]
         agreeing = [
-            o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))
+            o for o in options if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))
         ]
         if agreeing:
             return agreeing
@@ -120,8 +122,8 @@ class StepCreditAudit:
             " is shifted or reordered on its way into the batch"
         )
 
-    def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
-        """The first of these episodes whose streams (other than the credit) are those of the rows, in a list of one."""
+    def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> ExpectedCredit:
+        """The first of these episodes whose streams (other than the credit) are those of the rows."""
         wrong: list[str] = []
         for o in options:
             # Streams with several numbers a token are not compared.
@@ -131,14 +133,14 @@ class StepCreditAudit:
             # Written so that a NaN is wrong.
             wrong += [n for n, x in gaps.items() if not x <= STREAM_BOUND]
             if all(x <= STREAM_BOUND for x in gaps.values()):
-                return [o]
+                return o
         raise InvariantError(
             f"stream {wrong[0]!r} is out of step: what the batch holds for task {options[0].scored.episode.task.id!r}"
             f" (sibling {options[0].scored.episode.sibling}) is not what was scored for its tokens. Every stream of a"
             " batch is packed in the order of its tokens: look for a shift or another order"
         )
 
-    def weights_agree(self, batch: Batch, found: Sequence[Sequence[ExpectedCredit]], part: set[int]) -> None:
+    def weights_agree(self, batch: Batch, found: Sequence[ExpectedCredit], part: set[int]) -> None:
         """Each token has the weight that the aggregation over the whole minibatch gives it.
 
         Args:
@@ -153,21 +155,22 @@ class StepCreditAudit:
         if want is None:
             return
         weight = {id(o): w for o, w in zip(members, want, strict=True)}
-        for rows, options in zip(self._rows, found, strict=True):
+        for rows, expected in zip(self._rows, found, strict=True):
             got = batch[WEIGHT][rows]
             # Equal answers are each other's twins: the weight is wrong only if it fits none of them.
-            twins = [o for o in self._by_key[options[0].key] if id(o) in weight]
+            twins = [o for o in self._by_key[expected.key] if id(o) in weight]
             if twins and all(np.any(np.abs(got - weight[id(o)]) > CREDIT_BOUND * weight[id(o)]) for o in twins):
                 raise InvariantError(
                     f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and"
                     f" aggregate={self._a.aggregate} over the {len(members)} episodes of its minibatch gives"
-                    f" {weight[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
+                    f" {weight[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, episodes without credit"
+                    " included"
                 )
 
     def complete(self) -> None:
         """After the step: every episode with credit was in a minibatch."""
-        # Faint credit may have been rounded to 0 on the way, so only loud episodes must have been there.
-        lost = [o for o in self._loud if not self._seen[o.key]]
+        # Credit near 0 (`FAINT`) may have been rounded to 0 on the way, so such episodes need not have been there.
+        lost = [o for o in self._with_credit if not self._seen[o.key]]
         if lost and self._batches:
             e = lost[0].scored.episode
             raise InvariantError(

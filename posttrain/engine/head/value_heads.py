@@ -18,7 +18,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.exchange.scores import Rewards
 from posttrain.system.errors import DataError
 
-NAME = "reward_head"
+REWARD_HEAD = "reward_head"
 """The first word of the names of a reward head's parameters in a learner."""
 
 
@@ -46,7 +46,7 @@ class RewardHead(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.blank = shape, blank
-        drawn = torch.Generator().manual_seed(seeds.torch_seed(seed, NAME))
+        drawn = torch.Generator().manual_seed(seeds.torch_seed(seed, REWARD_HEAD))
 
         def layer() -> nn.Linear:
             # On "meta" the layer's own initialisation draws nothing. The weights come from a generator of this head

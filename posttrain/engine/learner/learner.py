@@ -1,6 +1,7 @@
 """The model that trains, and frozen copies of it that only score. Both use one packed forward pass and one head.
 
-Axis letters: N packed positions, M spoken tokens, H hidden width.
+Axis letters: N packed positions, M spoken tokens, H hidden width, S segments, E experts, K candidates
+of a token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from posttrain.engine.adapters.adapter_modules import TrialOfAdapter
 from posttrain.engine.adapters.quantise import make_float
 from posttrain.engine.files.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.head.logit_transform import logit_dtype
-from posttrain.engine.head.value_heads import NAME, RewardHead, value_head
+from posttrain.engine.head.value_heads import REWARD_HEAD, RewardHead, value_head
 from posttrain.engine.layers.activation_memory import keep_less, kept_on_the_cpu
 from posttrain.engine.layers.compiled_layers import warmed_up
 from posttrain.engine.learner.learner_routers import LearnerRouters, refuse_replay
@@ -43,7 +44,7 @@ from posttrain.engine.model.policy_model import Policy, named_tensors, served_te
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.system.errors import ConfigError, InvariantError
 
-HEADS = ("value_head.", f"{NAME}.")
+HEADS = ("value_head.", f"{REWARD_HEAD}.")
 """Beginnings of the names of parameters that no log-prob depends on."""
 MAX_EXACT_PARAMETERS = 1 << 24
 """Most parameters of a model of which a float64 copy is made. At this size the copy takes 128 MiB
@@ -55,6 +56,7 @@ class HFLearner:
     optimizer step changes both.
 
     Args:
+        policy: the model that trains, with its reward head where it has one.
         gradient_checkpointing: which activations the backward computes again, and does not keep (`activation_memory`).
         offload_activations: keep activations in the memory of the CPU until the backward.
         sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
@@ -101,28 +103,31 @@ class HFLearner:
         # back to back, and each reader then takes its part. So a loss that wants scores, values and the words of others
         # costs what a loss that wants scores costs, and shared beginnings are shared by all of them.
         before, reader = self._reader.computed, self._reader
-        head, heard = self._head() if reads.rewards else None, packed.heard() if reads.heard else None
-        places = np.zeros(0, np.int64) if head is None else head.places(packed)
+        reward_head = self._reward_head() if reads.rewards else None
+        heard = packed.heard() if reads.heard else None
+        reward_places = np.zeros(0, np.int64) if reward_head is None else reward_head.places(packed)
         heard_places = np.zeros(0, np.int64) if heard is None else heard.source_M
-        # Only where no head reads the states at all may the embedding's gradient be one of rows (`embedding_gradient`).
+        # Only where the language-model head reads no states may the gradient of the embedding hold some rows alone
+        # (`row_gradients`).
         headless = reader.out.headless() if self.row_gradients and not reads.logp and heard is None else nullcontext()
         with kept_on_the_cpu() if self._offload else nullcontext(), headless:
-            states = reader.hidden(packed, np.concatenate([packed.source_M, places, heard_places]))
-        hidden, head_states, heard_states = states.split([packed.spoken, len(places), len(heard_places)])
-        rewards = None if head is None else head.read(packed, head_states)
+            states = reader.hidden(packed, np.concatenate([packed.source_M, reward_places, heard_places]))
+        hidden, reward_states, heard_states = states.split([packed.spoken, len(reward_places), len(heard_places)])
+        rewards = None if reward_head is None else reward_head.read(packed, reward_states)
         balance = None if packed.balance_E is None or reader.routing is None else reader.routing.balance(packed)
         computed = reader.computed - before
         if not reads.logp:
             return TokenScores(None, None, None, rewards=rewards, computed=computed, balance=balance)
-        logp_M, spread = reader.head(packed, hidden, reads.entropy)
+        logp_M, entropy_M = reader.head(packed, hidden, reads.entropy)
         # A batch without MU holds words that no sampler of this run drew, so there is nothing to be equal to.
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
-            # under `exact` the value is the sampler's, bit for bit, and the gradient is this pass's: 0 + x is x
+            # With the setting `exact` (`self._sampled`) the value is the sampler's, bit for bit, and the gradient is
+            # that of this pass: logp - logp.detach() is 0, and 0 + x is x.
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)
         ids_MK = None if reads.candidates_MK is None else device_ids(reads.candidates_MK, hidden.device)
         return TokenScores(
             logp_M,
-            spread,
+            entropy_M,
             # With `head_only` the states are detached: the loss of the values trains their head, and not the model.
             self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None,
             None if ids_MK is None else reader.candidates(packed, hidden, ids_MK),
@@ -132,17 +137,17 @@ class HFLearner:
             balance,
         )
 
-    def _heard(self, told: Packed, hidden: Tensor, like: Tensor) -> Tensor:
+    def _heard(self, heard: Packed, hidden: Tensor, like: Tensor) -> Tensor:
         """Log-probs of the tokens that the policy heard and did not say; an empty tensor where there are none."""
-        return self._reader.head(told, hidden, False)[0] if told.spoken else like.new_zeros(0)
+        return self._reader.head(heard, hidden, False)[0] if heard.spoken else like.new_zeros(0)
 
     def rewards(self, packed: Packed) -> np.ndarray:
         """float32 [S]: the reward head's score of each segment, without gradient."""
         with forward_only(self.policy.module):
-            head, reader = self._head(), self._reader
+            head, reader = self._reward_head(), self._reader
             return joined([head.read(p, reader.hidden(p, head.places(p))).score for p in packed.split(SCORE_TOKENS)])
 
-    def _head(self) -> RewardHead:
+    def _reward_head(self) -> RewardHead:
         """The reward head; InvariantError where there is none."""
         if self.reward_head is not None:
             return self.reward_head
@@ -242,7 +247,7 @@ class HFLearner:
         """Trainable parameters by name. First come the policy's in the module's order, each tied one once; then the
         value head's under `value_head.`, and a reward head's under `reward_head.`."""
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
-        heads = {"value_head": self.value_head} | ({} if self.reward_head is None else {NAME: self.reward_head})
+        heads = {"value_head": self.value_head} | ({} if self.reward_head is None else {REWARD_HEAD: self.reward_head})
         return policy | {f"{name}.{n}": p for name, head in heads.items() for n, p in head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:

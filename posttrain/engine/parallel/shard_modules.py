@@ -35,42 +35,42 @@ class OutermostModule(nn.Module):
 
 
 def cut(
-    module: Any, heads: dict[str, nn.Module], ranks: ProcessRanks, *, computes: torch.dtype | None, offload: bool
+    module: Any, heads: dict[str, nn.Module], ranks: ProcessRanks, *, compute_dtype: torch.dtype | None, offload: bool
 ) -> OutermostModule:
     """Cut the weights of a model and its heads in place. Returns the module inside whose forward they are read.
 
     Args:
-        computes: the type that the model's weights, in float32 here, are computed in; None: their own. Heads keep
+        compute_dtype: the type that the model's weights, in float32 here, are computed in; None: their own. Heads keep
             theirs.
         offload: keep each rank's part in the memory of the CPU.
     """
     away = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     # Gradients are summed over ranks in float32, although weights below it are computed with: sums of many ranks would
     # lose their last bits.
-    policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    layer_precision = MixedPrecisionPolicy() if computes is None else policy
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    layer_precision = MixedPrecisionPolicy() if compute_dtype is None else policy
 
-    def shard(part: nn.Module, precision: MixedPrecisionPolicy) -> None:
-        fully_shard(part, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=away)
+    def shard(submodule: nn.Module, precision: MixedPrecisionPolicy) -> None:
+        fully_shard(submodule, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=away)
 
     # transformers' list of the classes of a decoder's layers, which are the units in which weights come together.
     names = set(module._no_split_modules or ())
     # Layers before the outermost module: fully_shard takes of a module what no inner unit has taken.
-    for layer in [part for part in module.modules() if type(part).__name__ in names]:
+    for layer in [submodule for submodule in module.modules() if type(submodule).__name__ in names]:
         shard(layer, layer_precision)
-    if computes is None:
+    if compute_dtype is None:
         outermost = OutermostModule({"policy": module, **heads})
     else:  # torch computes all weights of a unit in one type
         inner = OutermostModule({"policy": module})
         shard(inner, layer_precision)
         outermost = OutermostModule(heads, inner)
     shard(outermost, MixedPrecisionPolicy())
-    for part in outermost.modules():
-        if isinstance(part, FSDPModule):
+    for submodule in outermost.modules():
+        if isinstance(submodule, FSDPModule):
             # By default FSDP averages over ranks. The weights of the loss are normalised over the whole minibatch, so
             # gradients add up.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return outermost
 
 
@@ -79,14 +79,14 @@ def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None
     # By identity, so that a tied parameter is made once and put in both places. The old one is kept in the table too:
     # were it freed, its id could be that of a new parameter.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
-    for part in module.modules():
-        for name, p in part._parameters.items():
+    for submodule in module.modules():
+        for name, p in submodule._parameters.items():
             if p is None:
                 continue
             if id(p) not in replaced:
                 replaced[id(p)] = p, make(p)
             if (new := replaced[id(p)][1]) is not None:
-                part._parameters[name] = new
+                submodule._parameters[name] = new
 
 
 def with_memory(outermost: OutermostModule) -> set[str]:
@@ -104,13 +104,14 @@ def with_memory(outermost: OutermostModule) -> set[str]:
         return nn.Parameter(cut_up, p.requires_grad)
 
     remade(outermost, make)
-    outermost(lambda: None)  # torch takes parts that were put in before its first pass
+    # An empty first pass: in it FSDP takes over the parameters that were just put in.
+    outermost(lambda: None)
     return blank
 
 
 def giving(own: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any], None]:
-    """Returns a hook that adds a gradient of the model to the rank's own part of it. `local`: this rank's part of a
-    gradient."""
+    """Returns a hook that moves a gradient of FSDP's parameter to `own`, the rank's own tensor of that parameter.
+    `local`: gives this rank's part of the gradient."""
 
     def give(p: Any) -> None:
         # The optimizer sees the rank's own tensor alone, so the gradient moves there, and torch's parameter holds none:

@@ -30,7 +30,7 @@ from posttrain.core.exchange.scores import Reads, TokenScores
 from posttrain.core.exchange.shards import Shard
 from posttrain.engine.adapters.quantise import is_quantised
 from posttrain.engine.files.fingerprint import fingerprint
-from posttrain.engine.head.value_heads import NAME
+from posttrain.engine.head.value_heads import REWARD_HEAD
 from posttrain.engine.layers.shared_prefixes import Sharing
 from posttrain.engine.learner.learner import HEADS, SCORE_TOKENS, HFLearner
 from posttrain.engine.model.architecture_kinds import EXPERTS
@@ -110,7 +110,7 @@ class ShardedLearner(HFLearner):
         self.ranks = ranks
         heads: dict[str, nn.Module] = {"value_head": self.value_head}
         if self.reward_head is not None:
-            heads[NAME] = self.reward_head
+            heads[REWARD_HEAD] = self.reward_head
         # What was read by rows is compared by its files (`sharded_load`); a whole copy by its numbers, before it is
         # cut.
         if fill is None:
@@ -124,7 +124,7 @@ class ShardedLearner(HFLearner):
         if self.narrow is not None:
             for p in policy.module.parameters():
                 p.data = p.data.float()
-        self._inside = cut(policy.module, heads, ranks, computes=self.narrow, offload=offload)
+        self._inside = cut(policy.module, heads, ranks, compute_dtype=self.narrow, offload=offload)
         if fill is not None:
             _filled(self._inside, self.policy, self.narrow or policy.dtype, fill)
         self._sharded: dict[str, DTensor] = {n: p for n, p in super().parameters().items() if isinstance(p, DTensor)}
