@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 HEAD = ("algorithm", "cosine", "norm", "ratio", "silent", "clipped", "ess", "|A|", "solved", "not", "tokens")
 LEGEND = (
-    "cosine, ratio: of its gradient and its norm with the run's own    norm: before the optimizer's clip",
-    "silent: groups without credit    clipped: tokens its trust region silences    ess: effective sample",
-    "share of its correction, else of its ratio    |A|, solved, not: mean |credit| a token, mean credit",
-    "of tokens of solved and of other responses    tokens: those whose log-prob has a gradient",
+    "cosine: of its gradient with the run's own    norm: gradient norm before clipping",
+    "ratio: norm / the run's own norm    silent: share of groups without credit",
+    "clipped: share of tokens that its trust region silences",
+    "ess: effective sample size / sample size, of its correction's factors, else of its ratios",
+    "|A|: mean |credit| a token    solved, not: mean credit a token of solved and of other responses",
+    "tokens: number of tokens whose log-prob has a gradient",
 )
 EQUAL = 1e-6
 """Gradient norms with at most this relative difference count as equal, and share a line."""
@@ -62,26 +64,37 @@ class AblateOptions:
     device: str | None = None
 
 
-def show(run: str, against: Sequence[str], at: AblateOptions, plain: bool, trust: bool) -> None:
-    """Evaluate and print; `plain` prints JSON."""
+def show(run: str, against: Sequence[str], options: AblateOptions, as_json: bool, trust: bool) -> None:
+    """Evaluate the algorithms `against` and print the result. Tables, or with `as_json` JSON.
+
+    Args:
+        trust: allow what models and references of a folder made by somebody else ask for.
+    """
     run_file(run)  # raises for a folder that is not there, before torch is imported
     from posttrain.evaluation.ablation.ablation import ablate
 
     progress = ProgressLine()
     try:
-        steps, say = numbers(at.steps), progress.say
-        found = ablate(
-            run, against, stage=at.stage, steps=steps, checkpoint=at.checkpoint, device=at.device, say=say, trust=trust
+        steps, say = numbers(options.steps), progress.say
+        ablations = ablate(
+            run,
+            against,
+            stage=options.stage,
+            steps=steps,
+            checkpoint=options.checkpoint,
+            device=options.device,
+            say=say,
+            trust=trust,
         )
     finally:
         progress.close()
-    if plain:
-        tell(json.dumps([_plain(asdict(a)) for a in found], indent=1))
+    if as_json:
+        tell(json.dumps([_jsonable(asdict(a)) for a in ablations], indent=1))
         return
-    for a in found:
+    for a in ablations:
         tell("\n".join((*lines(a), "")))
-    if len(found) > 1:
-        tell("\n".join(means(found)))
+    if len(ablations) > 1:
+        tell("\n".join(means(ablations)))
     tell("\n".join(LEGEND))
 
 
@@ -93,12 +106,12 @@ def numbers(word: str) -> list[int]:
         raise ConfigError(f"--step {word}: a step, or several with commas between them (--step 3,8,12)") from None
 
 
-def _plain(x: Any) -> Any:
+def _jsonable(x: Any) -> Any:
     """A value for JSON: NaN and infinities become null, paths become text."""
     if isinstance(x, dict):
-        return {k: _plain(v) for k, v in x.items()}
+        return {k: _jsonable(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
-        return [_plain(v) for v in x]
+        return [_jsonable(v) for v in x]
     if isinstance(x, float):
         return x if math.isfinite(x) else None
     return x if isinstance(x, str | int | bool) or x is None else str(x)
@@ -228,12 +241,12 @@ def _number(x: float, how: str) -> str:
     return "-" if math.isnan(x) else format(x, how)
 
 
-def means(found: Sequence[Ablation]) -> Iterator[str]:
+def means(ablations: Sequence[Ablation]) -> Iterator[str]:
     """Cosine and ratio over several steps, for the algorithms that were evaluated on all steps."""
-    rows_of_step = [{r.name: r for r in a.rows} for a in found]
+    rows_of_step = [{r.name: r for r in a.rows} for a in ablations]
     # Only algorithms with all steps: means over different steps could not be compared.
     common = [n for n in rows_of_step[0] if all(n in rows for rows in rows_of_step)]
-    yield f"over {len(found)} steps: mean (least to most)"
+    yield f"over {len(ablations)} steps: mean (least to most)"
     wide = max(map(len, common)) + 2
     for name in common:
         cosines, ratios = ([getattr(rows[name], f) for rows in rows_of_step] for f in ("cosine", "ratio"))
