@@ -22,7 +22,9 @@ class Updates:
     """Loads weights into an engine, and reads back what it then computes with.
 
     Args:
-        hot: None where all weights train.
+        expected: the whole weights that the engine should serve.
+        hot: what is needed to serve an adapter; None where all weights train.
+        counters: where the bytes that are sent are counted.
         workers: processes among which the model is cut; 1: it is in this process.
 
     Raises:
@@ -37,14 +39,21 @@ class Updates:
         self.adapter: Any = None
         """The object that a request names so that the adapter is used; None: there is no adapter."""
         if hot is not None:
+            # The worker answers which of the adapter's tensors vLLM has no layer for.
             hot.refuse(self._ask("posttrain_places", list(hot.shapes))[0]["missing"])
 
     def load(self, version: int, given: list[tuple[str, Tensor]], *, running: bool = False) -> str:
-        """Serve these tensors as `version`; returns the fingerprint of what is then served. EngineError where that is
-        something else than was sent.
+        """Serve these tensors as `version`; returns the fingerprint of what is then served.
+
+        Where all weights train and other ones are served than were sent, it is a text that equals no fingerprint, and
+        the learner's side refuses it.
 
         Args:
-            running: turns stand still meanwhile. Afterwards they compute their keys and values again.
+            running: whether turns are under way. They stand still meanwhile, and then compute their keys and values
+                again.
+
+        Raises:
+            EngineError: an adapter is served with other numbers than were sent (`HotLoad.confirm`).
         """
         engine, hot = self._engine, self._hot
         if hot is None:

@@ -24,7 +24,7 @@ from posttrain.role.trainer import WeightOptimizer
 from posttrain.system import read_untrusted
 from posttrain.system.errors import RunFolderError
 
-LIE = "shards"
+PLACES = "shards"
 """Key in the metadata of a file of parts: for each tensor its full shape, and where the part begins."""
 # Of `weights-00002-of-00004`: the groups 00002 and 00004.
 PART = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -38,7 +38,8 @@ def part_name(path: Path, rank: int, world: int) -> Path:
 
 
 def part_files(path: Path) -> list[Path]:
-    """The files that hold what `path` stands for, in order; empty where there is none.
+    """The files that hold what `path` stands for, in order; empty where there is none. `path` itself, where it exists,
+    goes before parts.
 
     Raises:
         RunFolderError: some parts are missing, or parts of two writers lie beside each other.
@@ -62,7 +63,7 @@ def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> No
     shards_by_name = {s.name: s for s in shards if (s.whole and rank == 0) or (s.tensor.numel() and not s.whole)}
     tensors = {name: s.tensor.detach().contiguous() for name, s in shards_by_name.items()}
     places = {name: [list(s.shape), list(s.offsets)] for name, s in shards_by_name.items()}
-    save_file(tensors, part_name(path, rank, world), None if world == 1 else {LIE: json.dumps(places)})
+    save_file(tensors, part_name(path, rank, world), None if world == 1 else {PLACES: json.dumps(places)})
 
 
 class SavedTensors:
@@ -79,6 +80,7 @@ class SavedTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         files = part_files(path) or [path]
         for file in files:
+            # Refuses what is no regular file, such as a pipe, on which safetensors could wait for ever.
             with read_untrusted.opened(file, RunFolderError):
                 pass
             try:
@@ -89,7 +91,7 @@ class SavedTensors:
     def _read(self, file: Path, parts: bool) -> None:
         with safe_open(file, "pt") as opened:
             # A file that is alone holds whole tensors and needs no places.
-            places: dict[str, Any] = json.loads(opened.metadata()[LIE]) if parts else {}
+            places: dict[str, Any] = json.loads(opened.metadata()[PLACES]) if parts else {}
             for name in opened.keys():  # noqa: SIM118  # not a dictionary
                 size = tuple(opened.get_slice(name).get_shape())
                 shape, begin = map(tuple, places[name]) if parts else (size, (0,) * len(size))
@@ -125,6 +127,7 @@ class SavedTensors:
         # Parts of one save do not overlap, so a count tells whether any is missing.
         if filled != wanted:
             raise self.damaged(ValueError(f"{filled} of {wanted} numbers of {name!r} are there"))
+        # None only for an empty box: no part holds any of it.
         return torch.empty(size) if out is None else out
 
     def whole(self) -> dict[str, Tensor]:

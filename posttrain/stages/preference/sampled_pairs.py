@@ -44,10 +44,11 @@ class SampledPairs:
     """Pairs whose completions were judged alike, up to rounding. They teach nothing and are left out. With link=nash
     they are kept as pairs, since its divergence to the reference is learned at any preference."""
     unjudged: int
-    """Prompts with fewer than two completions that were judged and have a token."""
+    """Prompts with fewer than two completions of the policy or its opponent that were judged and have a token."""
 
     def gauges(self) -> Gauges:
-        all_asked = len(self.pairs) + self.tied + self.unjudged
+        # Each unjudged prompt counts as one pair that was not made.
+        pairs_or_prompts = len(self.pairs) + self.tied + self.unjudged
         opponent_chosen = [p.chosen.opposed for p in self.pairs if p.chosen.opposed != p.rejected.opposed and p.gap]
         # How often the policy is preferred to its opponent. Only pairs with one completion of each count, and no ties.
         # The list says whether the chosen completion is the opponent's.
@@ -58,7 +59,7 @@ class SampledPairs:
         )
         return won | {
             "preference/pairs": Gauge(len(self.pairs), 1),
-            "preference/tied": Gauge(self.tied, all_asked),
+            "preference/tied": Gauge(self.tied, pairs_or_prompts),
             "preference/gap": Gauge.of([p.gap for p in self.pairs]),
         }
 
@@ -89,9 +90,10 @@ def rejection_sampled(rewards: np.ndarray, keep: int, temperature: float, rng: n
     return kept[:keep]
 
 
-def compared(group: Group, a: PreferenceAlgorithm, place: int) -> list[list[Episode]]:
+def compared(group: Group, a: PreferenceAlgorithm, key: int) -> list[list[Episode]]:
     """The completions of a prompt that are compared with each other, in lists. Each list gives one pair: its best and
-    its worst completion. [] where fewer than two completions were judged and have a token."""
+    its worst completion. [] where there are fewer than two (`SampledPairs.unjudged`). `key`: see `sampled_pairs`."""
+    # Demonstrations (`shown`) are not samples of the policy, so they are in no pair.
     judged = [e for e in group.judged if not e.shown and e.spoken]
     if len(judged) < 2:
         return []
@@ -99,27 +101,27 @@ def compared(group: Group, a: PreferenceAlgorithm, place: int) -> list[list[Epis
         return [judged]
     if not isinstance(a.draw, RejectionSampled):
         return [judged[:2]]
-    rng = seeds.generator(place, "pairs", group.task.id, group.visit)
+    rng = seeds.generator(key, "pairs", group.task.id, group.visit)
     rewards = np.array([e.reward for e in judged], np.float64)
     kept = rng.permutation(rejection_sampled(rewards, a.draw.keep, a.draw.temperature, rng))
     # Two and two. With an odd number the last one is in no pair.
     return [[judged[i], judged[j]] for i, j in kept[: len(kept) // 2 * 2].reshape(-1, 2)]
 
 
-def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -> SampledPairs:
+def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, key: int) -> SampledPairs:
     """The pairs of all groups.
 
     A group gives a pair of its first two judged completions; with `BestWorst` a pair of its best and its worst; with
     `RejectionSampled` the kept completions two and two. Of equal rewards the first is taken. So the choice depends on
-    the samples and on `place` alone.
+    the samples and on `key` alone.
 
     Args:
-        place: the random key of this stage of this run (`seeds.key`), for the draw of the kept completions.
+        key: the random key of this stage of this run (`seeds.key`), for the draw of the kept completions.
     """
     pairs: list[SampledPair] = []
     tied = unjudged = 0
     for group in groups:
-        sets = compared(group, a, place)
+        sets = compared(group, a, key)
         unjudged += not sets
         for considered in sets:
             rewards = np.array([e.reward for e in considered], np.float64)
