@@ -227,7 +227,7 @@ def make_roles(
     renderer = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, run.model.history)
     # Over ranks the engine is made first, while the policy's weights are whole: it copies them. The learner then cuts
     # the policy's weights in place.
-    serving = placed_engine(run, policy, renderer.decode, say, lead.by_rows) if lead is not None else None
+    serving = placed_engine(run, policy, renderer.decode, say, lead.reads_own_rows) if lead is not None else None
     # The seed is set directly before the learner is made, so that its random numbers do not depend on earlier draws.
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)

@@ -72,7 +72,7 @@ def here(model: Model) -> Model:
 
 
 def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[str, ...]]:
-    """Chooses how ranks get the model; sets `lead.by_rows`. Returns (policy, lines for people).
+    """Chooses how ranks get the model; sets `lead.reads_own_rows`. Returns (policy, lines for people).
 
     The policy has no weights in memory (`BlankPolicy`), if ranks read rows and no engine in this process needs a whole
     copy. Else it is None, and the model is loaded as in a run of one process.
@@ -95,7 +95,7 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
     if others := [rank for rank, digest in enumerate(seen) if digest != seen[0]]:
         where = f"rank {others[0]} does not see the same files in {blank.files.folder}"
         return None, (f"note: {SENT}: {where}",)
-    lead.by_rows = True
+    lead.reads_own_rows = True
     whole = _who_is_whole(run)
     # An engine in this process needs a whole copy anyway, so the policy is loaded as always.
     return None if whole == OWN_ENGINE else blank, (
@@ -277,9 +277,9 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     learner_settings: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
     if run.model.router_replay != "none":
         learner_settings["replays"] = True
-    sent_policy = here(run.model) if lead.by_rows else policy
+    sent_policy = here(run.model) if lead.reads_own_rows else policy
     # By it the rows that all ranks have read are compared with this policy.
-    digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.by_rows else ""
+    digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.reads_own_rows else ""
     start_settings = (
         run.seed,
         torch.get_num_threads(),
@@ -298,7 +298,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
         ) from error
     # Inside the order, since building a learner over ranks exchanges: all must do it at once.
     with lead.ordered("build the learner", (begin_rank, (sent,))):
-        own_policy = blank_policy(run.model, run.seed) if lead.by_rows else policy
+        own_policy = blank_policy(run.model, run.seed) if lead.reads_own_rows else policy
         return made(lead.state, own_policy, digest, LEARNERS[lead.parallel][0], lead, **learner_settings)
 
 

@@ -29,7 +29,7 @@ from posttrain.system.errors import InvariantError
 
 
 def nothing_sleeps() -> None:
-    """Does nothing, for runs where no engine shall sleep."""
+    """Does nothing, for runs where no engine must sleep."""
 
 
 ROUNDS = 16
@@ -120,7 +120,7 @@ class RunParts:
     """Waits until the learner may compute: until an engine in this process has nothing to do, or until an engine in
     another process has received its turns."""
     sleep: Callable[[], None] = nothing_sleeps
-    """Called before the learner works: engines in this process that shall sleep then free their caches."""
+    """Called before the learner works: engines in this process that must sleep then free their caches."""
     queue: GroupQueue | None = None
     """Groups that the current stage asked ahead of the learner."""
     version: int = 0
@@ -171,9 +171,9 @@ class RunParts:
         """
         stages = self.run.stages
         later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
-        stages_own = self.setting(stage).environment
+        own = self.setting(stage).environment
         # By identity: several stages may share an environment, which counts once.
-        return tuple({id(e): e for e in (self.environment, *later) if e is not stages_own}.values())
+        return tuple({id(e): e for e in (self.environment, *later) if e is not own}.values())
 
     async def publish(self) -> None:
         """Push the learner's weights to the sampler, unless it serves them already."""
@@ -217,9 +217,8 @@ def keep(parts: RunParts, progress: Progress, name: str) -> None:
     # Keeping the same weights twice is allowed. Other weights would change what a later stage starts from.
     if (then := progress.kept.get(name, now)) != now:
         raise InvariantError(
-            f"the weights kept as {name!r} have fingerprint {then}, and others ({now}) would take their place: what is"
-            " compared with the start of a stage would be compared with the policy of today. Go on from an older"
-            " checkpoint"
+            f"the weights kept as {name!r} have fingerprint {then}, and others ({now}) would take their place: a later"
+            " comparison with the start of a stage would then use other weights. Go on from an older checkpoint"
         )
     progress.kept = {**progress.kept, name: now}
     parts.book.keep(name, lambda folder: save_weights(folder, parts.learner))
@@ -228,5 +227,5 @@ def keep(parts: RunParts, progress: Progress, name: str) -> None:
 def load_kept(parts: RunParts, progress: Progress, name: str) -> None:
     """Load the weights that were kept under a name into the learner, and compare them with their fingerprint."""
     load_weights(parts.book.kept(name), parts.learner)
-    then = progress.kept.get(name, "")  # an older version wrote none
+    then = progress.kept.get(name, "")  # an older posttrain wrote none
     parts.watch.emit(RestoredEvent(f"weights kept as {name!r}", then, parts.learner.fingerprint))

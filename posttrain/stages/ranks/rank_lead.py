@@ -65,8 +65,9 @@ class RankLead:
         self._number = 0
         self.parallel: Parallel = parallel
         """How ranks share the model."""
-        self.by_rows = False
-        """Whether each rank reads its own rows of the model."""
+        self.reads_own_rows = False
+        """Whether each rank reads only its own rows of the weights from the files, instead of getting them from rank
+        0."""
 
     @property
     def busy(self) -> bool:
@@ -101,7 +102,7 @@ class RankLead:
         """
         # An order may be sent inside another one (`meanwhile`). At its end the outer one is again the open order.
         outer, self._open = self._open, what
-        with self.told():
+        with self.failures_explained():
             self._orders.send(what, order)
             # In a step of the trainer (`meanwhile`) the other ranks wait in each event for orders of rank 0's
             # observers. In all other orders they work until the block ends, and take no further order.
@@ -117,7 +118,7 @@ class RankLead:
         self._open = outer
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def failures_explained(self) -> Iterator[None]:
         """Inside the block an exchange that fails raises `RankLost`, with the first cause as its message."""
         try:
             yield
@@ -128,7 +129,7 @@ class RankLead:
 
     def proceed(self, value: Any = None) -> None:
         """Let the ranks that wait in an event go on. `value`: what rank 0's observers returned."""
-        with self.told():
+        with self.failures_explained():
             self._orders.send("go on", Proceed(value))
 
     def close(self) -> None:
@@ -161,22 +162,22 @@ class RankLead:
                 return self._stall(where, reasons, error, advice)
             time.sleep(0.1)
 
-    def _stall(self, where: str, said: Mapping[int, str], error: RuntimeError, stand: str) -> str:
+    def _stall(self, where: str, said: Mapping[int, str], error: RuntimeError, advice: str) -> str:
         """The message where no rank failed by itself: which ranks waited, and for which others.
 
         Args:
             said: the reasons of the ranks that ended.
-            stand: a sentence about how to go on.
+            advice: a sentence about how to go on.
         """
         late = [r for r in range(1, self.ranks.world) if r not in said]
         notes, number = self._orders.standing(), self._orders.number
         # A rank that has ended this order waits for the next one and is not late. Such ranks are named only if there
         # are no others.
         late = [r for r in late if notes.get(r) != f"ended order {number}"] or late
-        told = "; ".join(f"rank {r} {self._stopped(r)}{notes.get(r, '')}" for r in late) or f"nobody says why ({error})"
+        doing = "; ".join(f"rank {r} {self._stopped(r)}{notes.get(r, '')}" for r in late)
         waits = [0, *sorted(said)]
         who = f"rank{'s' * (len(waits) > 1)} {', '.join(map(str, waits))}"
-        return f"{who} waited {where} until the time-out for others: {told}. {stand}"
+        return f"{who} waited {where} until the time-out for others: {doing or f'nobody says why ({error})'}. {advice}"
 
     def _stopped(self, rank: int) -> str:
         """Part of a sentence for a rank whose process is stopped (SIGSTOP); else ''."""
@@ -191,7 +192,7 @@ class RankLead:
 
 
 class LeadReference:
-    """`core.ports.Reference` on rank 0: a frozen copy of the weights. Each rank has its own rows of it."""
+    """`core.ports.Reference` on rank 0: a frozen copy of the weights. Each rank has its own part of it."""
 
     def __init__(self, lead: RankLead) -> None:
         self._lead, self._number = lead, lead.number()
@@ -239,7 +240,7 @@ class LeadOptimizer(StageOptimizer):
 
 
 def lead_optimizer(lead: RankLead, config: Optimizer, given: tuple[Any, ...]) -> LeadOptimizer:
-    """An optimizer on every rank, each for its own rows."""
+    """An optimizer on every rank, each for its own part of the weights."""
     # The other ranks make the plain class. Only rank 0 makes `LeadOptimizer`, which needs the lead.
     with lead.ordered("make optimizer", (together.make_optimizer, (config, StageOptimizer, given))):
         together.make_optimizer(lead.state, config, LeadOptimizer, given)
