@@ -79,8 +79,8 @@ def reward_bench(right: Mapping[str, Sequence[bool]]) -> BenchScore:
 
 
 def best_of_four(chosen: float, rejected: Sequence[float]) -> float:
-    """RewardBench 2 (2506.01937), outside of ties: 1 / (completions at the maximum) if the chosen one is among them,
-    else 0.
+    """RewardBench 2 (2506.01937), for all subsets but Ties: 1 / (completions at the maximum) if the chosen one is among
+    them, else 0.
 
     >>> best_of_four(0.7, [0.7, 0.2, 0.1]), best_of_four(0.6, [0.7, 0.2, 0.1])
     (0.5, 0.0)

@@ -38,7 +38,8 @@ class Fault:
     harm: str
     """Its effect on a run."""
     source: str
-    """Its source: the trap or pain in the collection that the design is based on."""
+    """Its source: a pain or trap of `docs/design/pains.md`, an entry of `docs/design/papers.md`, or the mistake in
+    words."""
     seam: str
     """`module:name.name`: the one function, method or property that is replaced, where it is looked up."""
     twin: Twin

@@ -26,7 +26,8 @@ from posttrain.system.errors import ConfigError, nearest
 
 Kind = Literal["yours", "tutorial"]
 KINDS: dict[Kind, str] = {
-    "yours": "any model and data. Set model=PATH env.prompts=FILE env.rewards=mine.py:reward; else both are tiny",
+    "yours": "any model and data. Set model=PATH env.prompts=FILE env.rewards=mine.py:reward; else model and data are"
+    " tiny",
     "tutorial": "to run as it is and to change: a tiny model with random weights learns a task of the gallery",
 }
 """The purpose of each kind of recipe."""
@@ -39,6 +40,7 @@ class Recipe:
     name: str
     kind: Kind
     shows: str
+    """What the run does, or is an example of, in a line of the list."""
     build: Callable[[], Run]
     minutes: float
     """Processor time as shipped, with seed 0; on one thread it is close to the wall time of an idle machine."""

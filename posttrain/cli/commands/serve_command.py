@@ -41,7 +41,7 @@ def add(sub: Subparsers) -> None:
         action="append",
         default=[],
         metavar="NAME=N",
-        help=f"on callers, as often as wanted: {', '.join(LIMITS)}",
+        help=f"a limit on callers; may be given several times. Names: {', '.join(LIMITS)}",
     )
     p.add_argument("--name", help="what callers call the model (default: the last part of TARGET)")
     p.add_argument(

@@ -30,12 +30,13 @@ class HeldoutLoss:
         return Score.free([*self.values(self.rows).values()])
 
     def values(self, of: Iterable[str]) -> dict[Hashable, float]:
-        """One number for each of these rows; the mean of these numbers is the mean loss over all tokens of the rows."""
-        # Row k gets nll_k * rows / tokens, so the mean over rows is sum nll / sum tokens.
+        """One number for each of these rows that this loss has. The mean of these numbers is the mean loss over all
+        tokens of the rows."""
+        # Row k gets nll_k * rows / weight, so the mean over rows is sum nll / sum of weights.
         # The interval then has rows as its units, while the mean is one over tokens.
         shared = [k for k in of if k in self.rows]
-        tokens = math.fsum(self.rows[k][1] for k in shared)
-        return {k: self.rows[k][0] * len(shared) / tokens for k in shared}
+        weight = math.fsum(self.rows[k][1] for k in shared)
+        return {k: self.rows[k][0] * len(shared) / weight for k in shared}
 
     def gain(self, after: HeldoutLoss) -> Gain:
         """The change from this loss to another one, over the rows of both. Below 0: the loss fell."""
@@ -43,8 +44,8 @@ class HeldoutLoss:
         return Gain.free(self.values(shared), after.values(shared))
 
     def gauges(self) -> Gauges:
-        nll, tokens = (math.fsum(r[i] for r in self.rows.values()) for i in (0, 1))
-        return {"heldout/loss": Gauge(nll, tokens), "heldout/perplexity": Gauge(perplexity(self.score.mean), 1)}
+        nll, weight = (math.fsum(r[i] for r in self.rows.values()) for i in (0, 1))
+        return {"heldout/loss": Gauge(nll, weight), "heldout/perplexity": Gauge(perplexity(self.score.mean), 1)}
 
     @property
     def words(self) -> str:

@@ -35,7 +35,7 @@ def student95(freedom: float) -> float:
     """The 97.5 % point of Student's t.
 
     It is exact for 1, 2, 3 and 4 degrees of freedom, and up to 20 % too large between these numbers. Above 4 it is
-    Cornish and Fisher's expansion, with an error below 0.2 %.
+    Cornish and Fisher's expansion, with an error below 0.3 %.
 
     >>> round(student95(2), 3), round(student95(9), 3)
     (4.303, 2.262)
@@ -149,11 +149,11 @@ class Gain:
     def of(before: Mapping[Hashable, float], after: Mapping[Hashable, float], scale: float = 1.0) -> Gain:
         """The gain over the prompts that are in both; each maps a prompt to the mean of its samples.
 
-        Args:
-            scale: width of the scale that the values are on. Differences are in [-scale, scale].
-
         One imagined prompt is added at each end, as Agresti and Min (2005) add pairs to the table of two
         proportions. The interval is the normal one of all these values, cut to the scale, so it is never a point.
+
+        Args:
+            scale: width of the scale that the values are on. Differences are in [-scale, scale].
 
         >>> g = Gain.of({i: 0.25 for i in range(40)}, {i: 0.25 + i % 2 / 2 for i in range(40)})
         >>> print(g, g.better, g.worse)

@@ -21,7 +21,7 @@ from posttrain.diagnose.rules import round_rules as round_rules
 from posttrain.diagnose.rules.rule import PLAYED_RULES as PLAYED_RULES
 from posttrain.diagnose.rules.rule import ROUND_RULES as ROUND_RULES
 from posttrain.diagnose.rules.rule import RULES as RULES
-from posttrain.diagnose.rules.rule import Finding, known, last, mean, played_rule, rule
+from posttrain.diagnose.rules.rule import UNJUDGED, Finding, known, last, mean, played_rule, rule
 
 
 def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePreference) -> list[Finding]:
@@ -89,9 +89,9 @@ def reference_follows(history: Sequence[Step], stage: Reinforce) -> str:
 
 @played_rule
 def judges_fail(history: Sequence[Step], stage: Stage) -> str:
-    """A noticeable share of samples could not be judged, because a source failed, three steps in a row."""
+    """At least 5 % of the samples could not be judged, because a source failed, three steps in a row."""
     failed = last(history, "rollout/failed", 3)
-    if len(failed) < 3 or min(failed) < 0.05:
+    if len(failed) < 3 or min(failed) < UNJUDGED:
         return ""
     return (
         f"{failed[-1]:.0%} of the samples could not be judged, for three steps. They are left out, so the policy learns"

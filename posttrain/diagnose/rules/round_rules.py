@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from posttrain.config.stages.rejection import Rejection
 from posttrain.core.gauge import Step
-from posttrain.diagnose.rules.rule import known, mean, round_rule
+from posttrain.diagnose.rules.rule import UNJUDGED, known, mean, round_rule
 
 VARIOUS = 1.5
-"""Different right completions of a prompt in the first round. Below this there is no variety to lose."""
+"""Different completions kept of a prompt in the first round. Below this there is no variety to lose."""
 LEFT = 0.4
 """The variety has collapsed below this share of what it was in the first round. The one completion that every kept
 prompt has is not counted. Healthy rounds lose some variety, because imitation makes likely what was kept."""
@@ -27,11 +27,11 @@ def kept_completions_collapse(rounds: Sequence[Step], stage: Rejection) -> str:
     # Compared beyond 1: a kept prompt has one completion at least, however little variety is left.
     if len(seen) < 2 or seen[0] < VARIOUS or seen[-1] - 1 >= LEFT * (seen[0] - 1):
         return ""
-    start = "" if stage.method.weights == "start" else f" begin each round anew with {stage.name}.method.weights=start,"
+    anew = "" if stage.method.weights == "start" else f" begin each round anew with {stage.name}.method.weights=start,"
     return (
         f"the kept completions collapse: {seen[-1]:.2g} different ones a prompt, {seen[0]:.2g} in the first round. The"
         f" policy imitates its own favourites, and other right answers are lost: raise"
-        f" {stage.name}.sampling.temperature (now {stage.sampling.temperature:g}),{start} or mix in"
+        f" {stage.name}.sampling.temperature (now {stage.sampling.temperature:g}),{anew} or mix in"
         f" {stage.name}.general=0.3 demonstrations"
     )
 
@@ -74,7 +74,7 @@ def nothing_is_kept(rounds: Sequence[Step], stage: Rejection) -> str:
 def rounds_are_not_judged(rounds: Sequence[Step], stage: Rejection) -> str:
     """At least 5 % of the samples of two rounds in a row could not be judged, because a source failed."""
     failed = [x for s in rounds[-2:] if (x := mean(s, "rollout/failed")) is not None]
-    if len(failed) < 2 or min(failed) < 0.05:
+    if len(failed) < 2 or min(failed) < UNJUDGED:
         return ""
     return (
         f"{failed[-1]:.0%} of the samples of this round could not be judged, and {failed[-2]:.0%} before. They are left"

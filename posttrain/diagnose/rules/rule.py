@@ -24,6 +24,8 @@ class Finding:
 Condition = Callable[[Sequence[Step], Reinforce], str]
 RoundCondition = Callable[[Sequence[Step], Rejection], str]
 PlayedCondition = Callable[[Sequence[Step], Stage], str]
+UNJUDGED = 0.05
+"""Share of samples that could not be judged, from which on a rule speaks."""
 
 RULES: dict[str, Condition] = {}
 """Every rule by name. A condition returns '' where it does not hold. It gets the first steps of the stage and the last
