@@ -1,7 +1,7 @@
 """Documentation pages generated from the data they describe. `python -m scripts.pages.generated_pages` rewrites them.
 
 `algorithms.md`, `preferences.md` and `metrics.md` are generated completely; of `recipes.md`, `diagnosis.md` and
-`papers.md` only the lists between two marks.
+`papers.md` only the lists between two marks; of the readme and `which-algorithm.md` only how many algorithms there are.
 """
 
 from __future__ import annotations
@@ -211,6 +211,15 @@ def papers() -> str:
     return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.partition(END)[2]
 
 
+def counted(name: str, sentence: str) -> str:
+    """The page on disk with the number of algorithms in a sentence of it, where `#` stands for the number."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    new, times = re.subn(re.escape(sentence).replace(r"\#", r"\d+"), sentence.replace("#", f"{len(LADDER)}"), text)
+    if times != 1:
+        raise InvariantError(f"docs/{name}: {sentence!r} stands there {times} times, and must once")
+    return new
+
+
 ARXIV = re.compile(r"\d{4}\.\d{5}")
 _SECTION = re.compile(r"^### ([A-E]\d\d)\. (.*)\n((?:(?!^#).*\n)*)", re.M)
 
@@ -242,13 +251,15 @@ PAGES: dict[str, Callable[[], str]] = {
     "design/papers.md": papers,
     "reference/preferences.md": lambda: HEAD + preferences(),
     "start/recipes.md": recipes,
+    "../README.md": lambda: counted("../README.md", "each of the # runs as"),
+    "guides/which-algorithm.md": lambda: counted("guides/which-algorithm.md", "All # algorithms, with"),
 }
 
 
 def main() -> None:
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
-        tell(f"wrote docs/{name}")
+        tell(f"wrote {(DOCS / name).resolve().relative_to(DOCS.parent)}")
 
 
 if __name__ == "__main__":
