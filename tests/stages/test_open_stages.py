@@ -28,6 +28,7 @@ from posttrain.record.checkpoint import find, scan
 from posttrain.record.external_access import Kind, asks, decided
 from posttrain.role.weights.saved_weights import WEIGHTS
 from posttrain.stages import Progress, Stages, where
+from posttrain.stages.checks_by_kind import OF
 from posttrain.stages.interrupt import Interrupted, Stopper
 from posttrain.stages.loop import DRIVERS, Driver
 from posttrain.stages.progress import StageState
@@ -92,7 +93,7 @@ def registries() -> Iterator[None]:
     Average.withdraw()
     AverageState.withdraw()
     del DRIVERS[Average]
-    assert set(alternatives(Stage)) == set(DRIVERS) == set(run_reader.STAGES)
+    assert set(alternatives(Stage)) == set(DRIVERS) == set(run_reader.STAGES) == set(OF)
 
 
 def with_average() -> Run:
