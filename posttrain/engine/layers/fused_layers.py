@@ -343,9 +343,9 @@ def _sample(read: ReadOut) -> list[Tensor]:
     trained = [p for p in decoder.layers[0].parameters() if p.requires_grad]
     with torch.enable_grad():
         hidden = sample_states(read)
-        # Weights of both signs for the sum, the same in every run and without a random generator.
-        signs = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
-        grads = torch.autograd.grad((hidden * signs).sum(), trained) if trained else ()
+        # Factors of both signs for the sum, the same in every run and without a random generator.
+        factors = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
+        grads = torch.autograd.grad((hidden * factors).sum(), trained) if trained else ()
     return [hidden.detach(), *grads]
 
 

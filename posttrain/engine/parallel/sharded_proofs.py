@@ -101,8 +101,8 @@ def _gradients(
         output = inside(layer)
         if output.requires_grad:
             # A sum with different factors: by a plain sum, errors that cancel would not be seen.
-            by = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
-            (output * by).sum().backward()
+            factors = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
+            (output * factors).sum().backward()
     return [output.detach(), *_taken(own)]
 
 
