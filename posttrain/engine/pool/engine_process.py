@@ -144,6 +144,8 @@ class ProcessHost(CallingHost):
         theirs.close()
         if cores is not None:
             os.sched_setaffinity(self._process.pid, cores)
+        self._killed = ""
+        """Why this process has ended it."""
         atexit.register(self.close)
         self._connection = Connection(ours.detach())
         # A thread writes: a socket whose other side does not read would else block the event loop of the learner.
@@ -171,10 +173,11 @@ class ProcessHost(CallingHost):
         self._out.put(pickle.dumps((0, CANCEL, number)))
 
     def kill(self, why: str) -> None:
+        # Before the end, which the reader may see first.
+        self._killed = self._killed or why
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        self._process.wait()
-        self._calls.die(f"{why}{self._last_words()}")
+        self._calls.die(self._cause())
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -236,7 +239,7 @@ class ProcessHost(CallingHost):
         except subprocess.TimeoutExpired:
             return f"it closed its connection and goes on as process {self.pid}{self._last_words()}"
         end = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {_signal(-code)}"
-        return f"{end}{self._last_words()}"
+        return f"{self._killed or end}{self._last_words()}"
 
     def _last_words(self) -> str:
         """The last reading of the process's memory, and the last lines that it printed, as the end of a message."""
