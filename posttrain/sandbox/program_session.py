@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from posttrain.sandbox.backends import Backend
 from posttrain.sandbox.local_conversation import LocalConversation
@@ -25,6 +24,7 @@ from posttrain.sandbox.sandbox_types import (
 )
 from posttrain.sandbox.sandbox_worker import SandboxWorker, begin
 from posttrain.system.errors import ConfigError
+from posttrain.system.worker_threads import WorkerThreads, settle
 
 RECYCLE = 1000
 """Sessions of one sandbox before it is replaced by a fresh one."""
@@ -144,7 +144,7 @@ class _SharedSession:
             first, self.begun = not self.begun, True
             return first
 
-    def take(self) -> bool:
+    def begin(self) -> bool:
         """Called by the thread that will run the pieces. False if the session has ended already."""
         with self.changed:
             self.taken = not self.ended
@@ -182,6 +182,10 @@ class _SharedSession:
         if alone:
             self.leave()
 
+    def refuse(self) -> None:
+        """End the session, because all sandboxes end."""
+        self.end("the sandbox of this session was closed")
+
     def over(self) -> Future[None]:
         """A future that is done when the session's process has ended."""
         done: Future[None] = Future()
@@ -208,8 +212,11 @@ class Sessions:
     def __init__(self, backend: Backend, most: int, network: NetworkAttempts) -> None:
         if most < 1:
             raise ConfigError(f"sandbox: sessions={most} must be 1 or more")
-        self._shared = _SessionState(backend, most, network)
-        self._finalizer = weakref.finalize(self, _SessionState.close, self._shared)
+        # What the threads refer to must not refer to `self`, or an unused one would never be garbage-collected.
+        self._threads = WorkerThreads[_SharedSession](
+            "sandbox session", most, lambda talks: _SessionThread(backend, network).serve(talks), SPARE_SECONDS
+        )
+        self._finalizer = weakref.finalize(self, self._threads.close, _SharedSession.refuse, wait=True)
 
     def session(self, limits: ProgramLimits, idle: float) -> PythonSession:
         """A new session. It costs nothing before its first piece."""
@@ -221,36 +228,23 @@ class Sessions:
 
     def queue(self, talk: _SharedSession) -> None:
         """Queue a session for the next free sandbox."""
-        shared = self._shared
-        with shared.changed:
-            if shared.closed:
-                talk.end(shared.closed)
-                return
-            shared.waiting.append(talk)
-            # A waiting thread takes the session. Another thread is started only if more sessions than threads wait.
-            needs_thread = len(shared.waiting) > shared.spare and len(shared.threads) < shared.most
-            if needs_thread:
-                name = f"sandbox session {len(shared.threads)}"
-                thread = threading.Thread(target=_SessionThread(shared), name=name, daemon=True)
-                shared.threads.add(thread)
-                thread.start()
-            shared.changed.notify()
+        if self._threads.put(talk) is None:
+            talk.refuse()
 
     @property
     def alive(self) -> int:
         """Sessions that have a sandbox now."""
-        return len(self._shared.live)
+        return sum(not talk.gone for talk in self._threads.running)
 
     @property
     def waiting(self) -> int:
         """Sessions that wait for a sandbox."""
-        with self._shared.changed:
-            return sum(not talk.ended for talk in self._shared.waiting)
+        return sum(not talk.ended for talk in list(self._threads.waiting))
 
     @property
     def begun(self) -> int:
         """Sessions that have had a sandbox so far."""
-        return self._shared.begun
+        return self._threads.taken
 
     def close(self) -> None:
         """End every session and every sandbox, and wait until they have ended."""
@@ -258,73 +252,21 @@ class Sessions:
 
 
 @dataclass
-class _SessionState:
-    """The state that the threads and `Sessions` share. It has no reference to `Sessions`, so an unused one is
-    collected."""
-
-    backend: Backend
-    most: int
-    network: NetworkAttempts
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: deque[_SharedSession] = field(default_factory=deque[_SharedSession])
-    live: dict[int, _SharedSession] = field(default_factory=dict[int, _SharedSession])
-    threads: set[threading.Thread] = field(default_factory=set[threading.Thread])
-    spare: int = 0
-    """Threads that wait for a session."""
-    begun: int = 0
-    closed: str = ""
-
-    def next(self) -> _SharedSession | None:
-        """The session that has waited longest. None when this thread is not needed any more."""
-        with self.changed:
-            self.spare += 1
-            self.changed.wait_for(lambda: self.waiting or self.closed, SPARE_SECONDS)
-            self.spare -= 1
-            # The thread is removed under the lock under which `queue` counts threads, so that no session waits for it.
-            if not self.waiting or self.closed:
-                self.threads.discard(threading.current_thread())
-                return None
-            talk = self.waiting.popleft()
-            self.live[id(talk)] = talk
-            self.begun += 1
-            return talk
-
-    def left(self, talk: _SharedSession) -> None:
-        """Record that a session's sandbox is free."""
-        with self.changed:
-            del self.live[id(talk)]
-        talk.leave()
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = "the sandbox of this session was closed"
-            waiting, live, threads = list(self.waiting), list(self.live.values()), list(self.threads)
-            self.waiting.clear()
-            self.changed.notify_all()
-        # The lock is released here, because the threads need it in `left` and `next` before they can end.
-        for talk in (*waiting, *live):
-            talk.end(self.closed)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
-
-
-@dataclass
 class _SessionThread:
     """One thread: it takes a session, runs its pieces in a sandbox until it ends, and takes the next."""
 
-    shared: _SessionState
+    backend: Backend
+    network: NetworkAttempts
     worker: SandboxWorker | None = None
     held: LocalConversation | RemoteConversation | None = None
 
-    def __call__(self) -> None:
+    def serve(self, talks: Iterator[_SharedSession]) -> None:
         try:
-            while (talk := self.shared.next()) is not None:
+            for talk in talks:
                 try:
-                    if talk.take():
-                        self._run_pieces(talk)
+                    self._run_pieces(talk)
                 finally:
-                    self.shared.left(talk)
+                    talk.leave()
         finally:
             if self.worker is not None:
                 self.worker.close()
@@ -356,14 +298,14 @@ class _SessionThread:
         while True:
             try:
                 if self.held is None or not self.held.alive:
-                    self.worker = self.worker or begin(self.shared.backend)
+                    self.worker = self.worker or begin(self.backend)
                     talk.use(self.worker)
                     remote = self.worker if isinstance(self.worker, RemoteWorker) else None
                     self.held = remote.converse(talk.limits) if remote else LocalConversation(self.worker, talk.limits)
                 # If `end` was called before it knew the sandbox, it has stopped nothing. So this is checked again.
                 if talk.ended:
                     raise SandboxBroken(talk.ended)
-                return self.shared.network.add(self.held.answer(code))
+                return self.network.add(self.held.answer(code))
             except (SandboxBroken, OSError, ValueError, KeyError):
                 # The lost piece is already counted. If it was the first piece, nothing was defined before it, so
                 # another sandbox can replace this one.
@@ -388,9 +330,3 @@ class _SessionThread:
         elif self.worker.jobs >= RECYCLE:
             self.worker.close()
             self.worker = None
-
-
-def settle(how: Callable[[Any], None], what: object) -> None:
-    """Set a future's outcome, unless it was cancelled in between."""
-    with contextlib.suppress(InvalidStateError):
-        how(what)

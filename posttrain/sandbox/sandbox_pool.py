@@ -6,19 +6,17 @@ Thousands of programs may wait. A waiting program is an entry in a queue, and do
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import queue
-import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from posttrain.sandbox.backends import Backend
 from posttrain.sandbox.cell.program import encode
-from posttrain.sandbox.program_session import PythonSession, Sessions, settle
+from posttrain.sandbox.program_session import PythonSession, Sessions
 from posttrain.sandbox.sandbox_types import (
     Call,
     NetworkAttempts,
@@ -29,6 +27,7 @@ from posttrain.sandbox.sandbox_types import (
 )
 from posttrain.sandbox.sandbox_worker import Job, SandboxWorker, begin
 from posttrain.system.machine import cores
+from posttrain.system.worker_threads import WorkerThreads, settle
 
 RECYCLE = 1000
 """Jobs of one zygote before it is replaced by a fresh one."""
@@ -51,13 +50,19 @@ class JobCounts:
 
 
 @dataclass
-class _Waiting:
+class _Asked:
     """A program that was submitted, with the future of its outcome."""
 
     job: Job
     answer: Future[Ran]
     worker: SandboxWorker | None = None
     dropped: bool = False
+
+    def begin(self) -> bool:
+        return not self.dropped and self.answer.set_running_or_notify_cancel()
+
+    def refuse(self) -> None:
+        settle(self.answer.set_exception, SandboxBroken("the sandbox was closed before this program had its turn"))
 
 
 class Sandbox:
@@ -80,17 +85,11 @@ class Sandbox:
         self.network = NetworkAttempts()
         self.sessions = Sessions(backend, sessions, self.network)
         self.counts = JobCounts()
-        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
-        count = workers or cores()
         # Neither the threads nor the finalizer may refer to `self`. Otherwise an unused pool would never be
         # garbage-collected.
-        loop = _Loop(self._queue, backend, self.counts, self._lock, self.network)
-        self._threads = [threading.Thread(target=loop, name=f"sandbox {i}", daemon=True) for i in range(count)]
-        for thread in self._threads:
-            thread.start()
-        self._finalizer = weakref.finalize(self, _end, self._queue, self._threads)
+        self._programs = _Programs(backend, self.counts, self.network, workers or cores())
+        self._threads = self._programs.threads
+        self._finalizer = weakref.finalize(self, self._threads.close, wait=True)
 
     @property
     def name(self) -> str:
@@ -100,7 +99,7 @@ class Sandbox:
     @property
     def waiting(self) -> int:
         """Programs that no sandbox has taken yet."""
-        return self._queue.qsize()
+        return len(self._threads.waiting)
 
     async def run(
         self,
@@ -139,9 +138,9 @@ class Sandbox:
             self._drop(asked)
             raise
 
-    def _drop(self, asked: _Waiting) -> None:
+    def _drop(self, asked: _Asked) -> None:
         """End a program that nobody waits for any more, and no other."""
-        with self._lock:
+        with self._threads.lock:
             asked.dropped = True
             # Once the program has ended, `_serve` clears the worker under the same lock. So no other program is stopped
             # here.
@@ -168,23 +167,17 @@ class Sandbox:
 
     def _ask(
         self, program: str | bytes, stdin: str | bytes, call: Call | bytes | None, limits: ProgramLimits | None
-    ) -> _Waiting:
+    ) -> _Asked:
         """Puts a program into the queue."""
         encoded_call = b"" if call is None else as_json(call) if isinstance(call, Call) else call
         job = Job(as_bytes(program), as_bytes(stdin), encoded_call, limits or self.limits)
-        asked = _Waiting(job, Future())
-        with self._lock:
-            # `close` sets `_closed` under the same lock. A program that came into the queue after `close` emptied it
-            # would never be answered.
-            if self._closed:
-                raise SandboxBroken("this sandbox has been closed")
-            self._queue.put(asked)
+        asked = _Asked(job, Future())
+        if self._threads.put(asked) is None:
+            raise SandboxBroken("this sandbox has been closed")
         return asked
 
     def close(self) -> None:
         """Refuse waiting programs, let running ones reach their end or their limits, then end every sandbox."""
-        with self._lock:
-            self._closed = True
         self.sessions.close()
         self._finalizer()
 
@@ -195,47 +188,24 @@ class Sandbox:
         self.close()
 
 
-def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thread]) -> None:
-    """Refuses the waiting programs and ends the threads."""
-    # Waiting programs are refused first. Then one None for each thread ends the threads.
-    with contextlib.suppress(queue.Empty):
-        while True:
-            waiting = asked.get_nowait()
-            if waiting is not None:
-                why = "the sandbox was closed before this program had its turn"
-                settle(waiting.answer.set_exception, SandboxBroken(why))
-    for _ in threads:
-        asked.put(None)
-    for thread in threads:
-        # The garbage collector may run this in one of these threads, which cannot wait for itself.
-        if thread is not threading.current_thread():
-            thread.join()
+class _Programs:
+    """The work of all threads of a pool. It does not refer to the pool, so the pool can be collected."""
 
+    def __init__(self, backend: Backend, counts: JobCounts, network: NetworkAttempts, most: int) -> None:
+        self.backend, self.counts, self.network = backend, counts, network
+        self.threads = WorkerThreads("sandbox", most, self._work)
 
-@dataclass
-class _Loop:
-    """The work of one thread: take a program, run it in a sandbox, return the outcome. It does not refer to the pool,
-    so the pool can be collected."""
-
-    asked: queue.SimpleQueue[_Waiting | None]
-    backend: Backend
-    counts: JobCounts
-    lock: threading.Lock
-    network: NetworkAttempts
-
-    def __call__(self) -> None:
+    def _work(self, calls: Iterator[_Asked]) -> None:
+        """Runs in each thread: takes a program, runs it in a sandbox, returns the outcome."""
         worker: SandboxWorker | None = None
         try:
-            while (asked := self.asked.get()) is not None:
-                # A program that was cancelled while it waited is not run.
-                if asked.dropped or not asked.answer.set_running_or_notify_cancel():
-                    continue
+            for asked in calls:
                 worker = self._serve(asked, worker)
         finally:
             if worker is not None:
                 worker.close()
 
-    def _serve(self, asked: _Waiting, worker: SandboxWorker | None) -> SandboxWorker | None:
+    def _serve(self, asked: _Asked, worker: SandboxWorker | None) -> SandboxWorker | None:
         """Run one program. Returns the sandbox to use next, if it is still usable.
 
         A job that may start processes gets a sandbox for itself, which ends with it; the warm one is kept.
@@ -246,12 +216,12 @@ class _Loop:
             used: SandboxWorker | None = None
             try:
                 used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
-                ran = used.run(replace(asked.job, followed=not self.asked.empty(), dropped=lambda: asked.dropped))
+                ran = used.run(replace(asked.job, followed=bool(self.threads.waiting), dropped=lambda: asked.dropped))
             # A ValueError or KeyError means that the sandbox's reply is malformed. All of these errors are failures of
             # the sandbox, so the job is tried in another one. Failures of the program are in `ran` and raise nothing.
             except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
                 lost = error
-                with self.lock:
+                with self.threads.lock:
                     self.counts.lost += 1
                 if used is not None:
                     used.destroy()
@@ -260,7 +230,7 @@ class _Loop:
                 if isinstance(error, SandboxUnavailableError) or asked.dropped:
                     break
                 continue
-            with self.lock:
+            with self.threads.lock:
                 asked.worker = None  # from here on the sandbox may run another program
                 self.counts.why[ran.why] += 1
             if alone:
@@ -279,7 +249,7 @@ class _Loop:
 
     def _start(self, limits: ProgramLimits | None) -> SandboxWorker:
         """Starts a sandbox and counts it."""
-        with self.lock:
+        with self.threads.lock:
             self.counts.started += 1
         return begin(self.backend, limits)
 

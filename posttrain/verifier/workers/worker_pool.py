@@ -17,19 +17,16 @@ or no longer does, that is an outage: the verdict is `failed` and never a wrong 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.verdict import State, Verdict
+from posttrain.system.worker_threads import WorkerThreads, settle
 from posttrain.verifier.workers.worker_process import BeginWorker, Spec, Worker, WorkerError, WorkerProcess, packed
 
 RETRY_SECONDS = 1.0
@@ -74,33 +71,34 @@ class WorkerAnswer:
 
 @dataclass
 class _Call:
-    """A waiting request. `asked`: when it was submitted, in seconds of `time.monotonic`."""
+    """A request. `asked`: when it was submitted, in seconds of `time.monotonic`."""
 
     request: bytes
     future: Future[WorkerAnswer]
     asked: float
 
+    def begin(self) -> bool:
+        return self.future.set_running_or_notify_cancel()
 
-@dataclass
+    def refuse(self) -> None:
+        settle(self.future.set_result, _failed("worker", "the pool was closed"))
+
+
 class _PoolState:
     """The state that the pool shares with its threads. It does not refer to the pool, so that an unused pool is
     garbage-collected and closed."""
 
-    spec: Spec
-    size: int
-    owner: int = field(default_factory=os.getpid)
-    lock: threading.Condition = field(default_factory=threading.Condition)
-    calls: deque[_Call] = field(default_factory=deque[_Call])
-    threads: int = 0
-    idle: int = 0
-    workers: dict[Worker, BeginWorker] = field(default_factory=dict[Worker, BeginWorker])
-    """All present workers, each with the function that began it."""
-    witness: bytes | None = None
-    """The last request that had an answer, pickled: a working verifier answers it again."""
-    failed_start: tuple[float, WorkerError] | None = None
-    """When the last start failed, and its error."""
-    closed: bool = False
-    counts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    def __init__(self, spec: Spec, size: int, name: str, witness: Any) -> None:
+        self.spec = spec
+        self.threads = WorkerThreads[_Call](f"verifier {name}", size, lambda calls: _serve(self, calls))
+        self.lock = self.threads.lock
+        self.workers = dict[Worker, BeginWorker]()
+        """All present workers, each with the function that began it."""
+        self.witness = None if witness is None else packed(witness)
+        """The last request that had an answer, pickled: a working verifier answers it again."""
+        self.failed_start: tuple[float, WorkerError] | None = None
+        """When the last start failed, and its error."""
+        self.counts = dict[str, list[float]]()
 
     def count(self, name: str, value: float) -> None:
         with self.lock:
@@ -109,19 +107,13 @@ class _PoolState:
             entry[1] += 1
 
     def close(self) -> None:
-        """Answer waiting requests with a failure and kill the workers. In a forked child this does nothing, because the
-        workers belong to the parent."""
-        if os.getpid() != self.owner:
+        """Answer waiting requests with a failure and kill the workers."""
+        if not self.threads.close():
             return
         with self.lock:
-            self.closed = True
-            waiting, running = list(self.calls), list(self.workers)
-            self.calls.clear()
-            self.lock.notify_all()
-        # Outside of the lock, because `set_result` runs the callbacks of a future in this thread. When a worker ends,
-        # the thread that waits for it gets a WorkerError.
-        for call in waiting:
-            _settle(call.future, _failed("worker", "the pool was closed"))
+            running = list(self.workers)
+        # Outside of the lock, which a thread needs to forget its worker. The thread that waits for a worker gets a
+        # WorkerError when it ends.
         for worker in running:
             worker.end()
 
@@ -135,27 +127,17 @@ class WorkerPool:
 
     def __init__(self, spec: Spec, size: int, name: str, witness: Any = None) -> None:
         self.name = name
-        self._shared = _PoolState(spec, size, witness=None if witness is None else packed(witness))
+        self._shared = _PoolState(spec, size, name, witness)
         # It runs once: when the pool is closed, when it is garbage-collected, or when the program ends.
         self._finalizer = weakref.finalize(self, _PoolState.close, self._shared)
 
     def submit(self, request: Any) -> Future[WorkerAnswer]:
         """A future of the answer. Raises here if the request cannot be pickled."""
         call = _Call(packed(request), Future(), time.monotonic())
-        shared = self._shared
-        with shared.lock:
-            if shared.closed:
-                raise RuntimeError(f"the workers of {self.name!r} were closed")
-            shared.calls.append(call)
-            # Each idle thread takes one waiting request. A thread is added only if more requests wait than threads are
-            # idle.
-            waiting = max(0, len(shared.calls) - shared.idle)
-            add_thread = waiting > 0 and shared.threads < shared.size
-            shared.threads += add_thread
-            shared.lock.notify()
-        shared.count("queue", waiting)
-        if add_thread:
-            threading.Thread(target=_serve, args=(shared,), name=f"verifier {self.name}", daemon=True).start()
+        late = self._shared.threads.put(call)
+        if late is None:
+            raise RuntimeError(f"the workers of {self.name!r} were closed")
+        self._shared.count("queue", late)
         return call.future
 
     async def ask(self, request: Any) -> Verdict:
@@ -185,14 +167,11 @@ class WorkerPool:
         self._finalizer()
 
 
-def _serve(s: _PoolState) -> None:
-    """The loop of a thread with one worker: take a request, answer it, and keep the worker as long as it works."""
+def _serve(s: _PoolState, calls: Iterator[_Call]) -> None:
+    """Runs in each thread: answers requests with one worker, and keeps the worker as long as it works."""
     held: list[Worker] = []
     try:
-        while (call := _next(s)) is not None:
-            # The request was cancelled while it waited.
-            if not call.future.set_running_or_notify_cancel():
-                continue
+        for call in calls:
             began = time.monotonic()
             s.count("wait_s", began - call.asked)
             try:
@@ -202,20 +181,10 @@ def _serve(s: _PoolState) -> None:
             s.count("work_s", time.monotonic() - began)
             kind = (answer.failed or answer.one).kind
             s.count(f"kind/{kind or 'answered'}", time.monotonic() - began)
-            _settle(call.future, answer)
+            settle(call.future.set_result, answer)
     finally:
         while held:
             _drop(s, held)
-
-
-def _next(s: _PoolState) -> _Call | None:
-    """The next request; None once the pool is closed."""
-    with s.lock:
-        s.idle += 1
-        while not s.calls and not s.closed:
-            s.lock.wait()
-        s.idle -= 1
-        return None if s.closed else s.calls.popleft()
 
 
 def _failed(kind: str, why: str) -> WorkerAnswer:
@@ -236,7 +205,7 @@ def _answer(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
             return _ask(s, held, request)
         except WorkerError as error:
             fault = error
-    if s.closed:
+    if s.threads.closed:
         return _failed("worker", "the pool was closed")
     kind = KINDS[fault.kind]
     # These kinds do not show that the judged text is to blame.
@@ -275,7 +244,7 @@ def _ask(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
 
 def _start(s: _PoolState, held: list[Worker]) -> None:
     """Begins a worker and puts it into `held`. Raises WorkerError where it does not start."""
-    if s.closed:
+    if s.threads.closed:
         raise WorkerError("start", "the pool was closed")
     # Otherwise each waiting request would wait for another start that fails in the same way.
     if s.failed_start is not None and time.monotonic() - s.failed_start[0] < RETRY_SECONDS:
@@ -295,7 +264,7 @@ def _start(s: _PoolState, held: list[Worker]) -> None:
     # If the pool was closed during the start, `close` did not know this worker, so it is ended here.
     with s.lock:
         s.workers[worker] = begin
-        late = s.closed
+        late = s.threads.closed
     if late:
         _drop(s, held)
         raise WorkerError("start", "the pool was closed")
@@ -335,9 +304,3 @@ def reply_of_all(verdicts: Sequence[Verdict], logged: Gauges) -> dict[str, Any]:
     """The verdicts on all attempts of a request in that form, with what the function logged."""
     gauges = {name: [g.sum, g.count] for name, g in logged.items()}
     return {"several": [reply_of(v) for v in verdicts], "logged": gauges}
-
-
-def _settle(future: Future[WorkerAnswer], answer: WorkerAnswer) -> None:
-    """Sets the result of a future, unless it was cancelled."""
-    with contextlib.suppress(Exception):  # cancelled meanwhile
-        future.set_result(answer)
