@@ -23,7 +23,7 @@ from posttrain.config.engines import VLLM, Embedded
 from posttrain.config.placement import Local, Processes, Ray, check_machine
 from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn, asked_for
 from posttrain.core.types import SampledTurn
-from posttrain.engine.pool import engine_pool
+from posttrain.engine.pool import supervised_processes
 from posttrain.engine.pool.pool_turns import PooledEngine
 from posttrain.engine.pool.ray_actor import must_answer
 from posttrain.engine.transfer.parcel import Parcel
@@ -176,7 +176,7 @@ def test_engines_end_with_the_process_that_asked_for_them(tmp_path: Path) -> Non
 
 def test_a_stall_says_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that lives, gives signs of life and never answers a turn."""
-    monkeypatch.setattr(engine_pool, "WATCH_EVERY", 0.05)
+    monkeypatch.setattr(supervised_processes, "WATCH_EVERY", 0.05)
     pool = scripted_pool(Script(deaf={"generate"}), timeout=0.3)
 
     async def play() -> None:
@@ -200,7 +200,7 @@ def test_what_a_pool_does_in_the_background_ends_no_run_unseen(
     what: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replacing a dead engine, or ending a silent one, fails or never returns: who waits for a turn is told."""
-    monkeypatch.setattr(engine_pool, "WATCH_EVERY", 0.05)
+    monkeypatch.setattr(supervised_processes, "WATCH_EVERY", 0.05)
     pool = scripted_pool(Script(lives=[0], deaf={"generate"} if what == "kill" else set()), 1, timeout=0.5)
 
     def bad(*given: Any) -> Any:
@@ -240,7 +240,7 @@ def test_an_answer_that_cannot_be_read_ends_its_engine(monkeypatch: pytest.Monke
 @pytest.mark.prove
 def test_time_in_which_the_learner_computes_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner computes in the event loop. Turns cannot be taken meanwhile, and nobody is to blame."""
-    monkeypatch.setattr(engine_pool, "WATCH_EVERY", 0.02)
+    monkeypatch.setattr(supervised_processes, "WATCH_EVERY", 0.02)
     pool = scripted_pool(Script(), timeout=0.5)
 
     async def play() -> list[SampledTurn]:
@@ -280,7 +280,7 @@ def test_a_turn_that_is_given_up_frees_its_engine() -> None:
         assert pool.engines[0].busy == 3 + PLAIN.max_tokens
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
-        assert not pool.engines[0].turns
+        assert not pool.engines[0].held
 
     asyncio.run(play())
 

@@ -72,7 +72,7 @@ def test_engines_have_what_is_asked_ahead_before_the_learner_computes(
 
     async def slow(roles: Any, e: Experience) -> Step:
         seen.append(
-            (sum(not a.group.done() for a in roles.groups._waiting), sum(len(x.turns) for x in pools[-1].engines))
+            (sum(not a.group.done() for a in roles.groups._waiting), sum(len(x.held) for x in pools[-1].engines))
         )
         time.sleep(0.3)  # as a learner that computes: the engine is ready long before
         return await step(roles, e)

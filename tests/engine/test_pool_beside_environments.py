@@ -24,7 +24,7 @@ from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn
 from posttrain.core.ports import Sampler
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
-from posttrain.engine.pool import environment_pool
+from posttrain.engine.pool import supervised_processes
 from posttrain.engine.pool.engine_process import ProcessHost
 from posttrain.engine.pool.environment_pool import EnvironmentPool, PlayedDifferentlyError
 from posttrain.engine.pool.parent_side import EngineHost
@@ -82,7 +82,7 @@ def test_an_episode_elsewhere_is_the_one_played_here() -> None:
         with pool_of() as pool:
             playing = [outcome(pool.play(0, t, talk)) for t, talk in zip(tasks, there, strict=True)]
             assert await asyncio.gather(*playing) == found
-            assert all(not p.episodes for p in pool.processes)
+            assert all(not p.held for p in pool.processes)
         assert [t.log for t in there] == [t.log for t in here]
         assert [t.state for t in there] == [t.state for t in here]
         assert {kind for kind, _ in found} == {"stop", "ValueError", "InvariantError"}
@@ -131,6 +131,20 @@ def test_a_deadly_episode_fails_alone_and_by_name() -> None:
 
 
 @LONG
+def test_an_episode_that_blocks_its_process_fails_alone_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop without end, for instance. It ends the process that plays it alone too, and not the run."""
+    monkeypatch.setattr(supervised_processes, "WATCH_EVERY", 0.1)
+
+    async def play() -> None:
+        with pool_of(1, deaths=2, timeout=20.0) as pool:
+            with pytest.raises(UnanswerableTurn, match="gave no sign of life"):
+                await pool.play(0, task("blocks", 0), WrittenTalk())
+            assert await pool.play(0, task("plain", 1), WrittenTalk()) is Stop.SAID
+
+    asyncio.run(play())
+
+
+@LONG
 def test_an_environment_that_plays_otherwise_the_second_time_fails_its_episode_by_name() -> None:
     async def play() -> None:
         with pool_of() as pool:
@@ -163,7 +177,7 @@ def test_an_episode_that_is_given_up_is_given_up_there_too() -> None:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await pool.play(0, task("plain", 1), talk)
-            assert not pool.processes[0].episodes and not pool._waits
+            assert not pool.processes[0].held and not pool._waits
             assert talk.log == [("see", "", "begin 1")]
             assert await pool.play(0, task("plain", 2), WrittenTalk()) is Stop.SAID
 
@@ -173,11 +187,11 @@ def test_an_episode_that_is_given_up_is_given_up_there_too() -> None:
 @LONG
 def test_a_stall_names_the_episode_and_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a turn that is being said does not count."""
-    monkeypatch.setattr(environment_pool, "WATCH_EVERY", 0.1)
+    monkeypatch.setattr(supervised_processes, "WATCH_EVERY", 0.1)
 
     async def play() -> None:
         with pool_of(1) as pool, asked_for(RequestOwner("train", "a task", 0, 1)):
-            pool._timeout = pool._waits.timeout = 2.0  # a process may need longer to start
+            pool._waits.timeout = 2.0  # a process may need longer to start
             assert await pool.play(0, task("plain", 1), WrittenTalk(pause=1.5)) is Stop.SAID
             begun = time.monotonic()
             with pytest.raises(EngineError, match=r"environments have stalled.*\ntask 'a task'.* for environment 0"):
@@ -189,7 +203,7 @@ def test_a_stall_names_the_episode_and_the_process(monkeypatch: pytest.MonkeyPat
 
 @LONG
 def test_a_process_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_pool, "WATCH_EVERY", 0.1)
+    monkeypatch.setattr(supervised_processes, "WATCH_EVERY", 0.1)
 
     async def play() -> None:
         with pool_of(1, timeout=20.0) as pool:
@@ -207,7 +221,7 @@ def test_a_process_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
 def test_what_a_pool_does_in_the_background_ends_no_run_unseen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process dies, and replacing it fails, or its successor is stopped while it starts: the episode that waits for a
     process is told."""
-    monkeypatch.setattr(environment_pool, "WATCH_EVERY", 0.1)
+    monkeypatch.setattr(supervised_processes, "WATCH_EVERY", 0.1)
     begin, fails = ProcessHost.__init__, what != "stopped"
 
     def bad(*given: Any) -> Any:
@@ -220,7 +234,7 @@ def test_what_a_pool_does_in_the_background_ends_no_run_unseen(what: str, monkey
 
     async def play() -> None:
         with pool_of(1) as pool, asked_for(RequestOwner("train", "a task", 0, 1)), monkeypatch.context() as patched:
-            pool._timeout = pool._waits.timeout = 2.0
+            pool._waits.timeout = 2.0
             os.kill(pool.processes[0].host.pid or 0, signal.SIGKILL)
             if what in ("new", "say"):
                 patched.setattr(pool, f"_{what}", bad)

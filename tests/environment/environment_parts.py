@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,8 @@ class Counts(Environment):
                 os.kill(os.getpid(), signal.SIGKILL)
         if kind == "strange":
             talk.leave(lambda: None)
+        if kind == "blocks":
+            time.sleep(3600)
         if kind == "hangs":
             await asyncio.sleep(3600)
         if kind == "seats":

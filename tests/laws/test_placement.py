@@ -133,7 +133,7 @@ def test_a_turn_that_kills_engines_fails_alone(count: int, deaths: int, others: 
     async def play() -> list[np.ndarray | UnanswerableTurn]:
         pool = scripted_pool(script, count, deaths=deaths)
         found = await asyncio.gather(*(turn(pool, t) for t in range(others + 1)))
-        assert not any(e.reserved or e.turns for e in pool.engines)
+        assert not any(e.reserved or e.held for e in pool.engines)
         pool.close()
         return found
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn, asker
 from posttrain.core.exchange.role_status import RoleRow
@@ -23,8 +22,8 @@ from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Talk, Utterance
 from posttrain.core.stop import Stop
 from posttrain.core.types import Task
-from posttrain.engine.pool.parent_side import EngineDied, EngineHost, NewHost, has_started
-from posttrain.engine.pool.pool_waits import WaitList, aside, attended, briefly
+from posttrain.engine.pool.parent_side import EngineDied, NewHost, all_started
+from posttrain.engine.pool.pool_waits import in_thread
 from posttrain.engine.pool.remote_environment import (
     EndedMove,
     GivenUpMove,
@@ -35,13 +34,8 @@ from posttrain.engine.pool.remote_environment import (
     TurnMove,
 )
 from posttrain.engine.pool.seat_transcript import AccountedTalk, same_account
-from posttrain.engine.pool.worker_side import EngineReport
-from posttrain.system.errors import EngineError
+from posttrain.engine.pool.supervised_processes import SupervisedProcess, SupervisedProcesses
 
-WATCH_EVERY = 1.0
-"""Seconds between two looks at who waits."""
-SILENT = 0.1
-"""Share of the time-out after which a process without any sign of life is replaced."""
 STARTS = 3
 """New processes in a row that may die while they start."""
 
@@ -106,46 +100,20 @@ class PlayedElsewhere:
 
 
 @dataclass(eq=False)
-class EnvironmentProcess:
-    """One place of the pool: the process that is there now, and what it plays."""
-
-    name: str
-    host: EngineHost
-    episodes: dict[PlayedElsewhere, int] = field(default_factory=dict[PlayedElsewhere, int])
-    restarts: int = 0
-    starting: asyncio.Task[None] | None = None
-    _sign: tuple[Any, float] | None = None
-
-    @property
-    def ready(self) -> bool:
-        """True where the process can be given episodes."""
-        return not self.host.died and (self.starting is None or self.starting.done())
-
-    def silent(self) -> float:
-        """Seconds since a question without an answer; asks one where none is open."""
-        if not self.ready:
-            return 0.0
-        if self._sign is None or self._sign[0].done():
-            self._sign = self.host.call("report"), time.monotonic()
-        return time.monotonic() - self._sign[1]
-
-    def begin(self, host: EngineHost) -> None:
-        """A new process takes the place of the dead one."""
-        self.host, self.restarts, self._sign = host, self.restarts + 1, None
+class EnvironmentProcess(SupervisedProcess[PlayedElsewhere]):
+    """One place of the pool: the process that is there now, and the episodes that it plays."""
 
     def row(self) -> RoleRow:
-        """Returns what the process does now. It may be called from any thread."""
-        episodes = list(self.episodes)
         return RoleRow(
             name=self.name,
-            doing="plays" if episodes else "ready" if self.ready else "starting",
-            depth=f"{len(episodes)} episodes",
-            age=time.monotonic() - min(e.since for e in episodes) if episodes else None,
+            doing="plays" if self.held else "ready" if self.ready else "starting",
+            depth=f"{len(self.held)} episodes",
+            age=self.age(),
             more=f"{self.restarts} restarts",
         )
 
 
-class EnvironmentPool:
+class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
     """Plays episodes in `count` processes.
 
     Args:
@@ -164,28 +132,11 @@ class EnvironmentPool:
         deaths: int,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._new, self._timeout, self._deaths, self._say = new, timeout, deaths, say
-        begun = list[tuple[EngineHost, Any]]()
-        try:
-            for i in range(count):
-                begun.append(new(i))
-            for i, (host, started) in enumerate(begun):
-                has_started(f"environment {i}", host, started, timeout)
-        except BaseException:
-            for host, _ in begun:
-                host.close()
-            raise
-        self._processes = [EnvironmentProcess(f"environment {i}", host) for i, (host, _) in enumerate(begun)]
-        self._number = 0
-        self._dead, self._lost = 0, EngineReport()
-        self._waits = WaitList(timeout)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._alone = asyncio.Lock()
-
-    @property
-    def processes(self) -> Sequence[EnvironmentProcess]:
-        return self._processes
+        hosts, _ = all_started("environment", new, count, timeout)
+        processes = [EnvironmentProcess(f"environment {i}", host) for i, host in enumerate(hosts)]
+        words = "the environments", "Its episodes are played again"
+        super().__init__(processes, new, words, timeout=timeout, starts=STARTS, say=say)
+        self._deaths, self._number, self._alone = deaths, 0, asyncio.Lock()
 
     async def play(self, environment: int, task: Task, talk: Talk, others: bool = False) -> Stop:
         """Play one episode of environment number `environment`.
@@ -226,24 +177,11 @@ class EnvironmentPool:
 
     def gauges(self) -> Gauges:
         """Returns the gauges that the environments counted since the last call."""
-        report, self._lost = self._lost, EngineReport()
-        for process in self._processes:
-            report = report + process.host.take_report()
-        return report.gauges
+        return self._take_report().gauges
 
     def clock(self) -> Mapping[str, float]:
         """Returns the number of processes that died since the last call."""
-        dead, self._dead = self._dead, 0
-        return {"environment/deaths": float(dead)}
-
-    def rows(self) -> list[RoleRow]:
-        """Returns what each process does now. It may be called from any thread."""
-        return [p.row() for p in self._processes]
-
-    def close(self) -> None:
-        """End all processes."""
-        for process in self._processes:
-            process.host.close()
+        return {"environment/deaths": self._take_deaths()}
 
     # --- episodes ----------------------------------------------------------------------------------------------------
 
@@ -252,28 +190,26 @@ class EnvironmentPool:
         while True:
             self._waits.check()
             self._revive()
-            ready = [p for p in self._processes if p.ready]
+            ready = [p for p in self.processes if p.ready]
             if ready:
-                process = min(ready, key=lambda p: len(p.episodes))
+                process = min(ready, key=lambda p: len(p.held))
                 return await self._driven(process, episode, others)
-            starting = [p.starting for p in self._processes if p.starting is not None and not p.starting.done()]
-            await self._waits.until(
-                asyncio.ensure_future(asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)),
-                episode,
-                "a process that plays environments",
-            )
+            await self._waits.change(episode, "a process that plays environments")
 
     async def _by_itself(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in a process of its own, one such episode after the other."""
         async with self._alone:
-            new = aside(self._new, len(self._processes))
+            new = in_thread(self._new, len(self.processes))
             host, started = await self._waits.until(new, episode, "a process of its own")
+            process = EnvironmentProcess("environment alone", host)
             try:
-                await self._waits.until(asyncio.wrap_future(started), episode, "a process of its own")
-                return await self._driven(EnvironmentProcess("environment alone", host), episode, others)
+                await self._waits.until(started, episode, "a process of its own")
+                self._besides.append(process)
+                return await self._driven(process, episode, others)
             finally:
+                self._besides = [p for p in self._besides if p is not process]
                 self._lost = self._lost + host.take_report()
-                await self._waits.until(aside(host.close), episode, "the end of its own process")
+                await self._waits.until(in_thread(host.close), episode, "the end of its own process")
 
     async def _driven(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Do to the conversation what the process does, until the episode has ended there."""
@@ -282,14 +218,13 @@ class EnvironmentPool:
         # There are two kinds of events. The process sends moves (`coming`: one question for them is open at a time),
         # and turns end here. The words of a turn that has ended are sent to the process before its next moves are read.
         coming: asyncio.Future[list[Move]] | None = None
-        process.episodes[episode] = number
+        process.held[episode] = None
         try:
             args = (number, episode.environment, episode.task, episode.talk.format, others)
-            await self._waits.until(asyncio.wrap_future(host.call("begin", *args)), episode, f"{process.name} to begin")
+            await self._waits.until(host.call("begin", *args), episode, f"{process.name} to begin")
             while True:
                 if coming is None:
-                    waits = self._waits.until(asyncio.wrap_future(host.call("moves", number)), episode, process.name)
-                    coming = asyncio.ensure_future(waits)
+                    coming = asyncio.ensure_future(self._waits.until(host.call("moves", number), episode, process.name))
                 await asyncio.wait({coming, *episode.turns.values()}, return_when=asyncio.FIRST_COMPLETED)
                 for turn, speaking in [(t, s) for t, s in episode.turns.items() if s.done()]:
                     del episode.turns[turn]
@@ -310,68 +245,19 @@ class EnvironmentPool:
                     if isinstance(move, EndedMove):
                         return _ended(move)
         finally:
-            del process.episodes[episode]
+            process.held.pop(episode, None)  # `rest` may have forgotten it
             if coming is not None and not coming.cancel() and not coming.cancelled():
                 coming.exception()  # read, so that asyncio does not report it too: another error is raised already
             if not host.died:
                 host.call("drop", number)
 
-    # --- processes ---------------------------------------------------------------------------------------------------
+    def _rest(self) -> None:
+        super()._rest()
+        self._alone = asyncio.Lock()
 
-    def _revive(self) -> None:
-        """Begin to replace every process that has died."""
-        for i, process in enumerate(self._processes):
-            if process.host.died and (process.starting is None or process.starting.done()):
-                process.starting = attended(self._restart(i, process), self._waits.lose)
-
-    async def _restart(self, number: int, process: EnvironmentProcess) -> None:
-        """A new process in the place of a dead one."""
-        self._dead, self._lost = self._dead + 1, self._lost + process.host.take_report()
-        self._say(f"{process.name} died: {process.host.died}\nIts episodes are played again")
-        await self._waits.until(aside(process.host.close), "the run", f"the end of {process.name}")
-        # `tries_left` is how many more tries there are; at 0 the pool is lost.
-        for tries_left in reversed(range(STARTS)):
-            host, started = await self._waits.until(aside(self._new, number), "the run", f"a new {process.name}")
-            try:
-                await self._waits.until(asyncio.wrap_future(started), "the run", f"the start of a new {process.name}")
-                process.begin(host)
-                return
-            except EngineDied as death:
-                if not tries_left:
-                    self._waits.lose(EngineError(f"{process.name} dies whenever it is started anew: {death}"))
-            finally:
-                if process.host is not host:
-                    await self._waits.until(aside(host.close), "the run", f"the end of a new {process.name}")
-
-    def _attend(self) -> None:
-        """Begin to watch in the loop of now. What an earlier loop left is forgotten."""
-        self._waits.check()
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop, self._watching, self._alone = loop, None, asyncio.Lock()
-            self._waits.begin()
-            for process in self._processes:
-                process.episodes, process.starting = {}, None
-        if self._watching is None or self._watching.done():
-            self._watching = attended(self._watch(), self._waits.lose)
-
-    async def _watch(self) -> None:
-        """While somebody waits: replace processes without a sign of life, and stop where a wait takes too long."""
-        await asyncio.sleep(0)
-        while self._waits or any(p.episodes for p in self._processes):
-            for process in self._processes:
-                if (silent := process.silent()) > SILENT * self._timeout:
-                    why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
-                    await briefly(aside(process.host.kill, why), WATCH_EVERY)
-                # An environment that waits for a turn has done nothing wrong; its time begins when the turn has been
-                # said.
-                self._waits.begin_anew(e for e in process.episodes if e.turns)
-            if stalled := self._waits.look(WATCH_EVERY):
-                raise EngineError(
-                    f"the environments have stalled: nothing may take more than {self._timeout:g} s"
-                    f" (placement.timeout)\n{stalled}\n" + "\n".join(p.row().line() for p in self._processes)
-                )
-            await asyncio.sleep(WATCH_EVERY)
+    def _excused(self) -> Iterable[object]:
+        # An environment that waits for a turn has done nothing wrong; its time begins when the turn has been said.
+        return [episode for process in self._everyone() for episode in process.held if episode.turns]
 
 
 def _ended(move: EndedMove) -> EndedMove:

@@ -59,20 +59,31 @@ NewHost = Callable[[int], tuple[EngineHost, Future[EngineFacts]]]
 """Begins the engine of that number; the future has its facts when it can sample."""
 
 
-def has_started(name: str, host: EngineHost, started: Future[EngineFacts], timeout: float) -> EngineFacts:
-    """Wait until an engine can sample.
+def all_started(kind: str, new: NewHost, count: int, timeout: float) -> tuple[list[EngineHost], list[EngineFacts]]:
+    """Begin `count` processes and wait until each can be asked. If one fails, none is left behind.
 
     Raises:
-        EngineError: its process ended before that, or needs more than `timeout` seconds. The message has the first
-            cause. An error that the engine itself raised is raised as it is.
+        EngineError: a process ended before that, or needs more than `timeout` seconds. The message has the first
+            cause. An error that the process itself raised is raised as it is.
     """
+    begun, facts = list[tuple[EngineHost, Future[EngineFacts]]](), list[EngineFacts]()
     try:
-        return started.result(timeout)
-    except TimeoutError:
-        host.kill(f"it did not start in {timeout:g} s (placement.timeout)")
-        raise EngineError(f"{name} did not start: {host.died}") from None
-    except EngineDied as death:
-        raise EngineError(f"{name} did not start: {death}") from None
+        # All begin before the first one is waited for, so they start side by side.
+        for number in range(count):
+            begun.append(new(number))
+        for host, started in begun:
+            try:
+                facts.append(started.result(timeout))
+            except TimeoutError:
+                host.kill(f"it did not start in {timeout:g} s (placement.timeout)")
+                raise EngineError(f"{kind} {len(facts)} did not start: {host.died}") from None
+            except EngineDied as death:
+                raise EngineError(f"{kind} {len(facts)} did not start: {death}") from None
+    except BaseException:
+        for host, _ in begun:
+            host.close()
+        raise
+    return [host for host, _ in begun], facts
 
 
 class OpenCalls:

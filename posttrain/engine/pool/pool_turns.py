@@ -6,9 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +14,7 @@ from posttrain.core.exchange.request_owner import RequestOwner
 from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.sampling import Sampling
 from posttrain.engine.pool.parent_side import EngineHost
+from posttrain.engine.pool.supervised_processes import SupervisedProcess
 from posttrain.engine.pool.turn_router import Beginnings, EngineLoad
 from posttrain.engine.pool.worker_side import EngineReport
 
@@ -130,33 +129,24 @@ class PooledTurn:
 
 
 @dataclass(eq=False)
-class PooledEngine:
-    """One place of the pool: the engine that is there now, and what it works at."""
+class PooledEngine(SupervisedProcess[PooledTurn]):
+    """One place of the pool: the engine that is there now, and the turns that it says."""
 
-    name: str
-    host: EngineHost
     version: int
     """Version of the weights that the engine serves."""
     served: str = ""
     """Their fingerprint; '' for those that it was started with."""
-    turns: dict[PooledTurn, None] = field(default_factory=dict[PooledTurn, None])
     busy: int = 0
     """Tokens that it was asked for and has not answered yet."""
     meter: BusyMeter = field(default_factory=BusyMeter)
     beginnings: Beginnings = field(default_factory=Beginnings)
-    restarts: int = 0
-    failed: int = 0
-    """New processes in a row that died before they could be asked."""
     reserved: bool = False
     """Whether one turn has it alone, or will as soon as the others have ended."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights are installed or a new process is started."""
-    starting: asyncio.Task[None] | None = None
     foretold: tuple[np.ndarray, np.ndarray] | None = None
     """(ids, log-probs) that the engine computed when it loaded the weights that it serves; None once they were given.
     """
-    _sign: tuple[Future[Any], float] | None = None
-    """The last question for a sign of life, and when it was asked."""
 
     def serves(
         self, version: int, served: str, probe: np.ndarray | None = None, scores: np.ndarray | None = None
@@ -174,35 +164,18 @@ class PooledEngine:
         return known[1] if known is not None and np.array_equal(known[0], ids) else None
 
     def begin(self, host: EngineHost) -> None:
-        """A new process takes the place of the dead one."""
-        self.host, self.restarts, self.failed, self._sign = host, self.restarts + 1, 0, None
+        super().begin(host)
         self.foretold = None
         self.beginnings.forget()
 
     def rest(self) -> None:
-        """Forget turns, questions and locks: the event loop that used them has ended."""
-        self.turns, self.busy, self.reserved, self.lock, self.starting = {}, 0, False, asyncio.Lock(), None
-        self._sign = self.foretold = None
+        super().rest()
+        self.busy, self.reserved, self.lock, self.foretold = 0, False, asyncio.Lock(), None
         self.meter.clear()
-
-    def silent(self) -> float:
-        """Seconds since a question without an answer; asks one where none is open."""
-        if not self.ready:
-            return 0.0
-        # A process answers this whenever its event loop runs. A question is asked when the one before was answered, so
-        # a long silence is the age of the one that is open.
-        if self._sign is None or self._sign[0].done():
-            self._sign = self.host.call("report"), time.monotonic()
-        return time.monotonic() - self._sign[1]
-
-    @property
-    def ready(self) -> bool:
-        """True where the engine can be asked for turns."""
-        return not self.host.died and (self.starting is None or self.starting.done())
 
     def take(self, turn: PooledTurn) -> None:
         """The turn is given to it."""
-        self.turns[turn] = None
+        self.held[turn] = None
         self.busy += turn.tokens
         self.meter.begin(turn, turn.tokens)
         self.beginnings.add(turn.ids)
@@ -211,8 +184,8 @@ class PooledEngine:
         """The turn has ended here, well or not."""
         self.meter.end(turn)
         # `rest` may have forgotten it: the loop that gave the turn away has ended.
-        if turn in self.turns:
-            del self.turns[turn]
+        if turn in self.held:
+            del self.held[turn]
             self.busy -= turn.tokens
 
     def load(self, ids: np.ndarray) -> EngineLoad:
@@ -220,22 +193,20 @@ class PooledEngine:
         return EngineLoad(self.busy, self.beginnings.cached(ids), self.ready and not self.reserved)
 
     def row(self) -> RoleRow:
-        """Returns what the engine does now. It may be called from any thread."""
         state = "starting" if not self.ready else "alone with one turn" if self.reserved else "ready"
-        turns = list(self.turns)
         return RoleRow(
             name=self.name,
             doing=state,
-            depth=f"{len(turns)} turns",
+            depth=f"{len(self.held)} turns",
             tokens=self.busy,
-            age=time.monotonic() - min(t.since for t in turns) if turns else None,
+            age=self.age(),
             more=f"version {self.version}, {self.restarts} restarts",
         )
 
 
 def summary(engines: Sequence[PooledEngine]) -> str:
     """Returns in a few words what these engines do now."""
-    turns, busy, restarts = (sum(x) for x in zip(*((len(e.turns), e.busy, e.restarts) for e in engines), strict=True))
+    turns, busy, restarts = (sum(x) for x in zip(*((len(e.held), e.busy, e.restarts) for e in engines), strict=True))
     return (
         f"{sum(e.ready for e in engines)} of {len(engines)} engines ready, {turns} turns and {busy} tokens in flight"
         + (f", {restarts} restarts" if restarts else "")
@@ -244,7 +215,7 @@ def summary(engines: Sequence[PooledEngine]) -> str:
 
 def unassigned(owners: Sequence[object], engines: Sequence[PooledEngine]) -> RoleRow:
     """The row of the turns that no engine has yet. `owners`: all objects that wait for something."""
-    taken = {t for e in engines for t in list(e.turns)}
+    taken = {t for e in engines for t in list(e.held)}
     turns = [o for o in owners if isinstance(o, PooledTurn) and o not in taken]
     return RoleRow(
         name="router",
@@ -255,16 +226,9 @@ def unassigned(owners: Sequence[object], engines: Sequence[PooledEngine]) -> Rol
     )
 
 
-def measured(engines: Sequence[PooledEngine], lost: EngineReport) -> dict[str, float]:
+def measured(engines: Sequence[PooledEngine], report: EngineReport) -> dict[str, float]:
     """Returns the measurements of all engines since the last call: seconds, counters, time without a turn, tokens in
-    flight.
-
-    Args:
-        lost: the reports of those that have died.
-    """
-    report = lost
-    for engine in engines:
-        report = report + engine.host.take_report()
+    flight. `report`: what they counted in this time."""
     # The pool itself counts the tokens of delivered turns. The engines' count also has turns that were asked twice.
     counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
     if "engine/steps" in counted:  # each counts once, so their mean says nothing

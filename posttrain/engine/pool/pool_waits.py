@@ -45,6 +45,7 @@ class WaitList:
 
     timeout: float
     _waits: dict[int, Wait] = field(default_factory=dict[int, Wait])
+    _changed: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
     _seen: float = 0.0
     _lost: Exception | None = None
 
@@ -55,12 +56,15 @@ class WaitList:
         """Returns the owners that wait. It may be called from any thread."""
         return [wait.owner for wait in list(self._waits.values())]
 
-    async def until(self, future: asyncio.Future[T], owner: object, on: str, since: float | None = None) -> T:
-        """Wait for the future. `since`: when the wait began, where that was earlier."""
-        wait = Wait(owner, on, future, time.monotonic() if since is None else since)
+    async def until(
+        self, future: Future[T] | asyncio.Future[T], owner: object, on: str, since: float | None = None
+    ) -> T:
+        """Wait for the future, of a thread or of the event loop. `since`: when the wait began, where that was
+        earlier."""
+        wait = Wait(owner, on, asyncio.wrap_future(future), time.monotonic() if since is None else since)
         self._waits[id(wait)] = wait
         try:
-            return await future
+            return await wait.future
         except asyncio.CancelledError:
             # Two reasons why the future was cancelled: the pool is lost, which is an error, or the waiter itself was
             # cancelled.
@@ -69,6 +73,18 @@ class WaitList:
             raise
         finally:
             del self._waits[id(wait)]
+
+    async def change(self, owner: object, on: str) -> None:
+        """Wait until something has changed (`notify`). Where something changes, nothing has stalled."""
+        self._changed.append(asyncio.get_running_loop().create_future())
+        await self.until(self._changed[-1], owner, on)
+
+    def notify(self) -> None:
+        """Wake all that wait in `change`."""
+        # All are woken, and each looks again whether its own condition holds, as with a condition variable.
+        waiting, self._changed = self._changed, []
+        for waiter in [w for w in waiting if not w.done()]:
+            waiter.set_result(None)
 
     def look(self, every: float) -> str:
         """Look whether a wait takes too long. Called about every `every` seconds.
@@ -96,7 +112,7 @@ class WaitList:
 
     def begin(self) -> None:
         """Forget the waits of an earlier event loop."""
-        self._waits, self._seen = {}, 0.0
+        self._waits, self._changed, self._seen = {}, [], 0.0
 
     def check(self) -> None:
         """Raises the error by which the pool was lost; does nothing where it was not."""
@@ -144,13 +160,8 @@ def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> Future[T
     return future
 
 
-def aside(function: Callable[..., T], *given: Any) -> asyncio.Future[T]:
-    """`in_thread`, as a future of the running event loop."""
-    return asyncio.wrap_future(in_thread(function, *given))
-
-
-async def briefly(future: asyncio.Future[Any], seconds: float) -> None:
+async def briefly(future: Future[Any], seconds: float) -> None:
     """Wait for the future, at most `seconds`. Raises what it raises."""
-    ended, _ = await asyncio.wait([future], timeout=seconds)
+    ended, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=seconds)
     for one in ended:
         one.result()

@@ -39,7 +39,7 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     async def install(self: Any, engine: Any, parcel: Any) -> None:
-        first = self._engines[0]
+        first = self.engines[0]
         if engine is first:
             return await real(self, engine, parcel)
         while first.version != parcel.version:
