@@ -87,8 +87,7 @@ class Sandbox:
         self.counts = JobCounts()
         # Neither the threads nor the finalizer may refer to `self`. Otherwise an unused pool would never be
         # garbage-collected.
-        self._programs = _Programs(backend, self.counts, self.network, workers or cores())
-        self._threads = self._programs.threads
+        self._threads = _Programs(backend, self.counts, self.network, workers or cores()).threads
         self._finalizer = weakref.finalize(self, self._threads.close, wait=True)
 
     @property
