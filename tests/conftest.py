@@ -6,9 +6,17 @@ import asyncio
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+with suppress(ImportError):  # the environment of vLLM has no hypothesis
+    from hypothesis import settings
+
+    # No test fails because the machine is busy.
+    settings.register_profile("without a clock", deadline=None)
+    settings.load_profile("without a clock")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -57,7 +57,8 @@ def side(script: str, job: str, folder: Path, *more: str) -> Worker:
     return Worker(script, [sys.executable, "-m", f"benchmarks.speed.{script}", job, *more], 1, folder / "err")
 
 
-@pytest.mark.parametrize("regime", ["equal", pytest.param("heavy", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("regime", ["equal", "heavy"])
 def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str) -> None:
     grpo_work.save_checkpoint(SMALL, tmp_path)
     wanted = int(grpo_work.lengths_PG(regime, 2).sum())
@@ -86,9 +87,10 @@ def test_rollout_plays(tmp_path: Path, do: str, regime: str | int) -> None:
         assert told["spoken"] > 0 and told["seconds"] > 0 and told["extra"]["gauges"]["engine/positions_linear"]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("regime", "other"),
-    [("heavy", "naive"), ("half", "unshared"), pytest.param("half", "naive", marks=pytest.mark.prove)],
+    [("heavy", "naive"), ("half", "unshared"), ("half", "naive")],
 )
 def test_a_learners_step_has_the_gradient_of_another(tmp_path: Path, regime: str, other: str) -> None:
     grpo_work.save_checkpoint(SMALL, tmp_path)
@@ -146,7 +148,8 @@ def textbook_norm(what: str, folder: Path) -> float:
     return float(np.sqrt(sum(float(g.double().square().sum()) for g in torch.autograd.grad(loss, weights))))
 
 
-@pytest.mark.parametrize("what", ["dpo_ahead", *(pytest.param(w, marks=pytest.mark.prove) for w in ("dpo", "reward"))])
+@pytest.mark.prove
+@pytest.mark.parametrize("what", ["dpo_ahead", "dpo", "reward"])
 def test_learning_from_pairs_has_the_textbook_gradient(
     tmp_path: Path, pair_job: Callable[[str], str], what: str
 ) -> None:

@@ -68,6 +68,7 @@ def test_what_is_intended_is_said_with_its_reason(tmp_path: Path, monkeypatch: p
     assert digests.main() == 0
 
 
+@pytest.mark.prove
 def test_a_run_leaves_the_same_digests_twice_and_others_with_another_seed(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(digests.REWARDS)
     small = (

@@ -239,7 +239,7 @@ def furthest(x: Tensor, y: Tensor) -> float:
 
 
 @every
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(seed=st.integers(0, 2**31), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_credit_and_gradients_are_the_librarys(name: str, seed: int, sizes: list[int]) -> None:
     """In float64 and off policy, to 1e-12 for each token. What nobody said has exactly 0."""
@@ -278,7 +278,7 @@ def test_truncated_and_long_answers_are_among_the_drawn() -> None:
     assert 0.3 < outside < 0.7
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(seed=st.integers(0, 2**31), pairs=st.integers(1, 5))
 def test_the_losses_of_the_ladder_are_the_librarys(seed: int, pairs: int) -> None:
     """Likelihood and DPO, in float64, to 1e-12 for each token."""

@@ -44,6 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel(ROOT, tmp_path_factory.mktemp("wheel") / "made")
 
 
+@pytest.mark.prove
 def test_it_holds_the_package_whole_and_nothing_else(made: Path) -> None:
     """Every file of `posttrain/`: kernels in C, prompts, skeletons, rewards; no tests, benchmarks or run folders. Its
     size counts code and data, as they are packed: comments and docstrings may grow."""
@@ -73,6 +74,7 @@ def test_its_metadata_says_what_a_package_index_shows(made: Path) -> None:
     assert set(told.get_all("Provides-Extra") or ()) == set(PROJECT["optional-dependencies"])
 
 
+@pytest.mark.prove
 def test_a_wheel_can_be_built_from_the_source_distribution(tmp_path: Path, made: Path) -> None:
     """And that wheel holds the same files."""
     tree = made.parent / "source"

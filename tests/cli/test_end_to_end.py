@@ -136,7 +136,10 @@ def reward(completions, trainer_state, **columns):
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.prove), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+    [
+        (signal.SIGINT, 130),
+        *(pytest.param(*x, marks=pytest.mark.prove) for x in ((signal.SIGTERM, 143), (signal.SIGHUP, 129))),
+    ],
 )
 def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -158,7 +161,7 @@ def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
     assert [s.index for s in rl_steps(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.prove)])
 def test_a_first_signal_ends_a_run_that_waits(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,12 +198,17 @@ def test_inside_a_running_event_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "tokenizer"),
     [
-        ("qwen3", "bpe"),
-        ("llama", "unigram"),
-        ("gpt2", "byte_level"),
-        ("gemma", "bpe"),
         ("llama", "byte_level"),
-        ("qwen3", "characters"),
+        *(
+            pytest.param(*x, marks=pytest.mark.prove)
+            for x in (
+                ("qwen3", "bpe"),
+                ("llama", "unigram"),
+                ("gpt2", "byte_level"),
+                ("gemma", "bpe"),
+                ("qwen3", "characters"),
+            )
+        ),
     ],
 )
 def test_a_checkpoint_of_ones_own(arch: str, tokenizer: str, tmp_path: Path) -> None:
@@ -215,7 +223,7 @@ def test_a_checkpoint_of_ones_own(arch: str, tokenizer: str, tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("env", ["calculator", "countdown", "gym:chain_sum"])
+@pytest.mark.parametrize("env", ["calculator", "countdown", pytest.param("gym:chain_sum", marks=pytest.mark.prove)])
 def test_one_step_of_every_environment(env: str, tmp_path: Path) -> None:
     words = (
         "arithmetic",
@@ -232,7 +240,7 @@ def test_one_step_of_every_environment(env: str, tmp_path: Path) -> None:
     assert len(rl_steps(folder)) == 1 and len(run_reader.read_episodes(run_reader.episode_files(folder)[-1].path)) > 0
 
 
-ALWAYS = ("grpo", "ppo", "dapo", "opd")
+ALWAYS = ("grpo", "ppo")
 """One of each way to learn from samples: a group, a critic, groups drawn anew, a teacher. The rest: long suites."""
 
 
@@ -258,18 +266,24 @@ def test_every_algorithm_learns_something_finite(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "words", [("sampling.top_k=5",), ("sampling.top_p=0.8", "sampling.temperature=0.7"), ("sampling.min_p=0.05",)]
+    "words",
+    [
+        ("sampling.top_p=0.8", "sampling.temperature=0.7"),
+        *(pytest.param((x,), marks=pytest.mark.prove) for x in ("sampling.top_k=5", "sampling.min_p=0.05")),
+    ],
 )
 def test_truncated_sampling_is_on_policy(words: tuple[str, ...], tmp_path: Path) -> None:
     folder = play(tmp_path / "run", *mine(tmp_path / "data"), *words)
     assert moved(folder) and all(s.gauges["canary/logp_gap_worst"].mean < 1e-4 for s in rl_steps(folder))
 
 
+@pytest.mark.prove
 def test_bfloat16(tmp_path: Path) -> None:
     folder = play(tmp_path / "run", *mine(tmp_path / "data"), "model.dtype=bfloat16")
     assert len(rl_steps(folder)) == 2
 
 
+@pytest.mark.prove
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     words = mine(tmp_path / "data")
     plain, saving = (

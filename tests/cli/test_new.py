@@ -101,6 +101,7 @@ def test_tools_and_several_turns_work_as_written(tmp_path: Path, capsys: pytest.
     assert played and run_reader.run_file(tmp_path / "run").run.env.name.endswith("stock_room.py:StockRoom")
 
 
+@pytest.mark.prove
 def test_the_test_of_tools_finds_a_verifier_that_reads_words(tmp_path: Path) -> None:
     env, test = new_env("stock_room", tmp_path, kind="tools")
     env.write_text(env.read_text().replace("attempt.state == attempt.task.answer", '"done" in attempt.text'))
@@ -111,6 +112,7 @@ def test_the_test_of_tools_finds_a_verifier_that_reads_words(tmp_path: Path) -> 
 # --- judged by a known taste ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_a_known_taste_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own test passes, and every printed command that needs no model of the user's runs, training at toy size."""
     assert main(["new", "env", "polite_sort", "--judged", "--folder", str(tmp_path / "my files")]) == 0
@@ -137,6 +139,7 @@ def test_the_test_of_a_known_taste_finds_one_that_is_a_surface_feature(tmp_path:
 # --- a conversation ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_a_conversation_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own test passes, and it is trained on as printed, at toy size, also paid by a judge."""
     assert main(["new", "env", "host", "--dialog", "--folder", str(tmp_path / "my files")]) == 0
@@ -160,6 +163,7 @@ def test_a_conversation_works_as_written(tmp_path: Path, capsys: pytest.CaptureF
 ITEMS = [{"prompt": f"{a}+1=", "level": a} for a in range(10)]
 
 
+@pytest.mark.prove
 def test_a_benchmark_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "bench.json", tmp_path / "my files"
     criteria = [{"criterion": "names the sum", "points": 3}, "is short"]
@@ -208,6 +212,7 @@ def test_a_rubric_of_each_item_and_files_that_are_no_benchmark(tmp_path: Path) -
 # --- a reward function ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_a_reward_function_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "reward", "close_enough", "--folder", str(tmp_path)]) == 0
     check, own, train, with_model = said_steps(capsys.readouterr().out)

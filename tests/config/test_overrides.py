@@ -227,7 +227,7 @@ def test_the_surface_is_addressable() -> None:
         assert ".".join(address(RUN, path)) == path
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.text(max_size=30), st.sampled_from([path for path, _ in surface(RUN)]))
 def test_no_word_ever_raises_anything_but_a_config_error(word: str, path: str) -> None:
     for algorithm in ("grpo", "ppo"):
@@ -237,7 +237,7 @@ def test_no_word_ever_raises_anything_but_a_config_error(word: str, path: str) -
             assert str(error)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(LADDER)), st.floats(0, 1), st.integers(1, 500))
 def test_what_is_asked_for_is_what_is_there(name: str, high: float, steps: int) -> None:
     words = [

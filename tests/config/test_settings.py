@@ -123,7 +123,7 @@ NUMBERS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(RECIPES)), st.sampled_from([None, *sorted(LADDER)]), st.data())
 def test_a_run_written_and_read_is_the_same(name: str, algorithm: str | None, data: st.DataObject) -> None:
     run = recipe(name)

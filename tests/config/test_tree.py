@@ -127,7 +127,7 @@ runs = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(runs)
 def test_round_trip_through_strict_json(run: Run) -> None:
     data = json.loads(json.dumps(to_plain(run), allow_nan=False))

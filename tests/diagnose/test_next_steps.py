@@ -65,6 +65,7 @@ def test_a_run_without_words_names_none(tmp_path: Path) -> None:
     assert [c[0] for c in commands(result.folder)] == ["show", "eval", "export", "run"]
 
 
+@pytest.mark.prove
 def test_an_algorithm_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,12 +156,14 @@ def test_a_run_with_a_planted_fault_is_told_to_run_without_it(tmp_path: Path) ->
     posttrain.summarize(tmp_path / "r")
 
 
+@pytest.mark.prove
 def test_a_learning_rate_that_ends_with_the_stage_is_not_told_to_go_on(tmp_path: Path) -> None:
     falls = ("rl.optimizer.schedule=linear", "rl.optimizer.horizon=1", "rl.optimizer.warmup=0", "rl.optimizer.floor=0")
     assert main(["run", "grpo", *SMALL, *falls, "--out", str(tmp_path / "r")]) == 0
     assert not any("--resume" in c for c in commands(tmp_path / "r"))
 
 
+@pytest.mark.prove
 def test_what_a_program_handed_is_asked_for_in_python(tmp_path: Path) -> None:
     from posttrain import run
 

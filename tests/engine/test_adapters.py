@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_the_full_weights_through_the_chain_rule() -> No
         torch.testing.assert_close(a.grad, scale * b.t() @ outer, rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rank=st.integers(1, 40), alpha=st.floats(0.5, 64), rslora=st.booleans())
 def test_the_scale_is_the_papers(rank: int, alpha: float, rslora: bool) -> None:
     lora = Lora(rank=rank, alpha=alpha, rslora=rslora, targets=("q_proj",))

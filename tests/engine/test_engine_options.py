@@ -58,6 +58,7 @@ def test_settings_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "tokenizer differs" in refused(capsys, "run", *words, f"engine.draft={other}", code=2)
 
 
+@pytest.mark.prove
 def test_what_new_weights_do_is_a_setting(tmp_path: Path) -> None:
     """Between the steps of a run that waits for its samples nothing is being said, so the record is that of any
     other."""
@@ -72,6 +73,7 @@ def test_what_new_weights_do_is_a_setting(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.prove
 def test_a_run_says_by_which_code_it_computes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [ARCHS[0], *(pytest.param(x, marks=pytest.mark.prove) for x in ARCHS[1:])])
 def test_a_mixture_trains_goes_on_and_is_exported(arch: str, tmp_path: Path) -> None:
     """The run is not stopped, one that is resumed ends with the same weights, and plain transformers reads them."""
     run = replace(moe_run(arch), keep_checkpoints=9)
@@ -71,6 +71,7 @@ def test_a_mixture_trains_goes_on_and_is_exported(arch: str, tmp_path: Path) -> 
     assert done.keys() == again.keys() and all(torch.equal(done[n], again[n]) for n in done)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "words",
     [
@@ -96,6 +97,7 @@ def test_a_load_balance_loss_that_a_config_asks_for_is_told(tmp_path: Path) -> N
     assert len(told) == 1 and "router_aux_loss_coef=0.02)" in told[0]
 
 
+@pytest.mark.prove
 def test_a_frozen_router_stays_and_its_experts_learn(tmp_path: Path) -> None:
     run = replace(moe_run(checkpoint_every=0), stages=moe_run().stages[:1])
     frozen = ("sft.optimizer.freeze=mlp.gate", "sft.checkpoint_every=0")
@@ -222,7 +224,13 @@ def test_tokens_that_the_loss_asks_nothing_of_or_that_were_certain_are_not_learn
     assert np.flatnonzero(~learned_from(batch, passes)).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("words", ["rl.sampling.top_p=0.9", "rl.algorithm=top_entropy", "rl.algorithm=sdft"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rl.sampling.top_p=0.9",
+        *(pytest.param(f"rl.algorithm={x}", marks=pytest.mark.prove) for x in ("top_entropy", "sdft")),
+    ],
+)
 def test_a_mixture_whose_tokens_ask_for_little_is_not_stopped(words: str, tmp_path: Path) -> None:
     more = ("model.arch=mixtral", "model.hidden=32", "model.ffn=64", "sft.batch=16", "sft.eval=false")
     more += ("sft.steps=60", "rl.steps=4", "rl.prompts=4", "rl.siblings=4", "env.heldout=8", "rl.eval_every=0")

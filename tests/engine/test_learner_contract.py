@@ -165,7 +165,7 @@ def test_each_option_equals_the_textbook_with_its_gradient(name: str, chunk: int
     check(Sampling(stop_ids=STOPS, **OPTIONS[name]), seed=chunk, chunk=chunk, block=block)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     names=st.sets(st.sampled_from([n for n in OPTIONS if n != "repetition_reward"]), min_size=2),
     temperature=st.sampled_from([1.0, 0.7, 1.4]),

@@ -99,7 +99,7 @@ def test_a_block_is_released_as_often_as_it_is_owned() -> None:
         blocks.take(33)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 3)), max_size=30))
 def test_any_history_keeps_the_books(history: list[tuple[int, int, int]]) -> None:
     """Sequences over few beginnings come, share what is found, are cached and go; blocks always add up, and what is

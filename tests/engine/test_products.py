@@ -49,7 +49,7 @@ def gradients_of(outs: Sequence[Tensor], trained: list[Tensor], used: list[bool]
     return list(torch.autograd.grad(total, trained, allow_unused=True)) if trained and total.requires_grad else []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(products_of_one(), st.lists(st.booleans(), min_size=3, max_size=3), st.booleans())
 def test_products_of_one_input_are_the_plain_ones(case: Any, used: list[bool], one_dnn: bool) -> None:
     """For all that may be frozen, and where nothing is made of some product. Gradients of weights have the bits of
@@ -137,7 +137,7 @@ def test_gradients_of_weights_by_one_dnn_depend_on_no_thread(rows: int) -> None:
 
 
 @pytest.mark.skipif(bool(compile_native.missing()), reason="no C compiler")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_a_copy_is_transposed(rows: int, width: int) -> None:
     x = torch.arange(rows * width, dtype=torch.float32).view(rows, width)

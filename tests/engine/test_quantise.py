@@ -55,7 +55,7 @@ def few_bits(
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 5), columns=st.integers(1, 40), size=st.floats(1e-6, 1e4), seed=st.integers(0, 99))
 def test_each_number_is_the_nearest_multiple_of_its_rows_scale(rows: int, columns: int, size: float, seed: int) -> None:
     w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size

@@ -48,7 +48,7 @@ def by_rows(seed: int, rows: int = 9, dtype: torch.dtype = torch.float32) -> Ten
     return torch.sparse_coo_tensor(at[None], values, (ROWS, WIDTH), check_invariants=True)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 40))
 def test_its_numbers_are_those_of_the_whole(seed: int, rows: int) -> None:
     made = by_rows(seed, rows)

@@ -62,7 +62,9 @@ def online() -> Run:
 
 
 @pytest.mark.parametrize(
-    "run", [tiny_run(eval_every=1, minibatches=2), online()], ids=["reinforcement", "pairs with an opponent"]
+    "run",
+    [tiny_run(eval_every=1, minibatches=2), pytest.param(online(), marks=pytest.mark.prove)],
+    ids=["reinforcement", "pairs with an opponent"],
 )
 def test_a_run_with_a_sleeping_engine_is_the_run_without(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +82,7 @@ def test_a_run_with_a_sleeping_engine_is_the_run_without(
         assert all(c["engine/wake"] > 0 for c in clocks[1:])
 
 
+@pytest.mark.prove
 def test_where_weights_stay_what_was_cached_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a push every other step, prompts of the step before could be found in the cache, and now are not. The
     answers and what is learned from them are the same."""

@@ -104,6 +104,7 @@ def test_float64_is_computed_for_a_mixture_with_a_state(tmp_path: Path) -> None:
     assert exact is not None and np.abs(exact - learner.score(batch)).max() < 1e-4
 
 
+@pytest.mark.prove
 def test_a_run_learns_and_a_leaking_state_stops_it(tmp_path: Path) -> None:
     run = only_rl(tiny_run(steps=2, prompts=2, siblings=2))
     run = replace(run, model=Model(path=str(written(tmp_path / "model", "lfm2")), context=48))

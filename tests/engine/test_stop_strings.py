@@ -57,7 +57,7 @@ def found_end(family: str, ids: np.ndarray, stop: tuple[str, ...], least: int = 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_end_is_that_of_the_definition(family: str, data: st.DataObject) -> None:
     """Written text of long runs of multi-byte characters, and tokens in no order at all, which cut them."""

@@ -63,7 +63,7 @@ def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine[..., None, :] + torch.cat([-x[..., half:], x[..., :half]], -1) * sine[..., None, :]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 3 * CHUNK), st.integers(1, 70), st.integers(0, 10**6))
 @example(14, 1, 37)
 def test_the_norm_is_the_plain_one(rows: int, width: int, seed: int) -> None:
@@ -73,7 +73,7 @@ def test_the_norm_is_the_plain_one(rows: int, width: int, seed: int) -> None:
     same(lambda x, w: RMSNorm.apply(x, w, 1e-6), lambda x, w: plain_norm(x, w, 1e-6), x, weight, slope=slope)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, CHUNK + 9), st.integers(1, 5), st.integers(1, 20), st.booleans(), st.integers(0, 10**6))
 def test_heads_are_normed_and_turned(rows: int, heads: int, half: int, normed: bool, seed: int) -> None:
     x, weight = drawn(seed, rows, heads, 2 * half), drawn(seed + 1, 2 * half)
@@ -87,7 +87,7 @@ def test_heads_are_normed_and_turned(rows: int, heads: int, half: int, normed: b
         same(lambda x: Heads.apply(x, None, 0.0, *floats), lambda x: turned(x, *tables), x)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0.1, 40), st.integers(0, 10**6))
 def test_the_gate_is_silu_times_up(rows: int, width: int, scale: float, seed: int) -> None:
     gate = (drawn(seed, rows, width).detach() * scale).requires_grad_()

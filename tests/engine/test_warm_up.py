@@ -77,6 +77,7 @@ def test_room_is_held_for_the_optimizers_state() -> None:
     assert optimizer.pending_bytes() == 0
 
 
+@pytest.mark.prove
 def test_a_run_with_it_is_the_run_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("sft.steps=2", "rl.steps=2", "rl.prompts=2", "rl.siblings=2", "env.heldout=2", "rl.algorithm=ppo")
     for on in ("none", "true"):

@@ -68,6 +68,7 @@ class ByFile:
             yield Shard(name, tensor, tuple(shape), tuple(offsets))
 
 
+@pytest.mark.prove
 def test_a_run_whose_weights_travel_in_parts_by_file_is_the_same_run(tmp_path: Path) -> None:
     """Another learner and another transport, given to `Sync` from outside: the record and the weights are bit-equal."""
     run = only_rl(tiny_run(algorithm=GRPO))

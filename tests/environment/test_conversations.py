@@ -118,9 +118,10 @@ def test_so_is_one_that_knows_no_answer_of_a_tool(tmp_path: Path) -> None:
     ("family", "words"),
     [
         ("qwen2.5", ()),
-        ("qwen3", ("model.history=rewrite",)),
-        ("qwen3", ("env.args.turns=1",)),
-        ("qwen3", ("env.args.tools=true",)),
+        *(
+            pytest.param("qwen3", (x,), marks=pytest.mark.prove)
+            for x in ("model.history=rewrite", "env.args.turns=1", "env.args.tools=true")
+        ),
     ],
     ids=["appends", "rewrite asked for", "one turn", "tools append"],
 )

@@ -602,7 +602,7 @@ columns = st.sampled_from(
 any_row = st.dictionaries(columns, values | messages | st.lists(texts, max_size=3), max_size=7)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(any_row, min_size=1, max_size=4))
 def test_any_rows_are_read_whole_or_refused_in_a_sentence(tmp_path: Path, rows: list[Any]) -> None:
     try:
@@ -624,7 +624,7 @@ def test_any_rows_are_read_whole_or_refused_in_a_sentence(tmp_path: Path, rows: 
 sides = st.lists(st.sampled_from(["a", "b ", " c", "\n", "dd"]), max_size=8).map("".join)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shared=sides, one=sides, other=sides)
 def test_the_sides_of_a_whole_text_are_what_was_given(tmp_path: Path, shared: str, one: str, other: str) -> None:
     row = {"chosen": shared + one, "rejected": shared + other}

@@ -126,7 +126,7 @@ junk = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     form=st.sampled_from(["prm800k", "math_shepherd", "processbench"]),
     row=st.dictionaries(st.sampled_from(["question", "label", "input", "problem", "steps"]), junk, max_size=5),

@@ -174,7 +174,7 @@ def test_who_used_least_goes_first() -> None:
     at_once=st.integers(1, 3),
     moves=st.lists(st.tuples(st.sampled_from(["ask", "leave", "cancel"]), st.integers(0, 9)), max_size=40),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_turns_are_neither_lost_nor_given_twice(at_once: int, moves: list[tuple[str, int]]) -> None:
     line, asked, held = FairQueue(at_once), list[Future[None]](), 0
     for move, i in moves:

@@ -109,6 +109,7 @@ def test_a_model_that_the_run_builds_learns_chats(form: str, tmp_path: Path) -> 
     assert (tmp_path / "out" / "chat_template.jinja").read_text().startswith("{% for m in messages %}")
 
 
+@pytest.mark.prove
 def test_two_such_runs_are_compared_by_their_loss(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +129,7 @@ def test_two_such_runs_are_compared_by_their_loss(
     assert "held-out loss of each run" in said and "B is worse than A" in said and "accuracy" not in said
 
 
+@pytest.mark.prove
 def test_a_killed_run_measures_as_if_it_had_not_been(model: Path, tmp_path: Path) -> None:
     words = (f"model={model}", f"env.prompts={rows(tmp_path / 'm.jsonl', 'messages')}", *SHORT)
     posttrain.run("sft", *words, "sft.checkpoint_every=2", "sft.patience=9", out=tmp_path / "a", quiet=True)
@@ -283,7 +285,7 @@ def test_every_stage_that_imitates_is_measured(tmp_path: Path) -> None:
     assert "held-out loss" not in learned(read_outcome(tmp_path / "a")).text  # it goes by what judges answers
 
 
-@pytest.mark.parametrize("stage", ["dpo", "reward_model"])
+@pytest.mark.parametrize("stage", ["dpo", pytest.param("reward_model", marks=pytest.mark.prove)])
 def test_pairs_are_learned_in_passes_and_their_held_out_order_is_seen(
     stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -296,7 +296,7 @@ async def test_files() -> None:
 
 
 @given(st.lists(st.tuples(st.text("ab./\0", max_size=8), st.text(max_size=5)), max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_path_leads_anywhere_else(writes: list[tuple[str, str]]) -> None:
     """Whatever is written stays under one spelling inside the folder, and is read back."""
     box = Files()

@@ -144,7 +144,7 @@ def test_a_completion_that_does_not_fit_is_refused_with_its_row(tmp_path: Path, 
     assert "learn.too_long=skip" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize("name", ["a preference stage", pytest.param("a reward model", marks=pytest.mark.prove)])
 def test_what_does_not_fit_is_left_out_whole_and_counted(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +197,7 @@ def test_every_completion_that_a_step_may_draw_has_to_fit(tmp_path: Path, kind: 
         assert "rows.jsonl:9" in found.first, "the row that is too long"
 
 
+@pytest.mark.prove
 def test_what_may_teach_something_else_is_said_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The lint of judged data, with the policy's own tokenizer: what is well is left out, but for the lengths."""
     rows = [{"prompt": f"{a}+{b}=", "chosen": f"{a + b} is it", "rejected": "no"} for a, b in SUMS]

@@ -93,7 +93,9 @@ def test_the_own_step_comes_out_as_it_was_and_the_folder_is_only_read(grpo: Path
     assert digest(grpo) == before
 
 
-@pytest.mark.parametrize("a", [WARM, MUCH, algorithm("luffy")], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "a", [algorithm("luffy"), *(pytest.param(x, marks=pytest.mark.prove) for x in (WARM, MUCH))], ids=lambda a: a.name
+)
 def test_what_an_algorithm_reads_is_rebuilt(a: Algorithm, tmp_path: Path) -> None:
     folder = played(tmp_path / "run", algorithm=a)
     first, second = ablate(folder, ["dr_grpo", "chord", "ppo", "remax", "dppo_top"], steps=[1, 2])
@@ -115,6 +117,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return played(tmp_path_factory.mktemp("sparse") / "run", algorithm=PICKY, minibatches=2, checkpoint_every=0)
 
 
+@pytest.mark.prove
 def test_several_optimizer_steps_are_taken_as_one_and_said(sparse: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = ablate(sparse, ["dr_grpo"])
     assert found.minibatches == 2 and found.recorded_norm is None

@@ -55,7 +55,7 @@ def group(task: Task, visit: int = 0, versions: tuple[tuple[int, ...], ...] = ((
 
 
 @given(st.one_of(st.none(), st.integers(1, 30)), st.integers(0, 5), st.integers(0, 70), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_walk_is_that_of_the_prompts(count: int | None, seed: int, begin: int, step: int) -> None:
     """The walk that the check computes is the one that is asked, from any cursor; any loss or repetition stops it."""
     source = cast("TaskSource", Numbers(count))
@@ -94,7 +94,7 @@ def test_a_group_is_as_old_as_it_was_asked() -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ages_are_counted_from_versions(steps: list[int], data: st.DataObject) -> None:
     """Steps that left the weights as they were make nothing older, in the record and in the check."""
     promised = tuple(int(v) for v in np.cumsum(steps))

@@ -107,6 +107,7 @@ class Copies(Observer):
             self.held.append(self._check._handed is not None)
 
 
+@pytest.mark.prove
 def test_copies_of_weights_live_as_long_as_the_optimizer_step(tmp_path: Path) -> None:
     copies = Copies()
     observed(tmp_path / "run", copies)
@@ -136,6 +137,7 @@ class ReadsBefore(Observer):
         return None
 
 
+@pytest.mark.prove
 def test_the_policy_before_a_step_is_read_of_its_own_rollouts_in_float32(tmp_path: Path) -> None:
     reads = ReadsBefore()
     observed(tmp_path / "run", reads)
@@ -232,6 +234,7 @@ class Listens(Observer):
             self._heard.append(weakref.ref(event.passes))
 
 
+@pytest.mark.prove
 def test_what_a_pass_said_is_freed_with_its_step(tmp_path: Path) -> None:
     """Hooks on its tensors would keep the arrays alive, and the graph with them."""
     listens = Listens()

@@ -61,6 +61,7 @@ def test_at_least_nine_in_ten_are_caught() -> None:
     assert len(FAULTS) >= 25 and len(OPEN) <= 0.1 * len(FAULTS)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "needs",
     [

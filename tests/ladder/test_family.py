@@ -80,6 +80,7 @@ def test_top_tokens_reach_the_loss(tmp_path: Path) -> None:
         assert np.all(np.diff(s.top.logp, axis=1) <= 0)
 
 
+@pytest.mark.prove
 def test_steps_are_judged_one_by_one(tmp_path: Path) -> None:
     run = tiny_run(algorithm=GRPO_PROCESS)
     run = replace(
@@ -109,6 +110,7 @@ def test_nothing_after_the_last_sign_is_no_step(text: str, scores: list[int]) ->
     assert [s.end for s in steps] == [6, len(text)][-len(scores) :], "every token belongs to a step"
 
 
+@pytest.mark.prove
 def test_the_policy_stands_still_while_values_warm_up(tmp_path: Path) -> None:
     warm = patch(PPO, "warm", "-", baseline=Value(warmup=2))
     parts = tiny_parts(tmp_path / "r", tiny_run(algorithm=warm, steps=3))
@@ -144,6 +146,7 @@ def test_distillation_needs_a_teacher_and_one_with_our_tokenizer(tmp_path: Path)
         tiny_run(algorithm=DR_GRPO, reference="somewhere")
 
 
+@pytest.mark.prove
 def test_the_reference_is_refreshed_and_says_so(tmp_path: Path) -> None:
     fresh = patch(GRPO, "fresh", "-", pull=KL(refresh=2))
     steps, _ = played(tmp_path / "r", fresh, steps=4, minibatches=2)

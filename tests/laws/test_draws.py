@@ -220,7 +220,7 @@ def odds_of(p: np.ndarray, said: np.ndarray) -> Odds:
     return Odds(below, below + p[rows, said], np.stack(ratio, 1), np.stack(apart, 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.floats(-30, 3), min_size=2, max_size=6), st.integers(0, 2**31), st.sampled_from([0.0, 2e-3, 0.25]))
 def test_no_factor_is_worth_more_than_one_on_average(z: list[float], seed: int, noise: float) -> None:
     """By enumeration, also where the engine's log-probs are off by as much as the noise allows."""
@@ -235,7 +235,7 @@ def test_no_factor_is_worth_more_than_one_on_average(z: list[float], seed: int, 
     assert np.all(theirs @ factor <= 1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(1e-12, 0.5), st.floats(0, 1), st.sampled_from(STAKES))
 def test_no_comparison_of_siblings_is_worth_more_than_one_on_average(p: float, share: float, c: float) -> None:
     """The world may make equal answers rarer than their words are, never more frequent."""

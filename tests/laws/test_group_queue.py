@@ -155,7 +155,7 @@ SCHEDULES = st.builds(
 
 
 @given(SCHEDULES, st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_nothing_is_lost_or_doubled_and_nothing_is_too_old(s: Schedule, deterministic: bool) -> None:
     async def work() -> tuple[Taken, DelayedRollout]:
         queue, rollout, server = s.queue(deterministic)
@@ -177,7 +177,7 @@ def test_nothing_is_lost_or_doubled_and_nothing_is_too_old(s: Schedule, determin
 
 
 @given(SCHEDULES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_is_sampled_by_which_version_is_no_matter_of_time(s: Schedule) -> None:
     """With `deterministic`, other delays give the same groups under the same versions, one version each."""
 
@@ -203,7 +203,7 @@ def test_what_is_sampled_by_which_version_is_no_matter_of_time(s: Schedule) -> N
 
 
 @given(SCHEDULES, st.integers(1, 11))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_queue_that_was_saved_goes_on(s: Schedule, cut: int) -> None:
     """Cut after a step and taken up again: with `deterministic`, the groups and versions of an uncut run."""
 

@@ -36,7 +36,7 @@ from posttrain.system.errors import ConfigError, InvariantError
 
 VOCABULARY, CONTEXT = 8, 40
 SAMPLING = Sampling(max_tokens=20, stop_ids=(0,))
-laws = settings(max_examples=40, deadline=None)
+laws = settings(max_examples=40)
 
 
 def ids_of(text: str) -> np.ndarray:

@@ -28,7 +28,7 @@ from posttrain.system.errors import DataError, InvariantError
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 RLOO = patch(PRIME, "prime_without_process", "-", baseline=Others())
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=60)
 answer = st.tuples(st.integers(0, 8).map(lambda i: i / 8), st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=5))
 siblings = st.lists(answer, min_size=2, max_size=6)
 Answers = list[tuple[float, list[float]]]

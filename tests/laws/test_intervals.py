@@ -126,7 +126,7 @@ def test_other_scales_are_the_same_stretched(low: float, high: float) -> None:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=60))
 def test_they_stay_in_the_scale_and_hold_their_mean(x: list[float]) -> None:
     """Whatever the values."""

@@ -16,7 +16,7 @@ from posttrain.stages.reinforce.reinforce_stage import ReinforceState
 from posttrain.system.dataclass_json import from_plain, to_plain
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=60)
 Step = list[tuple[str, list[float]]]
 """Groups: (source, rewards)."""
 steps = st.lists(

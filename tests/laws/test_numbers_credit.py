@@ -325,7 +325,7 @@ def test_weight_of_a_prompt_under_maximum_likelihood(p: float, g: int, weight: f
 siblings = st.lists(st.integers(-8, 8).map(lambda i: i / 4), min_size=1, max_size=7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(siblings, st.integers(1, 7))
 def test_best_of_is_what_the_subsets_say(r: list[float], k: int) -> None:
     """A32: means over all k-subsets that hold a sample, the gain in them, and the deviation of the best over all, by
@@ -357,7 +357,7 @@ def test_length_adaptive_lambda(length: int, lam: float) -> None:
 floats = st.lists(st.integers(-12, 12).map(lambda i: i / 4), min_size=1, max_size=9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(floats, st.integers(0, 2**31 - 1), st.floats(0, 1), st.floats(1, 3))
 def test_v_trace_on_policy_is_gae(values: list[float], seed: int, gamma: float, cap: float) -> None:
     """With ratio 1 and lambda 1 V-trace's targets and credit are GAE's; with ratio 0 nothing is learned of the
@@ -386,7 +386,7 @@ def test_v_trace_says_what_it_computes() -> None:
     assert credit == pytest.approx([0.3 + 0.5 * last - 0.2, 0.7 - 0.1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=5),
     st.integers(0, 2**31 - 1),
@@ -465,7 +465,7 @@ def test_adaptive_kl() -> None:
         assert isinstance(now, KL) and now.coef == pytest.approx(0.1 * factor)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(-20, 20).map(lambda i: i / 10), min_size=1, max_size=12), st.floats(0.001, 4))
 def test_within_moment_masks_no_more_than_it_must(x: list[float], limit: float) -> None:
     """A26 M2PO: what is kept has a mean square of at most the limit, what is silent is larger, and one more would be

@@ -98,7 +98,7 @@ def test_a_paid_turn_is_part_of_the_outcome_and_stands_where_it_was_paid() -> No
     scale=st.sampled_from(["one", "batch_std"]),
     charged=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_reward_to_go_is_scaled_as_a_whole(rows: list[tuple[int, list[int]]], scale: Scale, charged: bool) -> None:
     """An answer's first token has the credit it has under `Zero`, whatever the scale. Each later one has less by what
     was paid before it and more by the KL charged before it, over the same scale; after the last payment, of an outcome

@@ -59,7 +59,7 @@ def unique(packed: Batch) -> int:
     return len(SharedTree.of(packed.ids_N, packed.lengths_S).first_U)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 100), st.integers(0, 5))
 def test_every_item_once_and_no_bin_too_full(sizes: list[int], room: int, kinds: int) -> None:
     """Without families no packing needs less than half of the bins."""
@@ -100,7 +100,7 @@ def test_what_is_computed_once_takes_room_once_by_hand() -> None:
         ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     prompts=st.integers(1, 8),
@@ -125,7 +125,7 @@ def test_no_pass_computes_more_positions_than_it_may(
         assert (computed <= room and len(micro.ids_N) <= PACKED * room) or micro.units == 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1000), prompts=st.integers(2, 12), siblings=st.integers(1, 6), unit=st.sampled_from([1, 2]))
 def test_the_token_saving_is_that_of_the_whole_minibatch(seed: int, prompts: int, siblings: int, unit: int) -> None:
     """Where each family fits into a micro-batch, cutting the minibatch loses nothing of what sharing saves."""

@@ -35,7 +35,7 @@ LOADS = st.builds(EngineLoad, st.integers(0, 500), st.integers(0, 64), st.boolea
 
 
 @given(st.integers(1, 100), st.lists(LOADS, max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_turn_goes_where_most_of_it_is_cached_unless_that_engine_is_far_ahead(
     tokens: int, engines: list[EngineLoad]
 ) -> None:
@@ -53,7 +53,7 @@ def test_a_turn_goes_where_most_of_it_is_cached_unless_that_engine_is_far_ahead(
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_turns_that_never_end_are_balanced(count: int, turns: list[tuple[int, int]]) -> None:
     """Whatever comes, no engine is ahead of another by more than the turns that may stay with their beginnings."""
     busy, known_there = [0] * count, [Beginnings() for _ in range(count)]
@@ -67,7 +67,7 @@ def test_turns_that_never_end_are_balanced(count: int, turns: list[tuple[int, in
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=80), st.lists(st.integers(0, 3), max_size=80))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_is_cached_is_a_common_beginning(first: list[int], more: list[int]) -> None:
     a, b = np.array(first, np.int32), np.array([*first, *more], np.int32)
     known_there = Beginnings()
@@ -85,7 +85,7 @@ LIVES = st.lists(st.one_of(st.none(), st.integers(0, 12)), max_size=5)
 
 
 @given(LIVES, st.integers(1, 3), st.integers(1, 12), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nothing_is_lost_or_doubled_whoever_dies(lives: list[int | None], count: int, turns: int, pushes: int) -> None:
     """Engines die after any number of answers, pushes of weights among them: every turn is answered once, with the
     words of the weights under which it was asked, and as if nobody had died."""
@@ -117,7 +117,7 @@ def test_nothing_is_lost_or_doubled_whoever_dies(lives: list[int | None], count:
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 10), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_turn_that_kills_engines_fails_alone(count: int, deaths: int, others: int, data: st.DataObject) -> None:
     """One deadly turn among others: it is given up after `deaths` engines, by name; every other turn is answered."""
     deadly = data.draw(st.integers(0, others))

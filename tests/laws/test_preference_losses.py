@@ -41,7 +41,7 @@ def test_every_row_has_a_textbook() -> None:
 @pytest.mark.parametrize("name", ROWS)
 @given(lengths=LENGTHS, seed=st.integers(0, 2**32 - 1))
 @example(lengths=[1] * 6, seed=0)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_value_and_gradient_are_the_textbooks(name: str, lengths: list[int], seed: int) -> None:
     a = PREFERENCES[name]
     j = judged(a, fitting(a, lengths), seed)
@@ -58,7 +58,7 @@ def test_value_and_gradient_are_the_textbooks(name: str, lengths: list[int], see
     ids=["forward_kl", "jensen_shannon", "alpha"],
 )
 @given(lengths=LENGTHS, seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_other_divergences_are_their_textbooks(divergence, book, lengths: list[int], seed: int) -> None:  # type: ignore[no-untyped-def]
     a = patch(DPO, "x", "x", divergence=divergence)
     j = judged(a, fitting(a, lengths), seed)
@@ -177,7 +177,7 @@ def test_nash_md_with_a_preference_of_four_fifths() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 @given(lengths=LENGTHS, seed=st.integers(0, 2**32 - 1), data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_a_split_of_the_minibatch_changes_nothing(
     name: str, lengths: list[int], seed: int, data: st.DataObject
 ) -> None:
@@ -250,7 +250,7 @@ def test_label_noise_of_a_swapped_pair_is_the_noise_of_the_other_share(link) -> 
     "name", [n for n in ROWS if P[n].against == "reference" and n not in ("wpo", "nash_md", "xpo")]
 )
 @given(shift=st.floats(-0.5, 0.5), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_log_probs_shifted_with_the_reference_change_nothing(name: str, shift: float, seed: int) -> None:
     """Only the ratio to the reference is read: what both models say of a token may move together."""
     a = P[name]

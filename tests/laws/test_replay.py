@@ -62,7 +62,7 @@ def near(_: Group) -> float:
     steps=st.integers(1, 10),
     seed=st.integers(0, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_group_is_too_old_or_comes_twice_and_none_leaves_uncounted(
     config: Replay, prompts: int, names: int, steps: int, seed: int
 ) -> None:
@@ -165,7 +165,7 @@ outcomes = st.lists(st.tuples(*[st.integers(-4, 4).map(float)] * 2), min_size=1,
 
 @pytest.mark.parametrize("a", [EMA, RAE], ids=lambda a: a.name)
 @given(one=outcomes, two=outcomes, discount=st.sampled_from([1.0, 0.5]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_moving_baseline_takes_each_group_in_once(
     a: Algorithm, one: list[Any], two: list[Any], discount: float
 ) -> None:

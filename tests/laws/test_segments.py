@@ -45,7 +45,7 @@ def rows_of(count: int, heads: tuple[int, int], widths: tuple[int, int], seed: i
     return [*rows, torch.randn(1, count, heads[0], widths[1], generator=generator)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     prompts=st.integers(1, 4),

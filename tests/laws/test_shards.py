@@ -50,7 +50,7 @@ class OneOf:
         return self._said.pop(0) if self._said else [value] * self.world
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=12), st.integers(1, 6), st.integers(0, 99), st.booleans())
 def test_every_unit_is_on_one_rank_as_it_was(units: list[int], world: int, seed: int, cut: bool) -> None:
     """Whole units, each on exactly one rank, in their order, with their tokens, weights and kept sets; ranks may be
@@ -76,7 +76,7 @@ def test_every_unit_is_on_one_rank_as_it_was(units: list[int], world: int, seed:
     assert whole.shard(0, 1) is whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 100), min_size=0, max_size=40), st.integers(1, 8))
 def test_ranks_are_balanced(sizes: list[int], parts: int) -> None:
     """Longest first into the lightest: no rank is ahead of another by more than the smallest item that it has."""

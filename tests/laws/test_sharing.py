@@ -72,7 +72,7 @@ def longs(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(x.astype(np.int64))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), prompts=st.integers(1, 6), siblings=st.integers(1, 6))
 def test_the_tree_holds_every_segment_once(seed: int, prompts: int, siblings: int) -> None:
     parts = forest(seed, prompts, siblings)
@@ -187,7 +187,7 @@ def test_with_recomputed_layers_the_gradient_is_the_same(kernels: KernelChoice) 
 
 @pytest.mark.parametrize("arch", ["gpt2", "qwen3", "gemma"])
 @pytest.mark.parametrize("share", [True, False])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), part=st.sampled_from([0.02, 0.3, 1.0]))
 def test_what_nobody_reads_is_not_computed_and_the_rest_is_the_same(
     arch: str, share: bool, seed: int, part: float

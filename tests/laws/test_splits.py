@@ -88,7 +88,7 @@ def test_splitting_by_size_adds_up(a: Algorithm) -> None:
 sizes = st.lists(st.integers(1, 4), min_size=14, max_size=14)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes, st.integers(1, 200))
 def test_units_are_never_parted(sizes: list[int], room: int) -> None:
     """Law 2: episodes that a loss reads together (pairs, lists) stay in one micro-batch, and the loss of any split is
@@ -225,7 +225,7 @@ def test_what_was_not_said_is_not_taught(a: Algorithm) -> None:
 turns = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(turns, st.integers(0, 5), st.integers(0, 2**31 - 1), st.floats(0, 1), st.floats(0, 1))
 def test_deleting_observations_changes_no_return(
     shape: list[list[int]], observation: int, seed: int, lam: float, gamma: float

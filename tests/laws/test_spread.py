@@ -118,7 +118,7 @@ ulps = st.lists(st.integers(-64, 64), min_size=8, max_size=8)
 
 
 @every
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(r=grid, noise=ulps)
 @example(r=[0.3, 0.3, 0.3, 0.3], noise=[0, 1, 0, 0, 0, 0, 0, 0])
 @example(r=[-0.8, 0.8], noise=[1, 0, 0, 0, 0, 0, 0, 0])
@@ -140,7 +140,7 @@ def test_noise_in_the_last_places_changes_no_credit(a: Algorithm, r: list[float]
 
 
 @every
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(r=st.lists(st.floats(0, 1), min_size=2, max_size=8), level=st.integers(0, 60))
 def test_two_opinions_share_credit_at_every_width(a: Algorithm, r: list[float], level: int) -> None:
     """.3 plus differences of 1 down to 2^-60: the second opinion says the same on both sides of the resolution, and
@@ -232,7 +232,7 @@ AUDITED = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(AUDITED),
     st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]), min_size=1, max_size=4), min_size=1, max_size=5),

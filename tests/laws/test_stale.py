@@ -47,7 +47,7 @@ from posttrain.system.errors import InvariantError
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 PLAIN = patch(DR_GRPO, "opob", "-", baseline=OffPolicyMean())
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=60)
 siblings = st.lists(
     st.tuples(st.integers(0, 8).map(lambda i: i / 4), st.floats(-3, 3), st.floats(0.01, 2)), min_size=2, max_size=7
 )

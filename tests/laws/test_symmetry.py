@@ -55,8 +55,8 @@ every = pytest.mark.parametrize("a", RELATIVE, ids=names)
 reward = st.integers(-40, 40).map(lambda i: i / 8)
 group = st.lists(reward, min_size=2, max_size=8)
 sevenths = st.lists(st.integers(-40, 40).map(lambda i: i / 7), min_size=2, max_size=8)
-laws = settings(max_examples=40, deadline=None)
-quick = settings(max_examples=20, deadline=None)
+laws = settings(max_examples=40)
+quick = settings(max_examples=20)
 
 
 def credit(a: Algorithm, rewards: list[float], lengths: list[int] | None = None) -> np.ndarray:

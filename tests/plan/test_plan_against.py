@@ -79,6 +79,7 @@ def test_a_run_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["seconds"]["learn"] == pytest.approx(plain["learn"] * by["learn"])
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("probed")
 def test_a_run_that_leaves_its_plan_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From step 14 on each waits for a second, and after step 15 it keeps 1.8 GB: two notes, and none in the record."""

@@ -137,9 +137,11 @@ WRITERS = {
     "the config beside the run": (r"/\.staged-model-\d+$", 0),
     "the timeline": (r"/timeline\.json$", 0),
 }
+OFTEN = ("steps.jsonl, at once", "state of a checkpoint")
+"""Those of `make test`; the long suites have all."""
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.prove) for n in WRITERS])
 def test_a_disk_full_at_any_writer_loses_nothing(
     name: str,
     tmp_path: Path,
@@ -181,6 +183,7 @@ def test_a_run_that_cannot_begin_leaves_nothing_that_stands_in_the_way(
     play(tmp_path / "run", *given)
 
 
+@pytest.mark.prove
 def test_an_export_that_does_not_fit_leaves_an_empty_folder(
     tmp_path: Path, given: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +248,7 @@ def resumed(folder: Path, given: tuple[str, ...]) -> str:
     return run_reader.record_digest(folder)
 
 
-@pytest.mark.parametrize("largest", [1000, 9000, 30000])
+@pytest.mark.parametrize("largest", [1000, *(pytest.param(x, marks=pytest.mark.prove) for x in (9000, 30000))])
 def test_files_that_may_grow_no_further(
     tmp_path: Path, largest: int, given: tuple[str, ...], undisturbed: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,7 +279,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-@pytest.mark.parametrize("kibibytes", [8, 60, 150, 300])
+@pytest.mark.parametrize("kibibytes", [8, *(pytest.param(x, marks=pytest.mark.prove) for x in (60, 150, 300))])
 def test_a_small_disk(
     small_disk: Callable[[int], Path],
     kibibytes: int,

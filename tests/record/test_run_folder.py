@@ -218,7 +218,7 @@ written_steps = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(written_steps)
 def test_steps_round_trip(one: Step) -> None:
     assert step_format.step_from_plain(json.loads(json.dumps(step_format.step_to_plain(one), allow_nan=False))) == one
@@ -233,7 +233,7 @@ def test_a_gauge_that_is_not_a_number_survives(book: RunFolder) -> None:
 # --- truncation and damage --------------------------------------------------------------------------------------------
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.data())
 def test_a_record_cut_at_any_byte_loses_only_its_last_line(tmp_path: Path, data: st.DataObject) -> None:
     lines = [

@@ -54,6 +54,7 @@ def test_the_result_is_that_of_the_record_with_its_interval(run: Path) -> None:
     assert 0 <= low <= value <= high <= 1 and low < high
 
 
+@pytest.mark.prove
 def test_the_stage_of_the_weights_is_the_last_that_was_done(tmp_path: Path) -> None:
     """The end of a run of two stages has a checkpoint named after its last stage with step 0."""
     posttrain.run(tiny_run(steps=2), out=tmp_path / "run", quiet=True)

@@ -88,6 +88,7 @@ class Ring:
         self.me = self
 
 
+@pytest.mark.prove
 def test_the_steps_of_a_stage_leave_older_objects_out_and_keep_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

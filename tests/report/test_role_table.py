@@ -40,7 +40,7 @@ CHANGES = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 4), st.integers(0, 
 
 
 @given(CHANGES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_meter_is_the_sum_over_what_happened(changes: list[tuple[float, int, int, bool]]) -> None:
     """Seconds, seconds without a turn, and tokens times seconds, against the plain sum; parts add up to the whole."""
     clock = [100.0]

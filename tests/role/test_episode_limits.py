@@ -152,7 +152,11 @@ def tool_run(name: str, style: str, **rl: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("name", "style", "algorithm"), [("calculator", "tool", PPO), ("shop", "tools", MT_GRPO), ("shop", "tools", GIGPO)]
+    ("name", "style", "algorithm"),
+    [
+        ("calculator", "tool", PPO),
+        *(pytest.param("shop", "tools", a, marks=pytest.mark.prove) for a in (MT_GRPO, GIGPO)),
+    ],
 )
 def test_a_run_with_tools_from_imitation_on(tmp_path: Path, name: str, style: str, algorithm: Any) -> None:
     """Every canary holds: turns end in one stop token each, observations are masked, credit has a second opinion or
@@ -179,7 +183,13 @@ class Pays(CalculatorEnv):
 """
 
 
-@pytest.mark.parametrize("algorithm", [PPO, replace(PPO, scale="one", baseline=ToGo(), whiten="token"), MT_GRPO, GIGPO])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        replace(PPO, scale="one", baseline=ToGo(), whiten="token"),
+        *(pytest.param(a, marks=pytest.mark.prove) for a in (PPO, MT_GRPO, GIGPO)),
+    ],
+)
 def test_a_run_whose_turns_are_paid(tmp_path: Path, algorithm: Any) -> None:
     """The second opinions on credit and value targets agree about where a turn's reward stands."""
     (tmp_path / "pays.py").write_text(PAYS)

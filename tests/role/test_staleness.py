@@ -241,7 +241,13 @@ AGAIN = Replay(size=12, groups=3)
 
 @pytest.mark.parametrize(
     ("algorithm", "left_out", "replay"),
-    [(GRPO, False, None), (DECOUPLED, False, AGAIN), (LUFFY, False, None), (FILTERED, True, None), (UNCUT, True, None)],
+    [
+        (GRPO, False, None),
+        *(
+            pytest.param(*x, marks=pytest.mark.prove)
+            for x in ((DECOUPLED, False, AGAIN), (LUFFY, False, None), (FILTERED, True, None), (UNCUT, True, None))
+        ),
+    ],
     ids=["all", "again", "shown", "filtered", "uncut"],
 )
 def test_what_was_trained_on_is_as_long_as_what_was_asked(
@@ -271,6 +277,7 @@ def test_what_was_trained_on_is_as_long_as_what_was_asked(
     assert len(taken) == 6 and ratios and any(r != pytest.approx(1) for r in ratios) == left_out
 
 
+@pytest.mark.prove
 def test_the_mask_of_m2po_is_made_by_the_weights_of_each_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +303,7 @@ def test_the_mask_of_m2po_is_made_by_the_weights_of_each_update(
     assert not all(start for _, start in seen), "some mask is not that of the start of the batch"
 
 
+@pytest.mark.prove
 def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:
     """Without a queue too samples are older between two pushes, and the checks sample turns on the same engine."""
     steps = run_reader.steps(played(late_run(0, sync_every=2, checkpoint_every=0), tmp_path / "run"))
@@ -304,7 +312,7 @@ def test_what_checks_sample_is_not_counted_as_a_step_s(tmp_path: Path) -> None:
     assert all(s.gauges["engine/tokens"].count <= 2 * 16 for s in own), "16 episodes of two turns"
 
 
-@pytest.mark.parametrize("unfinished", ["go_on", "pause"])
+@pytest.mark.parametrize("unfinished", ["pause", pytest.param("go_on", marks=pytest.mark.prove)])
 def test_paused_turns_become_partial_rollouts_without_any_tool(unfinished: Any, tmp_path: Path) -> None:
     """Answers of a policy that was never taught have all lengths, and the engine has fewer slots than are asked."""
     run = tiny_run(staleness=2, sampling=Sampling(max_tokens=40), steps=6, checkpoint_every=0)

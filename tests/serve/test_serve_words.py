@@ -23,7 +23,7 @@ def made(kind: str) -> tuple[PreTrainedTokenizerFast, TokenText]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
     """Any ids at all, most of them no valid UTF-8. Byte-fallback decoders take back a character that invalid bytes
@@ -64,7 +64,7 @@ def test_an_unfinished_character_is_told_at_the_end() -> None:
     assert decoder.finish() == HALF
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
 def test_stop_strings_cut_where_they_are_first_complete(text: str, stops: list[str], data: st.DataObject) -> None:
     """However the text is cut into pieces: what is shown never holds a stop string, and nothing shown is taken back."""

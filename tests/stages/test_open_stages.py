@@ -145,7 +145,7 @@ def test_it_runs_is_measured_and_is_written_down(tmp_path: Path, capsys: pytest.
     assert report.accuracy.known == done.stages[-1].accuracy
 
 
-@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize("step", [2, *(pytest.param(x, marks=pytest.mark.prove) for x in (1, 4))])
 def test_killed_and_resumed_is_never_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     posttrain.run(with_average(), out=tmp_path / "whole", quiet=True)
     monkeypatch.setattr(AverageDriver, "die_at", step)
@@ -235,7 +235,7 @@ async def test_a_stage_cut_behind_its_last_evaluation_is_gone_on_with(tmp_path: 
     assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.prove)])
 def test_a_stage_cut_before_its_first_checkpoint_has_the_record_of_one_that_was_not(
     own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +331,7 @@ def test_an_environment_of_its_own(tmp_path: Path) -> None:
     assert posttrain.evaluate(tmp_path / "run", samples=1, quiet=True).accuracy.prompts == 6, "the run's own tasks"
 
 
+@pytest.mark.prove
 def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
     """A stage on tasks of its own, or without evaluation, moves the weights: what was measured before is no measure of
     them."""

@@ -58,6 +58,7 @@ def test_without_beta_a_run_is_the_one_without_the_model(loud: Path, tmp_path: P
     assert not same(weights(loud), weights(tmp_path / "plain"))
 
 
+@pytest.mark.prove
 def test_the_model_learns_and_the_first_step_does_not_know_it(loud: Path) -> None:
     steps = [s for s in run_reader.steps(loud) if s.stage == "rl"]
     losses = [s.gauges["implicit/loss"].mean for s in steps]
@@ -72,6 +73,7 @@ def test_the_model_learns_and_the_first_step_does_not_know_it(loud: Path) -> Non
     assert any(not np.array_equal(held[n], x) for n, x in weights(loud).items())
 
 
+@pytest.mark.prove
 def test_killed_and_resumed_is_never_killed(loud: Path, tmp_path: Path) -> None:
     """The model and its optimizer come back from a checkpoint inside the stage."""
     copy = tmp_path / "copy"

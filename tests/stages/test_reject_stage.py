@@ -100,7 +100,7 @@ def test_what_each_rule_keeps() -> None:
     assert [rising.chosen(rewards, i) for i in range(4)] == [[1, 2, 3, 4], [1, 2, 3], [1, 3], [1, 3]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rewards=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8),
     keep=st.sampled_from([Passing(), Passing(at=0.5), Rising(), Best(), Best(above=0.0), TopShare(share=0.5)]),
@@ -172,7 +172,7 @@ def test_equal_completions_are_kept_once_and_a_prompt_has_a_limit() -> None:
     assert len(select(ones, replace(RFT, distinct=False)).kept) == 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from("ab"), st.sampled_from([0.0, 0.5, 1.0]), st.integers(3, 5)), min_size=1, max_size=12

@@ -248,7 +248,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=30))
 def test_no_text_raises(format: str, pieces: list[str]) -> None:
     found = parse("".join(pieces), format)

@@ -284,14 +284,14 @@ def notations(x: Fraction) -> list[str]:
 
 
 @given(NUMBERS, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_equal_numbers_are_equal_in_every_notation(x: Fraction, data: st.DataObject) -> None:
     one, two = data.draw(st.sampled_from(notations(x))), data.draw(st.sampled_from(notations(x)))
     assert here(one, boxed(two)) == 1.0, (one, two)
 
 
 @given(NUMBERS, NUMBERS, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_different_numbers_differ_in_every_notation(x: Fraction, y: Fraction, data: st.DataObject) -> None:
     one, two = data.draw(st.sampled_from(notations(x))), data.draw(st.sampled_from(notations(y)))
     percent = 100 if "%" in one + two else 1
@@ -300,7 +300,7 @@ def test_different_numbers_differ_in_every_notation(x: Fraction, y: Fraction, da
 
 
 @given(st.lists(st.integers(-999, 999), min_size=2, max_size=6), st.randoms())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_sets_have_no_order_and_tuples_have(items: list[int], random: object) -> None:
     shuffled = list(items)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -318,7 +318,7 @@ JUNK = st.lists(PIECES, max_size=40).map("".join)
 
 
 @given(JUNK, st.text(max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_junk_never_raises(junk: str, text: str) -> None:
     for said in (junk, boxed(junk), text, boxed(text)):
         assert here("7", said) in (0.0, 1.0, None)
@@ -328,7 +328,7 @@ def test_junk_never_raises(junk: str, text: str) -> None:
 
 
 @given(junk=JUNK)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_junk_never_breaks_the_algebra(reward: MathSource, junk: str) -> None:
     v = judged(reward, r"\sqrt{2}+x", boxed(junk.replace("}", "")))
     assert v.state is State.VALUE, v
