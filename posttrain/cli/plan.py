@@ -216,7 +216,7 @@ def _machines(o: Namespace) -> None:
         *(f"  {x.summary:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),
         "where an assumption is another:",
         *(
-            f"  {name:<33} " + (f"{x.step:>6.3g} s  {x.bottleneck:<8} {x.summary}" if x else "nothing fits")
+            f"  {name:<33} " + (f"{x.step:>6.3g} s  {x.bottleneck:<9} {x.summary}" if x else "nothing fits")
             for name, x in other
         ),
         *([] if work.shape.experts is None else [MIXTURE]),

@@ -88,14 +88,14 @@ class MachineLayout:
 
     @property
     def bottleneck(self) -> str:
-        """The role that a step waits for: the longest one. Where two sides work at once, the longest of the longer
-        side."""
+        """The role that a step waits for: the longest one. Where two sides work at once, the longest of the longer side
+        and of the sync."""
         t = self.times
-        # Both sides work at once, so only the longer one can be the bottleneck.
+        # Both sides work at once, so only the longer one can be the bottleneck. The sync comes after both.
         if self.topology != "asynchronous":
             return t.slowest
         side = ("learn", "reference") if t.rollout + t.reward < t.reference + t.learn else ("rollout", "reward")
-        return max(side, key=lambda role: getattr(t, role))
+        return max(*side, "sync", key=lambda role: getattr(t, role))
 
     @property
     def summary(self) -> str:

@@ -139,6 +139,7 @@ def test_the_bottleneck_is_the_longest_role_of_the_longer_side() -> None:
         ((5, 4.5, 1, 8, 1), "rollout"),
         ((4, 4, 1, 8, 1), "learn"),
         ((9, 1, 8, 6, 1), "reference"),
+        ((4, 1, 2, 3, 7), "sync"),  # after both sides
     ):
         layout = replace(asynchronous)
         layout.__dict__["times"] = Times(*seconds)
