@@ -70,6 +70,7 @@ def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str
             assert told["spoken"] == wanted and 0 < max(whole) <= told["seconds"]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("do", "regime"),
     [

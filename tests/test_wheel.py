@@ -64,6 +64,7 @@ def code(text: bytes) -> bytes:
     return ast.unparse(tree).encode()
 
 
+@pytest.mark.prove
 def test_its_metadata_says_what_a_package_index_shows(made: Path) -> None:
     with zipfile.ZipFile(made) as packed:
         name = next(n for n in packed.namelist() if n.endswith(".dist-info/METADATA"))

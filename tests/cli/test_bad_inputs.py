@@ -167,6 +167,7 @@ def test_line_ends_byte_order_mark_and_emoji_are_fine(tmp_path: Path) -> None:
 # --- the run folder ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_a_full_disk_loses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

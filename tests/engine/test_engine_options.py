@@ -17,6 +17,7 @@ from posttrain.record.run_reader import record_digest, run_file
 from tests.engine.run_parts import mine, model_at, play, refused, rl_steps
 
 
+@pytest.mark.prove
 def test_drafts_by_lookup_change_nothing(tmp_path: Path) -> None:
     """Rewards and tokens of a run with prompt lookup are those of the run without it."""
     words = mine(tmp_path / "task")

@@ -224,6 +224,7 @@ def test_tokens_that_the_loss_asks_nothing_of_or_that_were_certain_are_not_learn
     assert np.flatnonzero(~learned_from(batch, passes)).tolist() == [0, 1, 2]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "words",
     [

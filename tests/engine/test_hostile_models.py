@@ -183,6 +183,7 @@ def test_weights_that_are_cut_are_refused_whatever_their_digest_says(tmp_path: P
         load_weights(tmp_path, Learner())  # type: ignore[arg-type]
 
 
+@pytest.mark.prove
 def test_commands_on_a_broken_run_folder_end_with_exit_code_5(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_batch_of_a_mixture_is_kept_whole(tmp_path: Path) -> None:
     assert all(np.array_equal(getattr(again, n), getattr(batch, n)) for n in names)
 
 
+@pytest.mark.prove
 def test_too_many_steps_in_a_row_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also over a resume: what was left out before it counts."""
     every = "def reward(task, text):\n    return 1e45 * (sum(map(ord, text)) % 2)\n"

@@ -117,6 +117,7 @@ def test_a_resumed_stage_checks_the_scale_until_a_step_could_be_checked() -> Non
     assert scale_was_checked([overflowed, checked])
 
 
+@pytest.mark.prove
 def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     run = replace(in_type(only_rl(tiny_run(prompts=8, steps=4)), "float16"), keep_checkpoints=9)
     posttrain.run(run, out=tmp_path / "whole", quiet=True)
@@ -127,9 +128,8 @@ def test_float16_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert one.index == two.index == 4 and one.gauges == two.gauges and "optim/loss_scale" in one.gauges
 
 
-@pytest.mark.parametrize(
-    "lora", [None, pytest.param(Lora(rank=2), marks=pytest.mark.prove)], ids=["all weights", "an adapter"]
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["all weights", "an adapter"])
 def test_a_run_cut_behind_an_overflow_has_the_record_of_one_never_cut(
     lora: Lora | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +189,7 @@ def test_the_head_is_float32_in_every_type_and_a_narrow_one_is_refused(
         prove_logits(out)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [

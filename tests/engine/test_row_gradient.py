@@ -168,6 +168,7 @@ def test_no_tensor_of_the_weights_size_is_made_by_an_update(monkeypatch: pytest.
     assert made == [len(update_rules.MOMENTS), 0]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
 @pytest.mark.usefixtures("any_size")
 def test_a_run_trains_the_same_weights_and_no_check_speaks(

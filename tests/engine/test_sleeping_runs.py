@@ -61,6 +61,7 @@ def online() -> Run:
     return replace(tiny_run(), stages=(tiny_run().stages[0], stage))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "run",
     [tiny_run(eval_every=1, minibatches=2), pytest.param(online(), marks=pytest.mark.prove)],

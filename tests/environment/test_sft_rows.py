@@ -139,6 +139,7 @@ def test_a_killed_run_measures_as_if_it_had_not_been(model: Path, tmp_path: Path
     assert (run_reader.record_digest(tmp_path / "a"), run_reader.losses(tmp_path / "a", "sft")) == whole
 
 
+@pytest.mark.prove
 def test_passes_decide_the_steps_and_too_many_are_told(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

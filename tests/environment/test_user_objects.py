@@ -341,6 +341,7 @@ def test_what_on_step_returns_is_read_strictly(tmp_path: Path) -> None:
         posttrain.run("arithmetic", *FEW, on_step=lambda step: 1 / 0, out=tmp_path / "b", quiet=True)
 
 
+@pytest.mark.prove
 def test_a_stage_of_each_kind_stops_where_its_measure_is_no_longer_the_best(tmp_path: Path) -> None:
     """At a rate of almost nothing no evaluation is better than the first."""
     still = ("rl.optimizer.lr=1e-12", "rl.eval_every=1", "rl.patience=2", "rl.steps=9")

@@ -59,6 +59,7 @@ def copy(run: Path, tmp_path: Path) -> Iterator[Path]:
 # --- from the folder -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_the_gain_is_that_of_the_recorded_answers(run: Path) -> None:
     """Counted a second way: from the verdicts of the episodes, one mean a prompt."""
     rl = read_outcome(run).stages[-1]
@@ -258,6 +259,7 @@ def test_the_picture_in_characters() -> None:
         assert all(len(x) <= 80 for x in drawn)
 
 
+@pytest.mark.prove
 def test_plots_are_written_and_refuse_what_is_not_there(
     run: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,6 +377,7 @@ def test_students_point(freedom: float) -> None:
     assert true * 0.998 <= student95(freedom) <= true * (1.002 if freedom >= 2 else 1.2)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("recipe", ["verifiable", "dpo", "reward_model"])
 def test_what_a_single_judgement_measured_is_read_everywhere(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -70,6 +70,7 @@ def test_the_end_of_a_step_is_heard_in_every_kind_of_stage(tmp_path: Path) -> No
     assert all(f"after {s.stage} {s.index}" in s.notes for s in steps)
 
 
+@pytest.mark.prove
 def test_a_stage_that_is_over_frees_its_optimizer(tmp_path: Path) -> None:
     """Moments and masters are as large as the weights: no next stage begins while they wait for the garbage
     collector."""

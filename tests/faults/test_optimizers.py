@@ -127,6 +127,7 @@ def test_an_optimizer_from_outside_is_followed_by_its_own_word(tmp_path: Path) -
     assert first.gauges["canary/moved"].sum > 0
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

@@ -130,7 +130,8 @@ def test_the_term_is_a_mean_over_the_minibatch_whatever_is_split() -> None:
         assert apart(found, right) < 1e-6
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("staleness", [0, 2])
 def test_a_policy_learns_to_foresee_its_tool(staleness: int, tmp_path: Path) -> None:
     """What the world shows between the turns becomes more probable, with every check on."""
     run = late_run(staleness, algorithm=ECHO, steps=8, checkpoint_every=0, eval_every=0)

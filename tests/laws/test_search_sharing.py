@@ -109,6 +109,7 @@ def test_beginnings_are_computed_once(kind: str) -> None:
     assert s.spent == sum(len(said.ids) for _, said in counting.calls)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", ["beam", "tree"])
 def test_forks_are_flat_in_cache_blocks(kind: str) -> None:
     """While 64 continuations are sampled, each holds what it says itself, and their beginnings are held once. After a

@@ -185,6 +185,7 @@ def test_with_recomputed_layers_the_gradient_is_the_same(kernels: KernelChoice) 
             torch.testing.assert_close(one, two, rtol=1e-4, atol=max(exact, 1e-6))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("arch", ["gpt2", "qwen3", "gemma"])
 @pytest.mark.parametrize("share", [True, False])
 @settings(max_examples=15)

@@ -47,6 +47,7 @@ def notes_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("note: ") and "posttrain plan --against" in line]
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("probed")
 def test_a_run_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A healthy run says its prediction and nothing more; its record has the peaks of both phases of an optimizer step,

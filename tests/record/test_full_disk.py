@@ -137,11 +137,10 @@ WRITERS = {
     "the config beside the run": (r"/\.staged-model-\d+$", 0),
     "the timeline": (r"/timeline\.json$", 0),
 }
-OFTEN = ("steps.jsonl, at once", "state of a checkpoint")
-"""Those of `make test`; the long suites have all."""
 
 
-@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.prove) for n in WRITERS])
+@pytest.mark.prove
+@pytest.mark.parametrize("name", WRITERS)
 def test_a_disk_full_at_any_writer_loses_nothing(
     name: str,
     tmp_path: Path,

@@ -51,6 +51,7 @@ def test_a_gradient_that_is_no_number_names_step_and_episodes(
     assert "3 of the 9 episodes of the batch make it" in said
 
 
+@pytest.mark.prove
 def test_weights_that_run_away_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A learning rate that breaks the weights: every episode makes it, and supervised steps are recorded too."""
     said = stopped(

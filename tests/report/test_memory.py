@@ -70,6 +70,7 @@ def test_roles_within_roles(peak: PeakMemory) -> None:
     assert costs.take_memory()["outer"] == outer and not costs.memory and costs.most["outer"] == outer
 
 
+@pytest.mark.prove
 def test_every_line_of_the_record_has_the_peaks_of_its_roles(tmp_path: Path) -> None:
     words = ("sft.steps=2", "rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=1", "env.heldout=2")
     posttrain.run("arithmetic", *words, "evaluation.samples=1", out=tmp_path / "run", quiet=True)

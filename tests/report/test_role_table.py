@@ -143,6 +143,7 @@ def test_every_role_tells_what_it_does() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.prove
 def test_the_clock_of_a_step_tells_how_full_the_queue_was(tmp_path: Path) -> None:
     run = tiny_run(staleness=1, steps=4)
     asyncio.run(play(tiny_parts(tmp_path / "ahead", run)))

@@ -99,6 +99,7 @@ def test_what_is_kept_is_shorter_than_what_is_said() -> None:
     assert expected < 0.75 * truth
 
 
+@pytest.mark.prove
 def test_the_bias_of_a_run_is_that_of_the_shortest(tmp_path: Path) -> None:
     """Eight siblings kept of twelve in a real run whose policy hardly moves: their mean length is that of the eight
     shortest of twelve drawn from the lengths of the run without extras, a third below them."""

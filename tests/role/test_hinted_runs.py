@@ -43,6 +43,7 @@ LIVE = patch(SDPO, "sdpo_now", "2601.20802", hint=Hint())
 """The teacher has the weights of now."""
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -120,6 +120,7 @@ def test_two_seats_play_and_train(tmp_path: Path, who: str) -> None:
         assert len(e.turns) == 3 and sum(e.turns) == e.spoken
 
 
+@pytest.mark.prove
 def test_gradients_are_those_of_words_that_the_world_wrote(tmp_path: Path) -> None:
     """The same episodes with a seat, and with its words replayed by the world: weights after the step are bit-equal."""
     run = only_rl(tiny_run(steps=1, prompts=2, siblings=2))

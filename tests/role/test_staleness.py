@@ -86,6 +86,7 @@ def test_a_deterministic_run_is_the_same_whatever_takes_how_long(
         assert step.gauges["rollout/most_behind"].sum <= staleness
 
 
+@pytest.mark.prove
 def test_groups_of_a_deterministic_run_have_the_promised_version(tmp_path: Path) -> None:
     folder = played(late_run(2), tmp_path / "run")
     begun = next(s.version for s in run_reader.steps(folder) if s.stage == "rl") - 1
@@ -226,6 +227,7 @@ def test_weights_are_pushed_every_so_many_optimizer_steps(tmp_path: Path) -> Non
     assert max(s.gauges["rollout/most_behind"].sum for s in steps) == 2, "staleness 1, and 2 steps a push"
 
 
+@pytest.mark.prove
 def test_a_step_without_a_second_minibatch_does_not_put_off_a_push(tmp_path: Path) -> None:
     """Minibatches without credit, here of two equal answers, take no optimizer step. Weights are pushed after as many
     steps all the same, so no token is older than promised."""

@@ -189,6 +189,7 @@ def test_a_kind_without_a_driver_never_starts(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.prove
 def test_the_state_of_another_kind_is_damage(tmp_path: Path) -> None:
     """A state that does not fit its stage is named, whatever is wrong with it."""
     posttrain.run(with_average(), out=tmp_path / "run", quiet=True)
@@ -222,6 +223,7 @@ async def interrupted(folder: Path, run: Run) -> str:
         parts.close()
 
 
+@pytest.mark.prove
 async def test_a_stage_cut_behind_its_last_evaluation_is_gone_on_with(tmp_path: Path) -> None:
     """The evaluation that met the target is in the record, and is not written twice."""
     run = only_rl(tiny_run(steps=3, eval_every=1, target=0.0))
@@ -235,7 +237,8 @@ async def test_a_stage_cut_behind_its_last_evaluation_is_gone_on_with(tmp_path: 
     assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("own", [False, True])
 def test_a_stage_cut_before_its_first_checkpoint_has_the_record_of_one_that_was_not(
     own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +273,7 @@ async def test_a_stage_that_is_not_checkpointed_says_so(tmp_path: Path) -> None:
     assert not scan(tmp_path / "run")
 
 
+@pytest.mark.prove
 def test_what_cannot_be_resumed_is_left_closed(tmp_path: Path) -> None:
     """In one process the same sentence is said twice, and the folder is free for others."""
     posttrain.run(with_average(), out=tmp_path / "run", quiet=True)
@@ -288,6 +292,7 @@ def test_what_cannot_be_resumed_is_left_closed(tmp_path: Path) -> None:
 # --- what every kind can say ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_weights_that_are_handed_to_nobody(tmp_path: Path) -> None:
     """They are kept under their own name and compared; the run ends with those from before, and a later stage may start
     from them."""
@@ -309,6 +314,7 @@ def test_weights_that_are_handed_to_nobody(tmp_path: Path) -> None:
     assert again.stages == done.stages
 
 
+@pytest.mark.prove
 def test_an_environment_of_its_own(tmp_path: Path) -> None:
     """It is played, demonstrated, evaluated and limited there; what is measured there is no measure of the run."""
     run = tiny_run(steps=1)

@@ -85,6 +85,7 @@ def test_killed_and_resumed_is_never_killed(loud: Path, tmp_path: Path) -> None:
     assert same(weights(copy, "implicit/optimizer.safetensors"), weights(loud, "implicit/optimizer.safetensors"))
 
 
+@pytest.mark.prove
 def test_a_run_is_made_longer(loud: Path, tmp_path: Path) -> None:
     """The model goes on from the last checkpoint of the run."""
     copy = tmp_path / "copy"

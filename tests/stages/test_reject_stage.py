@@ -361,6 +361,7 @@ def test_a_message_names_some_culprits_and_counts_the_others() -> None:
     )
 
 
+@pytest.mark.prove
 def test_a_step_that_is_left_out_is_not_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in float16, or where a mixture overflows: the weights stay, and so does their version."""
     taken = Trainer.step

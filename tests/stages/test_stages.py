@@ -79,6 +79,7 @@ def kl(folder: Path) -> list[float]:
     return [s.gauges["policy/kl_reference"].mean for s in run_reader.steps(folder)]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_stage_that_goes_on_has_the_start_it_began_with(
     name: str, compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -286,6 +286,7 @@ def test_a_run_is_paid_by_one_judge_and_measured_by_another(tmp_path: Path, caps
     assert "gain [95 %] seconds" in said  # no column of a greedy accuracy that nothing has
 
 
+@pytest.mark.prove
 def test_requests_of_a_run_are_counted_on_where_it_is_resumed(tmp_path: Path) -> None:
     rows = "".join(json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) + "\n" for a in range(9))
     (tmp_path / "rows.jsonl").write_text(rows)
