@@ -6,9 +6,9 @@
 For each loss of `parity_cases.py`, TRL's trainer computes the loss of a prepared batch on a tiny random model; ours
 computes it packed, with shared prompts, and again in micro-batches. A reward model that we write is loaded by TRL's
 RewardTrainer and compared in the same way, and rows of three forms are prepared and learned by SFTTrainer and by ours
-(`parity_sft.py`). The loss may differ by 1e-6 of its size (2e-6 where a link squares), and the
-gradient of all weights by 1e-5 of its norm. The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one of the
-clock). A difference is an exit status of 1; so is a TRL that cannot be imported: nothing is left out.
+(`parity_sft.py`). The loss may differ by 1e-6 of its size (2e-6 where a link squares), and the gradient of all weights
+by 1e-5 of its norm (`GRADIENT` says where by more). The rows are drawn from the printed seed (`POSTTRAIN_SEED`, or one
+of the clock). A difference is an exit status of 1; so is a TRL that cannot be imported: nothing is left out.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import load_policy
 from posttrain.ladder.pieces.link import SelfPlay, Square
+from posttrain.ladder.pieces.preference_pieces import ReverseKL
 from posttrain.ladder.preference_algorithm import SIDES
 
 VALUE, GRADIENT = 1e-6, 1e-5
 """Largest differences: of the loss, relative to the largest of it, 1 and beta, which multiplies the rounding of
 log-probs, and twice that for a link that squares, which doubles the relative rounding; and of the gradient, relative
-to its norm, times 1 / tau for a link with a temperature, which multiplies the rounding of margins."""
+to its norm, times 1 / tau for a link with a temperature, which multiplies the rounding of margins, and twice that for
+a divergence other than the reverse KL: exp(sum of l) turns what the sum is off by into a relative difference."""
 SQUARES = (Square, SelfPlay)
 SMALL = Size(hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, search=1, tries=1, repeats=1)
 ROWS, LONGEST, PROMPT, FIRST = 6, 12, 7, 3
@@ -243,9 +245,9 @@ def main(words: Sequence[str]) -> int:
             ]
             value, gradient = (max(x) for x in zip(*told, strict=True))
             doubled = 2 if isinstance(case.ours.link, SQUARES) else 1
-            bad = not (
-                value <= doubled * VALUE and gradient <= GRADIENT / min(1.0, getattr(case.ours.link, "tau", 1.0))
-            )
+            steep = 1 if isinstance(case.ours.divergence, ReverseKL) else 2
+            steep /= min(1.0, getattr(case.ours.link, "tau", 1.0))
+            bad = not (value <= doubled * VALUE and gradient <= steep * GRADIENT)
             wrong += bad
             print(
                 f"{'WRONG ' if bad else ''}{case.name:<28} {case.trl:<34} loss {expected.loss:>12.6f}  differs by"
