@@ -8,6 +8,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from posttrain.lab.overview import map_page
 from posttrain.lab.page import lesson_page
 from posttrain.lab.server import claim_rows
 from posttrain.system.errors import ConfigError
+from posttrain.system.machine import cores
 from posttrain.system.terminal_output import tell
 from posttrain.web.local import static_files
 
@@ -96,19 +99,28 @@ def _json(found: Any) -> str:
 
 
 def write_site(into: Path, say: Callable[[str], None] = tell) -> int:
-    """Write all pages into a folder; returns the exit code 0."""
-    import torch
-
-    torch.set_num_threads(1)
+    """Write all pages into a folder, on all cores; returns the exit code 0."""
     (into / "data").mkdir(parents=True, exist_ok=True)
     for name, path in static_files("posttrain.web", "posttrain.lab").items():
         shutil.copyfile(path, into / name)
     (into / "index.html").write_text(map_page("site"), encoding="utf-8")
-    for entry in entries():
-        lesson = load(entry.name)
-        text, found = fitted(lesson)
-        (into / "data" / f"{lesson.name}.json").write_text(text, encoding="utf-8")
-        first = found["readouts"][default_index(lesson, found)]
-        (into / f"{lesson.name}.html").write_text(lesson_page(lesson, "site", first), encoding="utf-8")
-        say(f"{lesson.number} {lesson.title}: {len(found['readouts'])} positions, {len(text) // 1000} KB")
+    # Pages that train take longest, so they come first.
+    names = [entry.name for entry in sorted(entries(), key=lambda entry: entry.pace != "train")]
+    # Processes that are begun anew: one that is forked from threads of torch may wait for ever.
+    with ProcessPoolExecutor(cores(), get_context("spawn")) as processes:
+        for line in processes.map(write_page, itertools.repeat(into), names):
+            say(line)
     return 0
+
+
+def write_page(into: Path, name: str) -> str:
+    """Write one page and its data; returns a line that says what it has."""
+    import torch
+
+    torch.set_num_threads(1)
+    lesson = load(name)
+    text, found = fitted(lesson)
+    (into / "data" / f"{lesson.name}.json").write_text(text, encoding="utf-8")
+    first = found["readouts"][default_index(lesson, found)]
+    (into / f"{lesson.name}.html").write_text(lesson_page(lesson, "site", first), encoding="utf-8")
+    return f"{lesson.number} {lesson.title}: {len(found['readouts'])} positions, {len(text) // 1000} KB"
