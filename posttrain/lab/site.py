@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,8 @@ def write_site(into: Path, say: Callable[[str], None] = tell) -> int:
     names = [entry.name for entry in sorted(entries(), key=lambda entry: entry.pace != "train")]
     # Processes that are begun anew: one that is forked from threads of torch may wait for ever.
     with ProcessPoolExecutor(cores(), get_context("spawn")) as processes:
-        for line in processes.map(write_page, itertools.repeat(into), names):
-            say(line)
+        for page in as_completed([processes.submit(write_page, into, name) for name in names]):
+            say(page.result())
     return 0
 
 

@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -238,9 +238,9 @@ def test_one_that_is_forgotten_idle_or_cancelled_is_ended(box: Sandbox) -> None:
     asyncio.run(main())
 
 
-async def until(condition: object) -> None:
+async def until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + 5
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.02)
 

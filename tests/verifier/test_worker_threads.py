@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -54,9 +54,9 @@ class Crew:
         return question
 
 
-def until(condition: object) -> None:
+def until(condition: Callable[[], object]) -> None:
     end = time.monotonic() + 5
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
 
