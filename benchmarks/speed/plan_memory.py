@@ -4,7 +4,7 @@
     python -m benchmarks.speed.plan_memory --only dpo     # those whose words contain this
     python -m benchmarks.speed.plan_memory --again        # plans again what was measured, and prints the table
 
-What is measured is the highest resident memory of a run, by role, above what its process holds after its imports and
+What is measured is the highest resident memory of a run (of rank 0), by role, above what its process holds after its imports and
 an empty run of the same kind (Linux). The ratio is estimate / measured.
 """
 
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -60,6 +60,10 @@ CASES = (
     Case("grpo", 256, 4, 65536, more=(CONTEXT, "model.lora.rank=16")),
     Case("grpo", 128, 4, 100352, answer=448, more=(CONTEXT,)),
     Case("grpo", 256, 8, 65536, micro=1024, more=(CONTEXT,)),
+    Case("sft", 256, 4, 65536, more=(CONTEXT,), ranks=2),
+    Case("dpo", 128, 4, 100352, more=(CONTEXT,), ranks=2),
+    Case("grpo", 128, 4, 65536, more=(CONTEXT,), ranks=2),
+    Case("grpo", 256, 4, 65536, more=(CONTEXT,), ranks=2),
 )
 
 
@@ -67,7 +71,8 @@ def plan(case: Case) -> Place:
     """What a plan says of a configuration."""
     run = overrides.apply(recipe(case.recipe), case.overrides("model", "rows.jsonl"))
     lengths = Lengths(prompt=case.prompt, mean=case.answer, most=case.answer)
-    return places(work_of(run, run.stages[-1], shape_of_case(case), lengths))[0]
+    work = work_of(run, run.stages[-1], shape_of_case(case), lengths)
+    return places(replace(work, ranks=case.ranks))[0]
 
 
 def shape_of_case(case: Case) -> ModelShape:
@@ -90,6 +95,7 @@ def words(case: Case) -> str:
     more = ", ".join(m for m in case.more if not m.startswith("model.context"))
     sizes = f"{case.kind} h={case.hidden} layers={case.layers} V={case.vocabulary:,}"
     sizes += f" {case.batch} x {case.prompt}+{case.answer}"
+    sizes += f", {case.ranks} ranks" if case.ranks > 1 else ""
     return f"{sizes}{', ' + more if more else ''}{f', micro_tokens={case.micro}' if case.micro != 4096 else ''}"
 
 

@@ -44,6 +44,7 @@ class Case:
     micro: int = 4096
     more: tuple[str, ...] = ()
     """Further overrides."""
+    ranks: int = 1
 
     @property
     def size(self) -> Size:
@@ -103,7 +104,8 @@ def played(case: Case, folder: Path, steps: int = 2) -> dict[str, float]:
     ctypes.CDLL(None).malloc_trim(0)
     before = memory_mb()["now_mb"]
     words = case.overrides(str(folder / "model"), str(folder / "rows.jsonl"), steps)
-    posttrain.run(case.recipe, *words, out=folder / "run", quiet=True)
+    nproc = case.ranks if case.ranks > 1 else None
+    posttrain.run(case.recipe, *words, out=folder / "run", quiet=True, nproc=nproc)
     lines = [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
     peaks: dict[str, float] = {"before": before}
     for line in lines:

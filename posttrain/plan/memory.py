@@ -68,6 +68,8 @@ GROUP = 1 << 24
 """Numbers whose state an offloaded optimizer has on the device at once (`engine.optimizer.optimizer_offload`)."""
 IN_FULL = 1 << 21
 """Numbers of the smallest weights whose first update is checked (`checks.learning.gradient_and_update_checks`)."""
+BUCKET = 64 << 20
+"""Bytes of a bucket of all ranks' weights (`engine.parallel.gather`)."""
 RESERVED = 0.05
 """Share of the memory allocated for an instant on an accelerator that its allocator holds and cannot use. Assumed."""
 
@@ -174,6 +176,12 @@ def _learner(work: Work) -> Iterator[Term]:
         copies = 1 + work.delta
         sent = work.shape.parameters * work.width * copies
         yield Term("weights on their way", sent, f"{copies * work.width} P: a block that engines read", ("sync",))
+    # Rank 0 brings the parts of all ranks together in buckets, and joins the largest weight from its parts. That is in
+    # the host's memory too (`engine.parallel.gather`).
+    if _cut(work) > 1 and work.samples and not work.accelerator:
+        whole, largest = (n * work.width for n in (work.shape.parameters, work.shape.vocabulary * work.shape.hidden))
+        received = min(whole, max(largest, BUCKET)) * (1 + 1 / _cut(work)) + largest
+        yield Term("weights of all ranks on their way", received, "a bucket of all, and the largest weight", ("sync",))
     if not work.accelerator:
         yield Term("libraries", LIBRARIES, "measured; kernels by shape", small=float(LIBRARIES))
 

@@ -217,7 +217,9 @@ def test_a_bug_keeps_its_traceback_and_ctrl_c_is_130(monkeypatch: pytest.MonkeyP
 def test_signals_outside_a_run_end_with_their_code(number: signal.Signals) -> None:
     code = """
 import signal, sys, time, types
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that Ctrl-C is ignored
+# A parent in the background hands down that Ctrl-C is ignored, `nohup` that SIGHUP is.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fake = types.ModuleType("posttrain.build.request.run_request")
 def requested(*a):
     print("ready", flush=True); time.sleep(60)
@@ -241,8 +243,7 @@ def test_signals_are_heard_before_the_commands_are_imported(number: signal.Signa
     """And a SIGHUP that `nohup` ignores does nothing."""
     code = """
 import signal, sys, time
-if "nohup" in sys.argv:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 class Slow:
     def find_spec(self, name, path, target=None):
         if name == "posttrain.cli.parser":

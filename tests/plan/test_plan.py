@@ -22,6 +22,7 @@ from posttrain.engine.head import logprob
 from posttrain.engine.layers import embedding_gradient
 from posttrain.engine.learner import packed_reader
 from posttrain.engine.optimizer import optimizer_offload
+from posttrain.engine.parallel import gather
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.ladder.preference_rows import PREFERENCES
 from posttrain.plan import activations, memory
@@ -157,7 +158,7 @@ def test_the_heads_numbers_are_those_of_the_engine() -> None:
 
 def test_an_offloaded_state_is_on_the_device_by_groups_of_the_engine() -> None:
     """As many numbers as a group of the engine has, or the largest tensor alone, which no group cuts."""
-    assert memory.GROUP == optimizer_offload.GROUP
+    assert (memory.GROUP, memory.BUCKET) == (optimizer_offload.GROUP, gather.BUCKET)
     away = replace(SEVEN, offload_optimizer=True)
     for work, numbers in ((replace(away, lora=Lora(rank=64)), memory.GROUP), (away, 152064 * 3584)):
         held = {t.name: t.bytes for t in places(work)[0].held("update")}
