@@ -81,7 +81,7 @@ def timed_stage(run: Run, stage: Stage, work: Work, where: Hardware) -> Throughp
     """A stage on a machine."""
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
     own_engines = None if work.engines else min(workers, where.count)
-    return throughput(work, where, assumed_of(stage, PlanOptions()), own_engines, workers)
+    return throughput(work, where, assumed_of(run, stage, work, PlanOptions()), own_engines, workers)
 
 
 def plan_against(

@@ -17,6 +17,7 @@ from posttrain.config import overrides as dotted
 from posttrain.config.engines import VLLM, Embedded
 from posttrain.config.rank_limits import Parallel
 from posttrain.config.run import BUILT_CONTEXT, Model, Reinforce, Run
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
 from posttrain.config.stages.stage import Stage
 from posttrain.ladder.algorithm_cost import cost
 from posttrain.plan.lengths import Lengths
@@ -31,7 +32,7 @@ from posttrain.system.machine import cores
 HERE = "here"
 PROBED = "machine.json"
 """Name of the file in the cache folder with the figures of `posttrain plan --probe`."""
-REACHED = 0.63
+REACHED = 0.87
 """Share of the probed arithmetic that a step of a learner reaches on a processor. Measured
 (docs/research/plans-measured.md)."""
 ALPHABET = 100
@@ -94,7 +95,7 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
         replicas=options.replicas,
         parallel=options.parallel,
     )
-    assumed = replace(assumed_of(stage, options), drafts=_drafts(run, options))
+    assumed = replace(assumed_of(run, stage, work, options), drafts=_drafts(run, options))
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
     own_engines = None if work.engines else min(workers, where.count)
     timed_stage = throughput(work, where, assumed, own_engines, workers) if timed else None
@@ -113,16 +114,20 @@ def _drafts(run: Run, options: PlanOptions) -> int:
     return drafts
 
 
-def assumed_of(stage: Stage, options: PlanOptions) -> Assumed:
+def assumed_of(run: Run, stage: Stage, work: Work, options: PlanOptions) -> Assumed:
     """What is assumed of a stage, with the passes without gradient that its algorithm asks for."""
-    if not isinstance(stage, Reinforce):
+    if isinstance(stage, Reinforce):
+        costs = cost(stage.algorithm)
+        # `late` passes are needed only if a step has several updates.
+        passes = costs.forwards + (costs.late if stage.optimizer_steps > 1 else 0)
+    elif isinstance(stage, Preference | OnlinePreference) and run.model.lora is not None:
+        # Beneath an adapter the policy itself is the reference: it takes no memory, and a pass in each step.
+        ahead = isinstance(stage, Preference) and bool(stage.ahead)
+        passes = int(stage.algorithm.reads_reference and not ahead)
+    else:
         return options.assumed
-    costs = cost(stage.algorithm)
-    # `late` passes are needed only if a step has several updates. The pass of the reference is counted by the plan
-    # itself.
-    late = costs.late if stage.optimizer_steps > 1 else 0
-    own = costs.forwards + late - ("reference" in stage.algorithm.reads)
-    return replace(options.assumed, forwards=max(0, own))
+    # The pass of a second model in memory is counted by the plan itself.
+    return replace(options.assumed, forwards=max(0, passes - work.reference))
 
 
 def machine_word(words: Sequence[str]) -> tuple[str, list[str]]:

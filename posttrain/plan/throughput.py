@@ -24,6 +24,9 @@ both at once, with samples of earlier weights."""
 ROLES = ("rollout", "reward", "reference", "learn", "sync")
 SCORES = 8.0
 """Bytes that a product of the head writes and reads for each score."""
+NARROW = 100.0
+"""Width at which the rest of a layer (norms, gates, rotations) takes a processor as long as its products. Products grow
+with the square of the width, the rest with the width. Measured (docs/research/plans-measured.md)."""
 PIECES = 64
 """Parts of the tail in which the number of sequences is taken as constant."""
 
@@ -204,7 +207,8 @@ class Throughput:
     @property
     def _body(self) -> float:
         """Seconds of a pass of the layers without gradient over every token of the step."""
-        return self.tokens * self._each / (self.machine.flops * self.learners)
+        narrow = 0.0 if self.machine.device.accelerator else NARROW / self.work.shape.hidden
+        return (1 + narrow) * self.tokens * self._each / (self.machine.flops * self.learners)
 
     @property
     def _each(self) -> float:

@@ -212,15 +212,12 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         engines=0 if isinstance(run.placement, Local) else run.placement.engines,
         delta=isinstance(run.placement, Processes) and run.placement.delta,
     )
+    # An adapter that is switched off is its own reference.
+    other_model = model.lora is None or getattr(stage, "reference", None) is not None
     if isinstance(stage, Reinforce):
         a = stage.algorithm
-        # A second model is held where something is compared with it. An adapter that is switched off is its own
-        # reference, and a teacher with the policy's weights is the policy.
-        holds_reference = (
-            bool(a.reads & {"reference", "teacher"})
-            and not a.own_teacher
-            and (stage.reference is not None or model.lora is None)
-        )
+        # A second model is held where something is compared with it. A teacher with the policy's weights is the policy.
+        holds_reference = bool(a.reads & {"reference", "teacher"}) and not a.own_teacher and other_model
         return replace(common, prompts=stage.prompts, siblings=stage.siblings, minibatches=stage.minibatches,
                        epochs=stage.epochs, samples=True, staleness=stage.staleness,
                        reference=holds_reference, values="values" in a.reads)  # fmt: skip
@@ -231,13 +228,13 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         env = run.env_of(stage)
         endless = bool(env.mix) or (env.name != "prompts" and ":" not in env.name)
         ahead = not endless and model.lora is None if stage.ahead is None else stage.ahead
-        other = model.lora is None or stage.reference is not None
-        held = stage.algorithm.reads_reference and not ahead and other
+        held = stage.algorithm.reads_reference and not ahead and other_model
         return replace(common, prompts=stage.batch, siblings=2, reference=held)
     if isinstance(stage, RewardModel):
         return replace(common, prompts=stage.batch, siblings=2, head=False)
     if isinstance(stage, OnlinePreference):
-        return replace(common, prompts=stage.prompts, siblings=2, samples=True, reference=model.lora is None)
+        held = stage.algorithm.reads_reference and other_model
+        return replace(common, prompts=stage.prompts, siblings=2, samples=True, reference=held)
     if isinstance(stage, Rejection):
         return replace(common, prompts=stage.prompts, siblings=stage.siblings, samples=True)
     if isinstance(stage, Supervised):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.speed.plan_memory import RESULTS, of_row, plan
+from posttrain.api.plan_against import timed_stage
 from posttrain.api.swept import loop_of
 from posttrain.checks.learning import gradient_and_update_checks
 from posttrain.cli import main
@@ -224,6 +225,21 @@ def test_a_preference_stage_keeps_its_reference_where_data_is_endless(words: lis
     """As the stage does by default: log-probs ahead need tasks that come again."""
     run = apply(recipe("dpo"), words)
     assert work_of(run, run.stage("dpo"), SEVEN.shape, SEVEN.lengths).reference is kept
+
+
+@pytest.mark.parametrize(("name", "words", "passes"), [
+    ("grpo", ("pull=kl",), 1), ("grpo", ("pull=kl", "model.lora.rank=8"), 1), ("grpo", ("pull=none",), 0),
+    ("dpo", ("env.rewards=none",), 0), ("dpo", ("env.rewards=none", "model.lora.rank=8"), 1),
+])  # fmt: skip
+def test_a_reference_beneath_an_adapter_takes_a_pass_and_no_memory(
+    name: str, words: tuple[str, ...], passes: int
+) -> None:
+    run = apply(recipe(name), ["model=m", "env.prompts=p.jsonl", *words])
+    stage = run.stages[-1]
+    work = work_of(run, stage, SEVEN.shape, SEVEN.lengths)
+    timed = timed_stage(run, stage, work, machine("H100"))
+    assert timed.reference == pytest.approx(passes * timed._forward)
+    assert not (work.reference and work.lora)
 
 
 def test_what_lowers_memory_lowers_the_plan() -> None:

@@ -17,12 +17,13 @@ from benchmarks.speed.plan_published import rows
 from posttrain.api import plan_against
 from posttrain.cli import main
 from posttrain.config.overrides import apply
-from posttrain.core.gauge import Step
+from posttrain.core.gauge import Gauge, Step
 from posttrain.plan.layouts import DAY, best_layout, largest_batch, of_each_topology, other_assumptions
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import machine
 from posttrain.plan.memory import places
 from posttrain.plan.models import shape_by_name
+from posttrain.plan.of_run.against import recorded_work
 from posttrain.plan.throughput import Assumed, Times
 from posttrain.plan.work import Work
 from posttrain.recipe.recipes import recipe
@@ -41,6 +42,15 @@ def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "posttrain").mkdir()
     (tmp_path / "posttrain/machine.json").write_text(json.dumps(told))
+
+
+def test_answers_of_one_length_have_no_spread() -> None:
+    """Also where rounding makes the longest seem longer, and where all were cut at the limit."""
+    work = Work(shape=shape_by_name("Qwen2.5-0.5B"), lengths=Lengths(64, 192, 192), prompts=4, siblings=4, samples=True)
+    gauges = {"rollout/tokens": Gauge(16 * 192, 16), "engine/straggler": Gauge(1 + 1e-9, 1)}
+    assert recorded_work(work, [Step("rl", 1, 1, gauges)]).lengths.cv == 0
+    gauges["engine/straggler"] = Gauge(1.5, 1)
+    assert recorded_work(replace(work, lengths=Lengths(64, 192, 512)), [Step("rl", 1, 1, gauges)]).lengths.cv > 0.1
 
 
 def notes_of(text: str) -> list[str]:

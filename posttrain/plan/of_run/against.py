@@ -97,8 +97,11 @@ def _sampled(work: Work, said: Gauge, seen: Mapping[str, Gauge]) -> Lengths:
     prompt = max(1, round(prompts.count / said.count)) if prompts.count else work.lengths.prompt
     mean = max(1.0, said.mean)
     even = Lengths(prompt=prompt, mean=mean, most=max(work.lengths.most, round(mean)))
+    # Answers of one length, but for rounding. Where all were cut at the limit, no spread would reach it.
+    if not tail.count or tail.mean < 1 + 1e-6:
+        return even
     # `longest` rises with the spread, so halving the interval twelve times finds the spread to .001.
-    longest, low, high = tail.mean * mean if tail.count else mean, 0.0, 4.0
+    longest, low, high = tail.mean * mean, 0.0, 4.0
     for _ in range(12):
         middle = (low + high) / 2
         low, high = (middle, high) if replace(even, cv=middle).longest(work.sequences) < longest else (low, middle)
