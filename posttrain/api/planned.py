@@ -32,7 +32,7 @@ from posttrain.system.machine import cores
 HERE = "here"
 PROBED = "machine.json"
 """Name of the file in the cache folder with the figures of `posttrain plan --probe`."""
-REACHED = 0.87
+REACHED = 0.9
 """Share of the probed arithmetic that a step of a learner reaches on a processor. Measured
 (docs/research/plans-measured.md)."""
 ALPHABET = 100

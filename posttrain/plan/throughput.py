@@ -23,10 +23,18 @@ Topology = Literal["colocated", "disaggregated", "asynchronous"]
 both at once, with samples of earlier weights."""
 ROLES = ("rollout", "reward", "reference", "learn", "sync")
 SCORES = 8.0
-"""Bytes that a product of the head writes and reads for each score."""
+"""Bytes that are read and written for each score of the head."""
 NARROW = 100.0
 """Width at which the rest of a layer (norms, gates, rotations) takes a processor as long as its products. Products grow
 with the square of the width, the rest with the width. Measured (docs/research/plans-measured.md)."""
+READS = 1.7
+"""Times as long as a plain sum that products of few rows take to read the weights on a processor."""
+DRAWN, PUSHED = 38.0, 55.0
+"""What takes a processor as long as reading so many bytes: drawing a token, for each score it is drawn from; the
+fingerprints of both sides of a push, for each byte of the weights."""
+WATCHED = 512
+"""Spoken tokens of a step after which a run scores no further ones to see how far the policy moved
+(`checks.sampling.policy_change`). Only a step on a processor is so short that it counts."""
 PIECES = 64
 """Parts of the tail in which the number of sequences is taken as constant."""
 
@@ -126,6 +134,11 @@ class Throughput:
                 f"{self.machine.count} devices for {self.topology} roles: each of engines and learner needs at least 1"
             )
 
+    @property
+    def processor(self) -> bool:
+        """Whether the stage runs on a processor, where more was measured than a plan of an accelerator counts."""
+        return not self.machine.device.accelerator
+
     # --- the five times ----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -168,7 +181,11 @@ class Throughput:
         # Drafts are checked in the same pass: more arithmetic, and no more reading. That is why they pay where
         # a pass waits for reading.
         positions = 1 + self.assumed.drafts
-        busy = max(one.reading / m.reading, positions * one.arithmetic / m.compute)
+        reading, drawn = one.reading / m.reading, 0.0
+        if self.processor:
+            reading *= READS
+            drawn = 0.0 if self.work.vllm else sequences * self.work.shape.vocabulary * DRAWN / m.bandwidth
+        busy = max(reading, positions * one.arithmetic / m.compute) + drawn
         return (busy + m.latency) * (1 + self.assumed.drafts * self.assumed.draft_cost)
 
     @cached_property
@@ -207,7 +224,7 @@ class Throughput:
     @property
     def _body(self) -> float:
         """Seconds of a pass of the layers without gradient over every token of the step."""
-        narrow = 0.0 if self.machine.device.accelerator else NARROW / self.work.shape.hidden
+        narrow = NARROW / self.work.shape.hidden if self.processor else 0.0
         return (1 + narrow) * self.tokens * self._each / (self.machine.flops * self.learners)
 
     @property
@@ -218,21 +235,22 @@ class Throughput:
         # length, as attention is causal.
         return 2 * (s.active - s.vocabulary * s.hidden) + s.attending(round(length)) / 2
 
-    def _head(self, products: int) -> float:
+    def _head(self, products: int, touched: int) -> float:
         """Seconds of `products` products with the head's weight over the tokens that are learned from.
 
-        Each product also reads and writes its scores.
+        The scores are read and written so many times: `touched`.
         """
         # The share of a pass's tokens that are learned from, of all tokens of the step; 0 for a reward
         # model, which has no head.
         s, spoken = self.work.shape, self.tokens * self.work.spoken / self.work.tokens * self.work.head
         arithmetic = 2 * s.vocabulary * s.hidden / self.machine.flops
-        return spoken * products * (arithmetic + SCORES * s.vocabulary / self.machine.bandwidth) / self.learners
+        traffic = SCORES * s.vocabulary / self.machine.bandwidth
+        return spoken * (products * arithmetic + touched * traffic) / self.learners
 
     @property
     def _forward(self) -> float:
         """Seconds of a pass without gradient."""
-        return self._body + self._head(1)
+        return self._body + self._head(1, 2)  # scores are written by the product, and read to be normalised
 
     @property
     def tokens(self) -> float:
@@ -242,7 +260,13 @@ class Throughput:
     @property
     def reference(self) -> float:
         """Seconds of the passes without gradient."""
-        return self._forward * (self.assumed.forwards + self.work.reference)
+        w = self.work
+        watched = 0.0
+        if self.processor and w.samples:
+            # Whole episodes, until the tokens are enough.
+            episodes = math.ceil(WATCHED / w.lengths.answer)
+            watched = min(1.0, episodes / (w.sequences * w.learned))
+        return self._forward * (self.assumed.forwards + w.reference + watched)
 
     @property
     def learn(self) -> float:
@@ -255,7 +279,8 @@ class Throughput:
         # A backward pass makes two products where the forward makes one: a gradient of the input and one of the weight.
         # Frozen weights have only the first.
         passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]
-        computed = passes * self._body + self._head(3 if w.lora is not None else 4)  # scores are computed again
+        products = 3 if w.lora is not None else 4  # scores are computed again
+        computed = passes * self._body + self._head(products, products)
         # 28 bytes in float32: the weight and two moments read and written (24), the gradient read (4).
         moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)
         return (max(computed, self.gathering) + moved * w.minibatches) * w.epochs
@@ -280,7 +305,8 @@ class Throughput:
         sent = (w.adapter or w.shape.parameters) * w.width
         if self.topology == "colocated":
             # Read once and written once, in the memory of the same device.
-            return 2 * sent / (self.machine.bandwidth * self.learners)
+            fingerprints = PUSHED * w.shape.parameters * w.width if self.processor else 0.0
+            return (2 * sent + fingerprints) / (self.machine.bandwidth * self.learners)
         return sent / self.machine.between(self.machine.count)
 
     # --- the step ----------------------------------------------------------------------------------------------------

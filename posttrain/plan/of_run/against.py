@@ -97,15 +97,11 @@ def _sampled(work: Work, said: Gauge, seen: Mapping[str, Gauge]) -> Lengths:
     prompt = max(1, round(prompts.count / said.count)) if prompts.count else work.lengths.prompt
     mean = max(1.0, said.mean)
     even = Lengths(prompt=prompt, mean=mean, most=max(work.lengths.most, round(mean)))
-    # Answers of one length, but for rounding. Where all were cut at the limit, no spread would reach it.
-    if not tail.count or tail.mean < 1 + 1e-6:
-        return even
-    # `longest` rises with the spread, so halving the interval twelve times finds the spread to .001.
-    longest, low, high = tail.mean * mean, 0.0, 4.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if replace(even, cv=middle).longest(work.sequences) < longest else (low, middle)
-    return replace(even, cv=low)
+    # The smallest spread of a fine grid whose longest answer is nearest. It is no search by halves, because answers are
+    # cut at a limit: from some spread on the longest answer of a wider one is no longer.
+    longest = tail.mean * mean if tail.count else mean
+    spreads = (replace(even, cv=i / 50) for i in range(201))
+    return min(spreads, key=lambda x: abs(x.longest(work.sequences) - longest))
 
 
 def largest_step(steps: Iterable[Step]) -> list[Step]:
