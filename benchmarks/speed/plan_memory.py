@@ -4,8 +4,8 @@
     python -m benchmarks.speed.plan_memory --only dpo     # those whose words contain this
     python -m benchmarks.speed.plan_memory --again        # plans again what was measured, and prints the table
 
-What is measured is the highest resident memory of a run (of rank 0), by role, above what its process holds after its imports and
-an empty run of the same kind (Linux). The ratio is estimate / measured.
+What is measured is the highest resident memory of a run (of rank 0), by role, above what its process holds after its
+imports and an empty run of the same kind (Linux). The ratio is estimate / measured.
 """
 
 from __future__ import annotations
