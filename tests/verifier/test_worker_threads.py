@@ -55,7 +55,7 @@ class Crew:
 
 
 def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
