@@ -51,6 +51,8 @@ class Lab:
             torch.set_num_threads(1)
             for entry in entries():
                 load(entry.name)
+            # Pages that do not train need not wait until the process of those that do has imported the library too.
+            self.loaded.set()
             self.trainings.warm()
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
