@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.speed.plan_work import Case
 from benchmarks.speed.side import machine
+from posttrain.build.request.defaults import SLEEPS
 from posttrain.config import overrides
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.memory import Place, places
@@ -71,7 +72,10 @@ def plan(case: Case) -> Place:
     """What a plan says of a configuration."""
     run = overrides.apply(recipe(case.recipe), case.overrides("model", "rows.jsonl"))
     lengths = Lengths(prompt=case.prompt, mean=case.answer, most=case.answer)
-    work = work_of(run, run.stages[-1], shape_of_case(case), lengths)
+    shape = shape_of_case(case)
+    if case.kind == "grpo" and shape.parameters >= SLEEPS:
+        run = overrides.apply(run, ["engine.sleep=true"])  # as a run chooses it
+    work = work_of(run, run.stages[-1], shape, lengths)
     return places(replace(work, ranks=case.ranks))[0]
 
 

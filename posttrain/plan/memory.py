@@ -46,13 +46,13 @@ FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients
 SMALL = 32 << 20
 """Blocks of fewer bytes are kept by glibc when they are freed."""
 BETWEEN = {"none": 1.15, "selective": 1.6, "full": 1.85}
-SEVERAL, SAMPLING, HEADLESS, ADAPTED = 1.52, 1.48, 1.5, 1.9
+SEVERAL, SAMPLING, SAMPLING_RANKS, HEADLESS, ADAPTED = 1.52, 1.6, 1.3, 1.5, 1.9
 """Resident bytes of kept blocks for each byte of them that was in use at once. Measured
 (docs/research/plans-measured.md).
 
 BETWEEN is by `checkpointing`: where layers are computed again, blocks of many sizes come and go. The factor is at least
-SEVERAL with several passes and where a first update is checked, SAMPLING where the process samples too, HEADLESS for a
-reward model, and ADAPTED with an adapter."""
+SEVERAL with several passes and where a first update is checked, SAMPLING where the process samples too (over ranks,
+which prove no shared beginnings, SAMPLING_RANKS), HEADLESS for a reward model, and ADAPTED with an adapter."""
 LIBRARIES = 35 << 20
 """Bytes that oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
 STATE = {
@@ -147,7 +147,7 @@ def places(work: Work) -> tuple[Place, ...]:
     in_learner = () if own_process else tuple(_engine(work))
     lower_bounds = (
         (SEVERAL, work.passes > 1),
-        (SAMPLING, work.samples),
+        (SAMPLING if work.ranks == 1 else SAMPLING_RANKS, work.samples),
         (HEADLESS, not work.head),
         (ADAPTED, work.adapter > 0),
     )
