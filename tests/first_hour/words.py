@@ -79,7 +79,7 @@ EXEMPT = (
     Exempt("*", r"posttrain lab\b.*--site\b", "takes minutes; the suite of the documentation builds it"),
     Exempt("*", r"posttrain lab\b(?!.*--list)", "goes on until somebody ends it; tests/lab has its server"),
     Exempt("*", r".*\bjudge:", "needs a judge that was trained in full; tests/stages/test_generative_judge.py has one"),
-    Exempt("*", r"posttrain run haiku\.py:run\b", "needs a judge that listens; tests/cli/test_new.py has one"),
+    Exempt("*", r"posttrain (run|check) haiku\.py:run\b", "needs a judge that listens; tests/cli/test_new.py has one"),
     Exempt("*", r".*--answers\b", "needs policies that end their answers; tests/stages/test_reward_report.py has two"),
 )
 
