@@ -118,11 +118,7 @@ EVERY_STEP = (
     *(preference_data.sides_are_as_judged, preference_data.completion_ends_once, preference_data.sides_share_a_prompt),
     *(preference_data.tokens_are_as_judged, preference_reference.reference_says),
     *(preference_reference.starts_at_reference, preference_loss_checks.shift_is),
-    *(
-        reward_model_checks.score_reaches,
-        reward_model_checks.sides_share_their_prompt,
-        reward_model_checks.reads_the_end,
-    ),
+    *(reward_model_checks.score_reaches, reward_model_checks.reads_the_end),
     *(
         reward_model_scores.holds_what_was_trained,
         reward_model_scores.reads_the_last_token,

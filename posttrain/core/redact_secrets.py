@@ -59,7 +59,10 @@ def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
         # The longest first: where one secret contains another, the longer one is replaced whole.
         for name, value in sorted(secrets, key=lambda s: -len(s[1]))
         # The secret as it stands, in a URL's path, in a form, in a JSON string; equal forms once.
-        for form in dict.fromkeys((value, quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1]))
+        for form in dict.fromkeys(
+            # A variable may hold bytes that are no text.
+            (value, *(q(value, "", None, "surrogateescape") for q in (quote, quote_plus)), json.dumps(value)[1:-1])
+        )
     )
 
 

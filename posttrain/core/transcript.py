@@ -114,3 +114,10 @@ class Transcript:
             in_turn=np.concatenate([np.zeros(0, np.int32), *self._in_turn]) if self.sampling.in_turn else None,
             routed=None if self._routed is None else filled(self._routed, self._length),
         )
+
+
+def shown_segment(ids: np.ndarray, mask: np.ndarray, sampling: Sampling) -> Segment:
+    """A sequence that nobody sampled, such as a demonstration. Tokens of `mask` count as spoken, with log-prob 0 and
+    version SHOWN."""
+    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
+    return Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), sampling)

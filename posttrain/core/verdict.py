@@ -109,6 +109,12 @@ def failed(verdicts: Sequence[Judged]) -> bool:
     return any(j.counts and j.verdict.state is State.FAILED for j in verdicts)
 
 
+def figure_failed(verdicts: Sequence[Judged]) -> bool:
+    """Returns whether an episode has no figure (`Episode.figure`) because a source failed."""
+    sources = [j for j in verdicts if j.measured] or [j for j in verdicts if j.counts]
+    return any(j.verdict.state is State.FAILED for j in sources)
+
+
 def truth(verdicts: Sequence[Judged]) -> float | None:
     """The weighted sum of what is measured and not paid. None where nothing is measured, or where a measured source
     gave no score."""

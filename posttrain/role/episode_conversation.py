@@ -239,7 +239,7 @@ class Conversation(SeatConversation):
 
     def spoken_upto(self, characters: int) -> int:
         """Spoken tokens up to this character of the last turn's text, with those of all earlier turns."""
-        return self._before + tokens_upto(self._dialogue, self._last, characters)
+        return self._before + tokens_upto(self._dialogue.text, self._last, characters)
 
     def segments(self) -> tuple[Segment, ...]:
         """The transcripts as segments. A last one without a spoken token is left out if there are others."""
@@ -312,7 +312,7 @@ class DemonstrationTalk:
         self.paid.append(Judged(source, 1.0, Verdict.value(score), end=self.spoken, paid=True))
 
     def spoken_upto(self, characters: int) -> int:
-        return self._before + tokens_upto(self._dialogue, self._last, characters)
+        return self._before + tokens_upto(self._dialogue.text, self._last, characters)
 
     def leave(self, state: Any) -> None:
         self.state = state
@@ -346,8 +346,8 @@ def shorter(sampling: Sampling, most: int) -> Sampling:
     return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
 
-def tokens_upto(dialogue: Dialogue, ids: np.ndarray, characters: int) -> int:
-    """Number of tokens of `ids` that make this many characters. Text never shrinks with a token, so bisection finds
-    it."""
-    # Every prefix is decoded as a whole: a token's own text may be half a character. log2 of the length decodings.
-    return bisect_left(range(len(ids)), characters, key=lambda n: len(dialogue.text(ids[:n])))
+def tokens_upto(text: Callable[[np.ndarray], str], ids: np.ndarray, characters: int) -> int:
+    """Number of tokens of `ids` that make this many characters, found by bisection. `text` decodes ids."""
+    # Every beginning is decoded as a whole: log2 of the length decodings. The bytes of half a character at its end may
+    # decode to more characters than the whole one (U+FFFD for each), so they are left out, and text never shrinks.
+    return bisect_left(range(len(ids)), characters, key=lambda n: len(text(ids[:n]).rstrip("\ufffd")))

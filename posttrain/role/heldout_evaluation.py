@@ -14,7 +14,7 @@ from posttrain.core.measure.interval import Score
 from posttrain.core.measure.right import Grades, Right
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Group, Task
-from posttrain.core.verdict import failed
+from posttrain.core.verdict import figure_failed
 from posttrain.diagnose.gauges.rollout_gauges import unjudged_words
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.rollout import Rollout
@@ -54,9 +54,9 @@ class EvaluationReport:
     pass_at: dict[int, Score]
     """pass@k, by k; empty where there is no accuracy."""
     failed: int
-    """Episodes without a reward because a reward source broke."""
+    """Episodes without an outcome because a source broke."""
     abstained: int
-    """Episodes without a reward because every source abstained."""
+    """Episodes without an outcome because sources abstained."""
     mean_tokens: float
     """Spoken tokens per episode."""
     truncated: float
@@ -95,7 +95,9 @@ class EvaluationReport:
     @property
     def unmeasured(self) -> str:
         """The reason why there is no score at all, namely why nothing could be judged; '' if something was."""
-        return "" if self.reward.prompts or not self.groups else unjudged_words(self.groups)
+        if self.reward.prompts or not self.groups:
+            return ""
+        return unjudged_words(self.groups) or "what is measured abstained"
 
     @property
     def words(self) -> str:
@@ -156,7 +158,7 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     most = min((n for n, _ in solved), default=0)
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
-    broken = sum(failed(e.verdicts) for e in episodes)
+    broken = sum(figure_failed(e.verdicts) for e in episodes)
     argmax = None if greedy is None else _by_task(greedy, figures)
     # Only where something is measured. Elsewhere the outcome is what is paid, and it would be reported twice.
     paid = _by_task([g for g in groups if any(e.truth is not None for e in g.episodes)], lambda g: np.array(g.rewards))
@@ -167,7 +169,7 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
         greedy_reward=None if argmax is None else _rewards(argmax, grades | grades_of(greedy or ())),
         pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
         failed=broken,
-        abstained=sum(e.figure is None and not failed(e.verdicts) for e in episodes),
+        abstained=sum(e.figure is None and not figure_failed(e.verdicts) for e in episodes),
         mean_tokens=float(np.mean([e.spoken for e in episodes])) if episodes else math.nan,
         truncated=float(np.mean([e.stop.cut for e in episodes])) if episodes else math.nan,
         groups=tuple(groups),

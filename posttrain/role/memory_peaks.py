@@ -116,7 +116,7 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
             f"out of memory in a forward and backward pass of {tokens:,} tokens ({len(packed.lengths_S)} sequences, the"
             f" longest of {longest:,}): {lower}, or compute activations again instead of keeping them"
             f" (model.gradient_checkpointing=full). docs/help/out-of-memory.md says more."
-            f" ({str(error).splitlines()[0]})"
+            f" ({(str(error).splitlines() or [type(error).__name__])[0]})"
         ) from error
 
 

@@ -79,7 +79,10 @@ class Prompts:
             # A task that was never played counts as never solved, so it comes.
             if chosen.weight(self.rates.get(task.id, 0.0)) > 0:
                 return task, visit
-        raise ConfigError(
+        raise self._nothing_left(chosen)
+
+    def _nothing_left(self, chosen: Curriculum) -> ConfigError:
+        return ConfigError(
             f"curriculum: every one of the {self.source.count} tasks {chosen.left_out()}. Stop here, or add harder"
             " tasks"
         )
@@ -106,6 +109,8 @@ class Prompts:
             self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
         # One draw a call, by the cursor alone: a resumed run draws the same task from the same rates.
         weight = np.array([chosen.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
+        if not weight.sum() > 0:
+            raise self._nothing_left(chosen)
         rng = seeds.generator(self.seed, "prompt-draw", self.cursor)
         index = int(rng.choice(len(weight), p=weight / weight.sum()))
         task = self._tasks[index]

@@ -27,7 +27,7 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.ladder.rollout_request import PassRate, RolloutRequest
 from posttrain.role.episode_conversation import Conversation, Player, tokens_upto
 from posttrain.role.judging import SiblingVerdicts, attempt_of, judged, with_judges
-from posttrain.role.learning.demonstrations import recited
+from posttrain.role.learning.demonstrations import fitting, recited
 from posttrain.system.concurrency import settled, together
 from posttrain.system.errors import InvariantError, PosttrainError
 
@@ -183,7 +183,8 @@ class Rollout:
             transcript = Transcript(sampling)
             transcript.see(prompt_ids)
             transcript.show(ids)
-            turns, upto, state, paid = [dialogue.text(ids)], partial(tokens_upto, dialogue, ids), None, list[Judged]()
+            upto = partial(tokens_upto, dialogue.text, ids)
+            turns, state, paid = [dialogue.text(ids)], None, list[Judged]()
         else:
             played = self.dialogue(task.id), task, prompt, completion, sampling
             recital = await recited(self.environment, self.renderer, *played)
@@ -194,7 +195,7 @@ class Rollout:
                 recital.state,
                 recital.paid,
             )
-        segments, text = (transcript.segment(),), "\n".join(turns)
+        segments, text = (fitting(transcript.segment(), task, self.sampler.context),), "\n".join(turns)
         attempt = attempt_of(task, turns, Stop.SAID, segments, dialogue.text, upto, state)
         verdicts = (*await judging.judge(attempt, segments, sibling), *paid)
         kept = scrubbed_data(state)

@@ -101,7 +101,8 @@ def frontier(points: Sequence[SearchPoint]) -> list[SearchPoint]:
     best: list[SearchPoint] = []
     # From few tokens to many, a point is kept if it is better than the last one that was kept. Of points with equal
     # tokens the best one comes first.
-    for p in sorted(points, key=lambda p: (p.tokens, -p.score.mean)):
-        if p.score.prompts and (not best or p.score.mean > best[-1].score.mean):
+    judged = [p for p in points if p.score.prompts]
+    for p in sorted(judged, key=lambda p: (p.tokens, -p.score.mean)):
+        if not best or p.score.mean > best[-1].score.mean:
             best.append(p)
     return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -32,8 +33,8 @@ class SearchKind:
         for f in fields(self):
             # Every number of a search is a count, but exploration, which may be 0: only what was found counts then.
             value, least = getattr(self, f.name), 0.0 if f.name == "exploration" else 1
-            if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
-                raise ConfigError(f"search={self.word}.{f.name}={value:g}: must be at least {least:g}")
+            if isinstance(value, int | float) and not isinstance(value, bool) and not least <= value < math.inf:
+                raise ConfigError(f"search={self.word}.{f.name}={value:g}: must be at least {least:g}, and finite")
 
     @property
     def reads(self) -> Scored:

@@ -6,6 +6,7 @@ said, each counted once. The work of scoring them is not counted.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from posttrain.core.measure.right import Right, right_of
 from posttrain.core.ports import Environment, EpisodeJudge, Sampler
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
-from posttrain.core.transcript import Transcript
+from posttrain.core.transcript import shown_segment
 from posttrain.core.types import Episode, Segment, Task
 from posttrain.core.verdict import Judged, outcome
 from posttrain.role.judges.step_completion import TokenEnds
@@ -193,7 +194,9 @@ class StepSearch:
         for s, b in enumerate(ones):
             own = score_M[packed.segment_M == s]
             at = ends.upto(b.ids, step_ends(self.text(b.ids), self.separator))
-            out.append(replace(b, scores=tuple(own[np.array(at, np.int64) - 1].tolist()) if at else ()))
+            scores = own[np.array(at, np.int64) - 1].tolist()
+            # As where the same model judges: it has failed on an answer to which it gives no number.
+            out.append(replace(b, scores=tuple(scores) if all(map(math.isfinite, scores)) else ()))
         return out
 
     async def _verified(self, verifier: StepVerifier, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
@@ -214,16 +217,15 @@ class StepSearch:
         for b, own_texts in zip(ones, upto, strict=True):
             new = [scores[t] for t in own_texts[len(b.scores) :]]
             # With one step missing, a score of the others would be compared with scores of all steps.
-            judged = tuple(x for x in new if x is not None)
+            judged = tuple(x for x in new if x is not None and math.isfinite(x))
             scored.append(replace(b, scores=(*b.scores, *judged) if len(judged) == len(new) else ()))
         return scored
 
     def _segment(self, task: Task, b: Beginning) -> Segment:
         """The prompt and an answer as a segment."""
-        transcript = Transcript(READ)
-        transcript.see(self.seen(task))
-        transcript.show(b.ids)
-        return transcript.segment()
+        seen = self.seen(task)
+        mask = np.arange(len(seen) + len(b.ids)) >= len(seen)
+        return shown_segment(np.concatenate([seen, b.ids]), mask, READ)
 
     def worth(self, b: Beginning) -> float:
         """Its steps' scores as one number; an answer without a step is worth 0."""

@@ -93,11 +93,12 @@ def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
     try:
         with safe_open(path, "numpy") as file:
             arrays = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-            sampling = dataclass_json.from_plain(Sampling, json.loads(file.metadata()["sampling"]))
+            written = read_untrusted.parse(file.metadata()["sampling"], "its sampling", RunFolderError)
+        sampling = dataclass_json.from_plain(Sampling, written)
         kept = TruncationSets(arrays["kept.offsets"], arrays["kept.ids"]) if "kept.ids" in arrays else None
         streams_of_batch = {declared[n.removeprefix(STREAM)]: x for n, x in arrays.items() if n.startswith(STREAM)}
         arrays_of_batch: dict[str, Any] = {n: arrays.get(n) for n in ARRAYS}
         without_streams = Batch(sampling=sampling, kept=kept, **arrays_of_batch)
         return replace(without_streams, streams=streams_of_batch)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, PosttrainError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, PosttrainError) as error:
         raise RunFolderError(f"{path} is damaged ({error})") from error

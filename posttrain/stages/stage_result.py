@@ -100,9 +100,9 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
         s.waited += 1
     if s.waited < patience:
         return ""
-    most, more = ("lowest", "lower") if loss else ("highest", "higher")
+    most, more, sign = ("lowest", "lower", 1) if loss else ("highest", "higher", -1)
     return (
-        f"held-out {name} was {most} after step {s.lowest_at} ({abs(s.lowest):.3f}), and {patience} evaluations since"
+        f"held-out {name} was {most} after step {s.lowest_at} ({sign * s.lowest:.3f}), and {patience} evaluations since"
         f" were not {more}; stopped at step {s.step}"
     )
 

@@ -260,6 +260,17 @@ async def learn_from(
     )
 
 
+async def learn_nothing(roles: StageRoles[Any], index: int, sampled: Gauges, notes: tuple[str, ...]) -> Step:
+    """The line of a step whose samples teach nothing: weights and optimizer stay as they are."""
+    # The sampler drops what it keeps of earlier turns, as after a push of weights. A resumed run begins with an empty
+    # sampler, and both records must be equal.
+    roles.sync.forget()
+    seen = roles.watch.take()
+    gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, seen.gauges)
+    notes_of_step, version = (*notes, *seen.notes), roles.trainer.version
+    return await roles.watch.after(Step(roles.stage.name, index, version, gauges, roles.clock.take(), notes_of_step))
+
+
 def _write(roles: ReinforceRoles, unfinished: UnfinishedStep) -> None:
     """Write the step's episodes to the record. If the step stopped before credit was computed, they have none."""
     if not roles.run.record_episodes:

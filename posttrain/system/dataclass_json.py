@@ -27,6 +27,8 @@ from posttrain.system.subclass_registry import alternatives, is_open
 
 T = TypeVar("T")
 NoneType = type(None)
+NOT_FINITE = [{"float": x} for x in ("inf", "-inf", "nan")]
+"""The numbers that JSON does not have, as they are written."""
 TAG = "type"
 """The key with the name of the class, where a union is declared."""
 
@@ -187,8 +189,7 @@ def build(declared: Any, data: Any, path: str) -> Any:
         return _anything(data)
     if isinstance(data, dict):
         table = cast("dict[str, Any]", data)
-        # A number that JSON does not have, written as an object.
-        if table.keys() == {"float"} and float in members(declared):
+        if table in NOT_FINITE and float in members(declared):
             return float(table["float"])
         if pieces(declared):
             return _dataclass(_piece(declared, table, path), {k: v for k, v in table.items() if k != TAG}, path)
@@ -209,7 +210,7 @@ def _anything(data: Any) -> Any:
     """Plain data where no type is declared: unchanged, except for numbers that JSON does not have."""
     if isinstance(data, dict):
         table = cast("dict[str, Any]", data)
-        return float(table["float"]) if table.keys() == {"float"} else {k: _anything(v) for k, v in table.items()}
+        return float(table["float"]) if table in NOT_FINITE else {k: _anything(v) for k, v in table.items()}
     return [_anything(x) for x in cast("list[Any]", data)] if isinstance(data, list) else data
 
 
@@ -225,7 +226,7 @@ def _scalar(declared: Any, data: Any, path: str) -> Any:
     # `type` and not `isinstance`, for the same reason: a bool is an int.
     if type(data) in options:
         return data
-    if type(data) is int and float in options:
+    if type(data) is int and float in options and abs(data) <= 10**308:  # a larger one is no float
         return float(data)
     valid = choices(declared)
     if isinstance(data, str) and valid:
@@ -241,7 +242,7 @@ def _piece(declared: Any, data: dict[str, Any], path: str) -> type:
         return next(iter(options.values()))
     if tag is None:
         raise ConfigError(f"{path}: an object here needs a {TAG!r} key (one of {', '.join(options)})")
-    if tag not in options:
+    if not isinstance(tag, str) or tag not in options:
         own = ""
         if any(is_open(m) for m in (declared, *typing.get_args(declared))):
             own = ". If a file of your own defines it, give that too: algorithm=path.py:NAME"

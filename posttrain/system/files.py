@@ -276,9 +276,12 @@ class Lock:
         try:
             # flock ends with the process, however it ends, so no lock of a dead one stays.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:
             owner = os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
             os.close(self._fd)
+            if not isinstance(error, BlockingIOError):  # such as a network's, mounted without locks
+                why = f"{error.strerror}. Take a folder on a file system that has locks"
+                raise RunFolderError(f"cannot lock {self.path}: {why}") from error
             raise RunFolderError(f"{folder} is in use by another process ({owner}). Wait for it, or stop it") from error
         # Who holds it, for the message of the next one that wants it.
         text = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"

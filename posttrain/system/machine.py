@@ -26,10 +26,11 @@ _LIMITS: list[tuple[int, int]] = []
 """The thresholds in force, the innermost last."""
 
 CONTROL_GROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files with the limit of a control group and with what it uses, of both versions."""
+"""Of both versions of control groups: the folder, the files with the limit and with what is used, and the line of
+`memory.stat` with the part of it that the system frees when a program needs it: files that were read or written."""
 
 
 def cores() -> int:
@@ -61,9 +62,11 @@ def free_memory() -> int | None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 limits.append(int(line.split()[1]) << 10)
-    for most, used in CONTROL_GROUPS:
+    for folder, most, used, files in CONTROL_GROUPS:
         with suppress(OSError, ValueError):  # "max" is no number: there is no limit
-            limits.append(int(Path(most).read_text()) - int(Path(used).read_text()))
+            limit, taken = (int(Path(folder, name).read_text()) for name in (most, used))
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            limits.append(limit - taken + int(stat.get(files, 0)))
     return max(0, min(limits)) if limits else None
 
 
@@ -93,8 +96,10 @@ def kept_memory() -> AbstractContextManager[None]:
 def _usual() -> tuple[int, int]:
     """(`M_MMAP_THRESHOLD`, `M_TRIM_THRESHOLD`) as the user set them, or else the values that glibc reaches by itself in
     a process that often frees large blocks."""
-    mapped, trimmed = (os.environ.get(name) for name in THRESHOLDS)
-    return int(mapped or OFTEN_FREED), int(trimmed or 2 * OFTEN_FREED)
+    usual = zip(THRESHOLDS, (OFTEN_FREED, 2 * OFTEN_FREED), strict=True)
+    # A text that is no number, such as 128k, sets nothing.
+    mapped, trimmed = (int(x) if (x := os.environ.get(n, "")).lstrip("-").isdecimal() else y for n, y in usual)
+    return mapped, trimmed
 
 
 @contextmanager

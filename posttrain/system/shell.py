@@ -31,7 +31,15 @@ def _quoted(word: str) -> str:
         return shlex.quote(word)
     # The form $'...' of bash and zsh, in which escapes are read.
     plain = word.replace("\\", "\\\\").replace("'", "\\'")
-    return f"$'{visible(plain)}'"
+    return f"$'{''.join(map(_escaped, plain))}'"
+
+
+def _escaped(character: str) -> str:
+    """A character inside $'...'. One beyond ASCII is written byte by byte, since a shell reads `\\xa0` as one byte."""
+    if character.isprintable() or character.isascii():
+        return visible(character)
+    errors = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
+    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", errors))
 
 
 def with_reasons(rows: Iterable[tuple[str, str]], width: int | None = None) -> list[str]:

@@ -44,14 +44,18 @@ def _shell(line: str, folder: Path, path: str = os.defpath) -> str:
 
 
 @pytest.mark.parametrize(
-    "word", ["a\nb", "'\n'; echo $(id)", "\\\n'", "\x1b[2J\u202e", "\\'\x00 \t`x`", "plain", "a b'c"]
+    "word",
+    [
+        *("a\nb", "'\n'; echo $(id)", "\\\n'", "\x1b[2J\u202e", "\\'\x00 \t`x`", "plain", "a b'c"),
+        *("a\xa0b", "\x85\xad\u2028\U000e0001", os.fsdecode(b"caf\xe9\n")),
+    ],
 )
 def test_a_word_is_one_word_on_one_line(word: str) -> None:
     """bash reads it as text, and as the word itself where that can be printed."""
     line = shell.command_line("show", word)
     assert line.isprintable()
     told = f"printf '<%s>' {line.partition(' show ')[2]}"
-    done = subprocess.run(["bash", "-c", told], capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, errors="surrogateescape")
     assert done.stdout.count("<") == 1 and done.stderr == "" and "uid=" not in done.stdout
     assert "\x00" in word or done.stdout == f"<{word}>"
 

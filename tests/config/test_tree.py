@@ -184,6 +184,9 @@ def broken(path: str, value: object) -> dict[str, object]:
         ("seeed", 3, "did you mean 'seed'"),
         ("env.args", [1], "expected an object of named values"),
         ("stages", 3, "expected a list of"),
+        ("stages.1.optimizer.lr", {"float": "abc"}, r"optimizer\.lr: \{.float.: .abc.\} is not valid here"),
+        pytest.param("stages.1.optimizer.lr", 10**400, r"lr: 10+\.\.\. is not valid here; expected a", id="too large"),
+        ("stages.1.algorithm.clip", {"type": ["Clip"]}, r"clip\.type=\[.Clip.\]: "),
     ],
 )
 def test_refusals_name_path_value_and_what_is_valid(path: str, value: object, message: str) -> None:
@@ -220,6 +223,8 @@ class Bad:
 
 def test_enums_and_values_that_cannot_be_stored() -> None:
     assert from_plain(Painted, to_plain(Painted(Colour.RED))).colour is Colour.RED
+    for anything in ({"float": 0.5}, {"float": "word"}, [{"float": "1"}], math.inf):
+        assert from_plain(Painted, to_plain(Painted(Colour.RED, anything))).anything == anything
     with pytest.raises(ConfigError, match="called 'type'"):
         to_plain(Bad())
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -123,3 +123,17 @@ def test_the_rate_says_what_was_left_out() -> None:
     verdicts = [Verdict.value(1.0), Verdict.value(0.0), Verdict.failed("raised", "line 3"), Verdict.abstain()]
     line = productive_band(report([Group(task, 0, tuple(answer(i, v) for i, v in enumerate(verdicts)))], None))
     assert "50.0%" in line and "2 of 4 samples could not be judged and are left out" in line
+
+
+@pytest.mark.parametrize(
+    ("measured", "counted", "word"),
+    [(Verdict.failed("down", "no answer"), (3, 0), "truth: down x 3"), (Verdict.abstain(), (0, 3), "abstained")],
+)
+def test_an_outage_of_what_is_measured_is_no_pass_rate(measured: Verdict, counted: tuple[int, int], word: str) -> None:
+    """Rewards were paid, and the outcome is what is measured: nothing is known of it."""
+    task, paid = Task("t", "?"), Judged("mine", 1.0, Verdict.value(1.0))
+    verdicts = (paid, Judged("truth", 1.0, measured, measured=True))
+    found = report([Group(task, 0, tuple(Episode(task, 0, i, (), Stop.SAID, verdicts) for i in range(3)))], None)
+    assert (found.failed, found.abstained) == counted
+    line = productive_band(found)
+    assert "not known, none of 3 held-out samples could be judged" in line and word in line and "0.0%" not in line

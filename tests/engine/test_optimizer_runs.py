@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file
 
 import posttrain
@@ -20,7 +22,7 @@ from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
 from posttrain.record.checkpoint import find, scan
 from posttrain.role.weights.saved_weights import AVERAGE, OPTIMIZER, WEIGHTS
-from posttrain.stages.skipped_updates import load_batch, save_batch
+from posttrain.stages.skipped_updates import BATCH, load_batch, save_batch
 from posttrain.system.dataclass_json import from_plain, to_plain
 from posttrain.system.errors import RunFolderError
 from tests.engine.engine_parts import segments
@@ -169,6 +171,20 @@ def test_a_batch_of_a_mixture_is_kept_whole(tmp_path: Path) -> None:
     names = [f.name for f in fields(Batch) if f.name not in ("streams", "sampling", "kept")]
     assert {"routed_N", "balance_E"} <= {*names} and again.sampling == batch.sampling
     assert all(np.array_equal(getattr(again, n), getattr(batch, n)) for n in names)
+
+
+def test_a_batch_that_does_not_fit_together_is_damaged(tmp_path: Path) -> None:
+    save_batch(Batch.of(segments(3), [0, 1, 2]), tmp_path)
+    whole, path = load_arrays(tmp_path / BATCH), tmp_path / BATCH
+    sampling = '{"top_k": 2}'
+    for changes, contract in (
+        ({"source_M": whole["source_M"] + 10**6}, "{}"),
+        ({"kept.offsets": np.zeros(0, np.int64), "kept.ids": np.zeros(0, np.int32)}, sampling),
+        ({}, "[" * 100_000),
+    ):
+        save_arrays({**whole, **changes}, path, {"sampling": contract})
+        with pytest.raises(RunFolderError, match=r"batch\.safetensors is damaged"):
+            load_batch(tmp_path)
 
 
 @pytest.mark.prove

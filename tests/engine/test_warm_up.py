@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +23,13 @@ from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import load_policy
 from posttrain.engine.optimizer.optimizer import StageOptimizer
+from posttrain.ladder.algorithm import patch
+from posttrain.ladder.pieces.token_choice import Distill
+from posttrain.ladder.policy_rows import GKD
 from posttrain.record import run_reader
 from posttrain.role.memory_peaks import PeakMemory, memory_suffices
 from posttrain.role.trainer import Trainer
+from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
 from posttrain.stages.warm_up import largest, warm_up
 from posttrain.system.errors import ConfigError
 from tests.engine.engine_parts import ALPHABET, tiny
@@ -64,6 +70,24 @@ def test_nothing_is_left_of_it(dtype: str) -> None:
     said = warm_up(trainer, packed, Reads(True, True, candidates), PeakMemory())
     assert state() == before
     assert said.startswith("warm-up: a pass of 300 tokens, 5 sequences of up to 64, took ") and "MiB" in said
+
+
+def test_a_process_without_memory_is_told_in_words() -> None:
+    """Python's own MemoryError has no text."""
+    packed = largest(Reinforce(name="rl", micro_tokens=300), 64, IDS)
+    with pytest.raises(ConfigError, match=r"lower micro_tokens=300 .*\(MemoryError\)"), memory_suffices(packed, 300):
+        raise MemoryError
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_the_largest_pass_reads_as_many_candidates_as_the_loss(top: int) -> None:
+    learner = HFLearner(load_policy(tiny("qwen3", context=64), ALPHABET, 0))
+    packed = largest(Reinforce(name="rl", micro_tokens=20), 64, IDS)
+    algorithm = patch(GKD, "top", "", distill=Distill(top=top)) if top else GKD
+    stage = SimpleNamespace(algorithm=algorithm)
+    driver: Any = SimpleNamespace(stage=stage, parts=SimpleNamespace(learner=learner))
+    candidates = ReinforceDriver.reads(driver, packed).candidates_MK
+    assert candidates is not None and candidates.shape == learner.top(packed, top).ids.shape
 
 
 def test_room_is_held_for_the_optimizers_state() -> None:

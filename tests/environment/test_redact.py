@@ -3,6 +3,7 @@ command line."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,6 +113,11 @@ def characters_of(ids: list[int]) -> str:
 )
 def test_what_is_taken_out(said: str, kept: str) -> None:
     assert scrubbed(said, {NAME: SECRET, "HOME": "/root/of/all"}) == kept
+
+
+def test_a_secret_may_be_bytes_that_are_no_text() -> None:
+    secret = os.fsdecode(b"sk-\xff-0123456789")
+    assert scrubbed(f"k={secret}&u=sk-%FF-0123456789", {NAME: secret}) == f"k=[{NAME}]&u=[{NAME}]"
 
 
 def test_data_keeps_its_shape() -> None:

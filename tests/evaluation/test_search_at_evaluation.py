@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.measure.answer_steps import aggregated
 from posttrain.core.measure.interval import Score
+from posttrain.core.measure.right import Grades, Right
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.types import SampledTurn, Task
@@ -382,6 +384,8 @@ def test_a_point_counts_each_task_once_and_leaves_out_what_is_not_judged(tmp_pat
     assert frontier(points)[0] is one and frontier(points)[-1] is wide
     worse = replace(one, tokens=7.0)
     assert worse not in frontier([*points, worse])
+    equal = [replace(one, score=Score.of(x)) for x in ([0.3, 0.3], [], [0.9, 0.9])]
+    assert frontier(equal) == [equal[2]], "of equal costs the best one, beside one that nobody judged"
     for ending in ("svg", "png"):
         search_plot(
             [*points, replace(best_of_4, score=replace(one.score, low=-math.inf, high=math.inf))],
@@ -399,6 +403,40 @@ class Letters(World):
 
     async def judge(self, attempt: Any) -> Any:
         return (Judged("world", 1.0, Verdict.value(5.0 + 10 * attempt.text.count("a"))),)
+
+
+class Overflows(Likes):
+    """A model that gives no number to a step that ends with b."""
+
+    def tokens(self, packed: Packed) -> np.ndarray:
+        scores = super().tokens(packed)
+        return np.where(scores == 0.5, math.nan, scores)
+
+
+@pytest.mark.parametrize("kind", [BestOfN(count=8), BeamSearch(width=2, expand=4), TreeSearch()])
+def test_an_answer_to_which_the_model_gives_no_number_is_not_chosen(kind: SearchKind) -> None:
+    s = replace(tools(), scorer=Overflows())  # type: ignore[arg-type]
+    found = asyncio.run(play(kind, s, TASK))
+    assert "b" not in text(found.ids) and all(map(math.isfinite, found.scores)) and found.scores
+
+
+def test_a_search_of_which_nothing_was_judged_moves_no_scale() -> None:
+    tasks = [Task(id=f"t{i}", prompt="p") for i in range(4)]
+    graded = asyncio.run(search_point(ONE, replace(tools(), environment=Letters()), tasks))  # type: ignore[arg-type]
+    none = replace(graded, grades=Grades.of([]), values={}, means={})
+    assert graded.grades.scale[0] == 5.0 and [p.grades for p in leading([graded, none])] == [graded.grades] * 2
+    assert leading([none, graded])[0].grades == graded.grades
+
+
+def test_the_rule_for_right_answers_does_not_depend_on_their_order() -> None:
+    """Of outcomes with several rules: a model's score, then the user's threshold, then sources without full marks."""
+    rules = [Right(None), Right(0.5, True), Right(full=False), Right()]
+    for first, second in combinations(rules, 2):
+        for pair in ((first, second), (second, first)):
+            one, two = (Grades.of([0.2, 1.0], rule) for rule in pair)
+            assert (one | two).right == first
+            assert Grades.each([(0.2, pair[0]), (1.0, pair[1])]).right == first
+    assert (Grades.of([]) | Grades.of([0.5, 0.9], rules[1])).tells
 
 
 def test_of_grades_the_mean_reward_leads(tmp_path: Path) -> None:
@@ -458,6 +496,7 @@ def test_words_of_searches() -> None:
         (["search=beam.4"], r"write settings behind the name, such as search=beam.width=4"),
         (["search=beam.width=0"], "search=beam.width=0: must be at least 1"),
         (["search=tree.exploration=-1"], "must be at least 0"),
+        (["search=tree.exploration=inf"], "must be at least 0, and finite"),
         (["search=beam.width=2,expand=3,width=4"], "width is given twice; several values are written width=2,4"),
         (["search=best_of.aggregate=max"], "search=best_of.aggregate=max"),
         (["search.width=4", "search=beam"], r"search.width: .*search=beam.width=4"),

@@ -59,6 +59,8 @@ def test_weights_rankings_and_labels() -> None:
     r = scores(2.0, 1.0, -1.0)
     luce = -(2 - np.log(np.exp(r).sum())) - (1 - np.log(np.exp(r[1:]).sum()))
     assert expected_loss([listed], replace(STAGE, judgement="ranking"), r) == pytest.approx(luce)
+    listed = Ranking(task=TASK, completions=("x", "y"))
+    assert expected_loss([listed], replace(STAGE, judgement="ranking"), scores(0.0, 800.0)) == pytest.approx(800.0)
     label = replace(STAGE, judgement="label")
     said = expected_loss([Label(task=TASK, completion="x", good=False)], label, scores(2.0))
     assert said == pytest.approx(np.log1p(np.exp(2.0)))

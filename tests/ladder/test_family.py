@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,9 @@ def test_hard_tasks_are_asked_more_and_a_resumed_walk_goes_on_alike() -> None:
     assert walk(23) == asked, "a function of seed, cursor and what was solved"
     assert sum(t == "5" for t, _ in asked) > 40
     assert [v for t, v in asked if t == "5"] == list(range(sum(t == "5" for t, _ in asked))), "visits count up"
+    nobody: Any = SimpleNamespace(drawn=True, weight=lambda rate: 0.0, left_out=lambda: "has weight 0")
+    with pytest.raises(ConfigError, match="every one of the 6 tasks has weight 0"):
+        next(Prompts(TASKS, 7, curriculum=nobody))
 
 
 def test_curricula_read_only_what_the_policy_said() -> None:

@@ -274,6 +274,15 @@ def test_a_hint_that_does_not_fit_is_none() -> None:
     assert any("context" in why for why in said) and not all(said)
 
 
+def test_an_answer_without_a_token_has_no_hint_and_stops_nothing() -> None:
+    """Its prompt filled the context and was cut, so it is not the task's, and the environment asked nothing more."""
+    task = Task("long", "abcabc", "d")
+    silent = replace(episode(replace(task, prompt="abca"), 0, 0.0), task=task, stop=Stop.CONTEXT, turns=())
+    group = Group(task, 0, (silent, episode(task, 1, 1.0, "d")))
+    h = hints(Hint(of="answer"), World())
+    assert [t.missing for t in h.of(group)] == ["it says nothing", ""]
+
+
 def test_a_prompt_that_is_not_the_task_s_is_refused() -> None:
     (one, *_), h = groups(), hints(Hint(of="answer"), World())
     other = replace(one.task, prompt="cba")

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import posttrain
 from posttrain.build.request.run_file import to_yaml
@@ -37,7 +38,7 @@ from posttrain.recipe.recipes import recipe as shipped
 from posttrain.record import provenance, run_reader
 from posttrain.record.checkpoint import find
 from posttrain.record.external_access import DECIDED, HARMLESS, Kind, asks, decided, key, values
-from posttrain.role.weights.saved_weights import WEIGHTS
+from posttrain.role.weights.saved_weights import PLACES, WEIGHTS, SavedTensors, part_name
 from posttrain.system import dataclass_json
 from posttrain.system.errors import ConfigError, RunFolderError, UntrustedError
 from posttrain.system.subclass_registry import alternatives
@@ -744,3 +745,13 @@ def test_another_tokenizer_in_the_folder_is_found(
     for words in (["export", str(theirs), str(tmp_path / "out")], WAYS["ladder"](theirs), WAYS["serve"](theirs)):
         assert main(words) == 5
         assert "is not the tokenizer the run was made with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [[["a"], [0]], [[10**15], [0]], [[4], [-1]], [[4, 1], [0, 0]], [[4], [0.5]]])
+def test_weights_in_parts_that_do_not_fit_are_damaged(tmp_path: Path, place: list[object]) -> None:
+    """Where the parts say that they lie is somebody else's text."""
+    for rank in range(2):
+        metadata = {PLACES: json.dumps({"w": place})}
+        save_file({"w": torch.zeros(2)}, part_name(tmp_path / WEIGHTS, rank, 2), metadata)
+    with pytest.raises(RunFolderError, match="is damaged"):
+        SavedTensors(tmp_path / WEIGHTS).whole()

@@ -912,3 +912,12 @@ def test_a_folder_that_is_replaced_is_the_old_or_the_new_one(tmp_path: Path, mon
     shutil.copytree(target, tmp_path / ".old-rows")  # as a kill before its removal leaves it
     written("new")
     assert (target / "a").read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["rows"]
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(fd: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    with pytest.raises(RunFolderError, match=r"cannot lock .*lock: Function not implemented\. Take a folder"):
+        files.Lock(tmp_path)

@@ -230,3 +230,24 @@ def test_where_there_is_no_such_library_nothing_is_done(monkeypatch: pytest.Monk
     with machine.freed_at_once():
         ran = True
     assert ran
+
+
+def test_files_that_were_read_take_no_memory_of_a_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 900 kB that are used, 800 are files, which the system forgets when a program needs memory."""
+    for name, text in (("memory.max", "1000000"), ("memory.current", "900000"), ("memory.stat", "anon 100000\nfile 1")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),))
+    assert machine.free_memory() == 100_000
+    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file 800000\n")
+    assert machine.free_memory() == 900_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (machine.free_memory() or 10**9) > 900_000
+
+
+def test_a_threshold_that_is_no_number_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, trimmed = machine.THRESHOLDS
+    monkeypatch.setenv(mapped, "128k")
+    monkeypatch.setenv(trimmed, "-1")
+    assert machine._usual() == (machine.OFTEN_FREED, machine.NEVER)

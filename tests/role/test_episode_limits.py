@@ -7,13 +7,17 @@ import asyncio
 import tracemalloc
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from posttrain.config.run import Env, Reinforce, Run
+from posttrain.core.abilities import Abilities
+from posttrain.core.abilities import Demonstrations as DemonstratedTexts
 from posttrain.core.ports import Attempt, Talk
+from posttrain.core.sampling import Sampling
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Episode, Stop, Task
 from posttrain.core.verdict import Verdict
@@ -22,6 +26,7 @@ from posttrain.ladder.pieces.baseline import ToGo
 from posttrain.ladder.policy_rows import GIGPO, MT_GRPO, PPO
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.record.step_format import from_columns, of_groups, to_columns
+from posttrain.role.rollout import Rollout
 from posttrain.system.errors import ConfigError, DataError, InvariantError
 from posttrain.verifier.reward_source import graded
 from tests.tiny import MODEL, only_rl, play, tiny_parts, tiny_run
@@ -55,6 +60,24 @@ class Chatter(CalculatorEnv):
 
     def verify(self, attempt: Attempt) -> Verdict:
         return graded(bool(attempt.state and attempt.state["turns"] > 1), attempt.state, "two turns")
+
+
+def test_a_demonstration_longer_than_the_context_is_refused() -> None:
+    """In a group too: the learner would read positions that the model does not have."""
+    write = lambda task, style, rng, wrong: ("aa", "bbb")  # noqa: E731
+    world = SimpleNamespace(abilities=Abilities(demonstrations=DemonstratedTexts(styles=("s",), write=write)))
+    letters = SimpleNamespace(pair=lambda *given: (np.zeros(2, np.int32), np.ones(4, np.int32)))
+    dialogue = SimpleNamespace(text=lambda ids: "b" * len(ids))
+    judging = SimpleNamespace(judge=lambda *given: asyncio.sleep(0, ()))
+    for context in (6, 5):
+        sampler = SimpleNamespace(context=context)
+        rollout = Rollout(sampler, world, lambda task: dialogue, 0, letters)  # type: ignore[arg-type]
+        shown = rollout.show(Task("t", "aa"), 0, 0, Sampling(stop_ids=()), None, judging)  # type: ignore[arg-type]
+        if context == 6:
+            assert asyncio.run(shown).spoken == 4
+            continue
+        with pytest.raises(DataError, match="the demonstration of task 't' has 6 tokens and the model's context is 5"):
+            asyncio.run(shown)
 
 
 def episodes(tmp_path: Path, limits: EpisodeLimits, **chatter: Any) -> tuple[list[Episode], Chatter]:

@@ -7,12 +7,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 import posttrain
 from posttrain.build.build_judges import generative_judge
@@ -46,6 +48,7 @@ from posttrain.role.judges.reward_judge import JudgeMember
 from posttrain.role.judging import with_judges
 from posttrain.system.errors import ConfigError, DataError, InvariantError
 from tests.tiny import MODEL, only_rl, tiny_run
+from tests.vocabularies import train_byte_level
 
 TASK = Task("a", "<3,8>")
 
@@ -221,6 +224,33 @@ def test_a_yes_of_another_tokenizer_is_told() -> None:
     says_yes(one, one.encode("c4 Yes"), "c4 Yes")
     with pytest.raises(InvariantError, match="they are another tokenizer's"):
         says_yes(one, ids, "c4 Yes")
+
+
+def test_the_chance_of_a_verdict_is_that_at_the_verdict() -> None:
+    """A verdict is a whole word: the No of "Not" behind it is none."""
+    made, tokenizer = judge(polite, "genrm"), characters("YesNot. ")
+    renderer = Renderer(tokenizer, (), 64)  # type: ignore[arg-type]
+    scored_ids: list[np.ndarray] = []
+
+    async def score(ids: np.ndarray) -> np.ndarray:
+        scored_ids.append(ids)
+        return np.full(len(ids) - 1, -1.0, np.float32)
+
+    text = "so. Yes. Not so."
+    vote = Vote((0,), np.concatenate([renderer.encode("t"), renderer.encode(text)]), 1, (1.0,), text)
+    made = replace(made, renderer=renderer, sampler=SimpleNamespace(score=score))  # type: ignore[arg-type]
+    assert made.judging.read(text) == (1.0,)
+    assert [asyncio.run(made.log_says(vote, end)) for end in ("Yes", "No")] == [-3.0, -2.0]
+    assert [renderer.decode(ids) for ids in scored_ids] == ["tso. Yes", "tso. No"]
+
+
+def test_a_judge_whose_tokenizer_normalises_is_not_another_one() -> None:
+    tokenizer = train_byte_level(["caf\u00e9 Yes No"] * 9, 300)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()  # type: ignore[attr-defined]
+    renderer = Renderer(tokenizer, (), 64)  # type: ignore[arg-type]
+    says_yes(renderer, renderer.encode("cafe\u0301 Yes"), "cafe\u0301 Yes")
+    with pytest.raises(InvariantError, match="they are another tokenizer's"):
+        says_yes(renderer, renderer.encode("cafe\u0301 No"), "cafe\u0301 Yes")
 
 
 # --- real judges ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import posttrain
 from posttrain.build.build_environments import make_environment
@@ -144,6 +145,18 @@ def test_kept_reference_log_probs_that_are_lost_are_computed_again(
     shutil.rmtree(tmp_path / "cut" / "reference-dpo")
     posttrain.run(resume=tmp_path / "cut", quiet=True)
     assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
+
+
+def test_reference_log_probs_that_do_not_fit_their_lengths_are_damaged(tmp_path: Path) -> None:
+    """Also where the digests of the folder are right: it may come from elsewhere."""
+    folder = tmp_path / "reference"
+    arrays = {"keys": np.zeros((2, 16), np.uint8), "logp": np.zeros(3, np.float32)}
+    for lengths in (np.array([1.0, 2.0]), np.array([[1], [2]])):
+        files.write_directory(
+            folder, lambda to, n=lengths: save_file({**arrays, "lengths": n}, to / FILE, {"reference": "r"})
+        )
+        with pytest.raises(RunFolderError, match="does not hold log-probs by digest"):
+            ReferenceScores.load(folder, "r")
 
 
 @pytest.mark.prove

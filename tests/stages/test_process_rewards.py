@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,20 +39,22 @@ from posttrain.core.measure.answer_steps import (
 )
 from posttrain.core.ports import Attempt
 from posttrain.core.streams import STEP
-from posttrain.core.types import Episode, Stop, Task
+from posttrain.core.types import Episode, Segment, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged, Verdict, outcome
 from posttrain.diagnose.reward_bench import ProcessBenchScore
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.environment.make import environment
+from posttrain.environment.templates.renderer import Renderer
 from posttrain.record import run_reader
 from posttrain.record.external_access import asks
-from posttrain.role.judges.step_completion import TokenEnds
+from posttrain.role.judges.step_completion import StepLabeler, TokenEnds
 from posttrain.role.judges.step_judge import step_scores, step_verdicts
 from posttrain.stages.reward_model.reward_model_batches import reward_batch
-from posttrain.stages.step_labels.step_label_stage import ROWS, StepLabelDriver, rows_of
+from posttrain.stages.step_labels.step_label_stage import ROWS, LabelWork, StepLabelDriver, rows_of
 from posttrain.system.dataclass_json import from_plain, to_plain
 from posttrain.system.errors import ConfigError, DataError, InvariantError
 from tests.role.process_parts import SAMPLING, Counting, labelled, needed, parts_of, process_run
+from tests.vocabularies import train_bpe
 
 LABEL = StepLabeling(name="label", separator=";", completions=4, prompts=4, siblings=3, sampling=SAMPLING)
 
@@ -144,6 +147,40 @@ def test_the_token_that_ends_a_step_is_found_as_by_decoding_every_beginning(merg
         lengths = step_ends(text(ids), ";")
         if lengths:
             assert list(ends.upto(ids, lengths)) == token_ends(text, ids, lengths)
+
+
+def test_a_step_ends_behind_a_character_of_several_tokens() -> None:
+    """Where unseen characters become bytes, the bytes of half a character decode to more characters than the whole."""
+    tokenizer: Any = train_bpe(["a;b;c" * 20], 300)
+    renderer = Renderer(tokenizer, (), 64)
+    ids = renderer.encode("a😀;b😀é;c")
+    text = renderer.text(ids)
+    ends = step_ends(text, ";")
+    wanted = [next(n for n in range(len(ids) + 1) if renderer.text(ids[:n]).startswith(text[:end])) for end in ends]
+    assert len(ids) > len(text) and list(TokenEnds(renderer.text).upto(ids, ends)) == wanted
+    assert token_ends(renderer.text, ids, ends) == wanted
+
+
+def test_an_answer_that_said_nothing_has_no_steps() -> None:
+    """A prompt that fills the context leaves no token, and the stage goes on."""
+    seen = Segment(
+        np.zeros(3, np.int32), np.zeros(3, bool), np.full(3, np.nan, np.float32), np.full(3, -1, np.int32), SAMPLING
+    )
+    silent = Episode(Task("a", "?"), 0, 0, (seen,), Stop.CONTEXT, (Judged("world", 1.0, Verdict.value(0.0)),))
+    labeler = StepLabeler(Any, LABEL, SAMPLING, TokenEnds(lambda ids: ""), "s")  # type: ignore[arg-type]
+    assert labeler.cut(silent) == ()
+
+
+def test_rows_come_back_whatever_an_answer_says(tmp_path: Path) -> None:
+    """A separator of lines or paragraphs of Unicode ends no row."""
+    steps, held = ["a\u2028b;", "c\x85d\x1e"], tmp_path / "rows"
+    held.mkdir()
+    book = SimpleNamespace(keep=lambda name, write: write(held), kept=lambda name: held)
+    driver: Any = SimpleNamespace(stage=LABEL, parts=SimpleNamespace(book=book))
+    for index in (1, 2):
+        answer = SimpleNamespace(row=lambda step: {"completions": steps, "step": step})
+        StepLabelDriver._write(driver, LabelWork(index, None, (answer,), {}))  # type: ignore[arg-type]
+    assert [(r["completions"], r["step"]) for r in rows_of(held)] == [(steps, 1), (steps, 2)]
 
 
 # --- labels by completion ---------------------------------------------------------------------------------------------

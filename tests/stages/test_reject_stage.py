@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 
 import posttrain
 from posttrain.build.build_environments import make_environment
@@ -50,6 +52,7 @@ from posttrain.role.learning.rejection_selection import (
 from posttrain.role.learning.rejection_selection import write as write_candidates
 from posttrain.role.trainer import NonFiniteGradient, Trainer
 from posttrain.stages import training_step as steps
+from posttrain.stages.rejection.rejection_checks import may_be_kept
 from posttrain.stages.rejection.rejection_stage import RejectionDriver
 from posttrain.system.dataclass_json import from_plain, to_plain
 from posttrain.system.errors import ConfigError, RunFolderError
@@ -222,6 +225,15 @@ def test_each_pass_takes_each_kept_completion_once(count: int, own: int, epochs:
     assert once(ones) == [ones[0]] if count == 1 else True
 
 
+@pytest.mark.parametrize("rule", [TopShare(share=0.3), TopShare(share=0.3, above=0.0), Best(), Passing(at=3.0)])
+@pytest.mark.parametrize("size", [1.0, 1e7])
+def test_the_check_of_a_rule_passes_what_the_rule_keeps_and_nothing_else(rule: Keep, size: float) -> None:
+    """Whatever the size of the rewards."""
+    rewards = [size * x for x in (3.0, -1.0, 2.0, 7.0, 5.0, 6.0, 4.0, 1.0)]
+    kept = rule.chosen(rewards)
+    assert [may_be_kept(rule, x, rewards, 0) for x in rewards] == [i in kept for i in range(len(rewards))]
+
+
 def test_candidates_come_back_from_disk_bit_for_bit(tmp_path: Path) -> None:
     names = ["a", "with\nline", "ü"]
     asked = RoundSamples(
@@ -241,6 +253,13 @@ def test_candidates_come_back_from_disk_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / kept_module.FILE).write_bytes(b"nothing")
     with pytest.raises(RunFolderError, match="damaged"):
         read(tmp_path)
+    write_candidates(tmp_path, asked)
+    arrays = load_arrays(tmp_path / kept_module.FILE)
+    unspeakable = {"mask": np.ones_like(arrays["mask"])}
+    for changes in ({"prompts": np.frombuffer(b"[" * 100_000, np.uint8)}, unspeakable):
+        save_arrays({**arrays, **changes}, tmp_path / kept_module.FILE)
+        with pytest.raises(RunFolderError, match="damaged"):
+            read(tmp_path)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

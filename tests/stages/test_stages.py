@@ -10,22 +10,35 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import posttrain
 from posttrain.config.run import Optimizer
+from posttrain.core.measure.interval import Score
 from posttrain.ladder.pieces.pull import KL
 from posttrain.ladder.policy_rows import GRPO
 from posttrain.record import run_reader
 from posttrain.record.checkpoint import scan
 from posttrain.stages import Progress, Stages
 from posttrain.stages.interrupt import Interrupted, Stopper
+from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
+from posttrain.stages.stage_result import waited_out
 from posttrain.system import files
 from posttrain.system.errors import ConfigError, InvariantError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
+
+
+def test_the_best_mean_reward_is_told_with_its_sign() -> None:
+    """Of rewards below 0 too, such as the scores of a reward model."""
+    state, stage = StageState(step=3), SimpleNamespace(patience=1)
+    driver: Any = SimpleNamespace(state=state, stage=stage, heldout_loss=None, agreed=None)
+    reports: list[Any] = [SimpleNamespace(reward=Score(x, x - 1, x + 1, 4)) for x in (-0.7, -0.9)]
+    assert waited_out(driver, reports[0]) == ""
+    assert "held-out mean reward was highest after step 3 (-0.700)" in waited_out(driver, reports[1])
 
 
 def test_training_without_measuring(tmp_path: Path) -> None:

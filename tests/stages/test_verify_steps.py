@@ -258,6 +258,8 @@ def test_scores_are_counted_again_from_the_votes() -> None:
 def test_a_beginning_that_is_not_of_its_step_is_told() -> None:
     reads_to_the_step("3+4=7;", "3+4=7", "3+4=7;", "step 1")
     reads_to_the_step("3+4=7;", "3+4=7", "3+4=7;7", "step 1")  # a token that two steps share
+    # The step's last token completes a character: before it there is half a character, which decodes to U+FFFD.
+    reads_to_the_step("3+4\u3002", "3+4\ufffd", "3+4\u3002", "step 1")
     for text in ("3+4=7;7+5=13", "3+4"):
         with pytest.raises(InvariantError, match="the score would be of another step"):
             reads_to_the_step(text, "3+4=7", "3+4=7;", "step 1")

@@ -48,7 +48,8 @@ def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]
         lengths: characters up to the end of each step.
     """
     # The border of a step may lie inside a token. The step then ends with the first token that reaches it.
-    so_far = [len(text(ids[:n])) for n in range(len(ids) + 1)]
+    # U+FFFD at an end may stand for the bytes of a character that the next tokens complete.
+    so_far = [len(text(ids[:n]).rstrip("\ufffd")) for n in range(len(ids) + 1)]
     # The last step takes every token that is left: a stop token may add no characters.
     return [*(next(n for n, c in enumerate(so_far) if c >= want) for want in lengths[:-1]), len(ids)]
 

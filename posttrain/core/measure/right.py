@@ -66,6 +66,12 @@ def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = F
     return Right(full=abs(math.fsum(weights.values()) - FULL) <= SLACK)
 
 
+def _joint(rules: Iterable[Right]) -> Right:
+    """The rule for outcomes that come with several: a model's score first, of which none is right; then a threshold
+    that the user set; then sources whose sum is no full mark."""
+    return min(rules, key=lambda r: (r.at is not None, not r.named, r.full), default=Right())
+
+
 @dataclass(frozen=True)
 class Grades:
     """The range of some outcomes with the rule for right ones: it says whether they are pass or fail, or grades.
@@ -78,7 +84,7 @@ class Grades:
     right: Right
     low: float
     high: float
-    """The smallest and the largest outcome."""
+    """The smallest and the largest outcome; inf and -inf where there is none."""
     binary: bool
     """Whether each outcome is 0 or 1."""
 
@@ -86,17 +92,14 @@ class Grades:
     def of(outcomes: Sequence[float] | np.ndarray, right: Right | None = None) -> Grades:
         """The grades of these outcomes, under one rule for all of them."""
         x = np.asarray(outcomes, np.float64)
-        low, high = (float(x.min()), float(x.max())) if len(x) else (0.0, 0.0)
+        low, high = float(x.min(initial=math.inf)), float(x.max(initial=-math.inf))
         return Grades(Right() if right is None else right, low, high, bool(np.all((x == 0) | (x == 1))))
 
     @staticmethod
     def each(judged: Iterable[tuple[float | None, Right]]) -> Grades:
-        """The grades of outcomes that come with a rule each. Where one of them is a model's score, none is right."""
+        """The grades of outcomes that come with a rule each."""
         judged_pairs = [(x, rule) for x, rule in judged if x is not None]
-        rules = {rule for _, rule in judged_pairs}
-        return Grades.of(
-            [x for x, _ in judged_pairs], next((r for r in rules if r.at is None), next(iter(rules), None))
-        )
+        return Grades.of([x for x, _ in judged_pairs], _joint(rule for _, rule in judged_pairs))
 
     @property
     def graded(self) -> bool:
@@ -125,6 +128,6 @@ class Grades:
 
     def __or__(self, other: Grades) -> Grades:
         """The grades of both sets of outcomes together."""
-        right = self.right if self.right.at is None else other.right
+        right = _joint((self.right, other.right))
         low, high = min(self.low, other.low), max(self.high, other.high)
         return Grades(right, low, high, self.binary and other.binary)

@@ -12,7 +12,7 @@ from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.measure.right import Grades, Right
 from posttrain.core.scored import Credit
 from posttrain.core.types import Episode, Group
-from posttrain.core.verdict import State, failed
+from posttrain.core.verdict import State, failed, figure_failed
 from posttrain.diagnose.gauges.gauge_definition import Definition
 
 
@@ -122,13 +122,13 @@ def unjudged_words(played: Sequence[Group]) -> str:
     For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
     """
     episodes = [e for g in played for e in g.episodes]
-    broken = sum(failed(e.verdicts) for e in episodes)
+    broken = [failed(e.verdicts) or figure_failed(e.verdicts) for e in episodes]
     # What is measured has a figure even where no reward is paid.
-    silent = sum(e.reward is None and e.figure is None and not failed(e.verdicts) for e in episodes)
+    silent = sum(e.reward is None and e.figure is None and not b for e, b in zip(episodes, broken, strict=True))
     kinds = "; ".join(
         f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items()
     )
-    out = [f"{broken} failed: {kinds}"] if broken else []
+    out = [f"{sum(broken)} failed: {kinds}"] if any(broken) else []
     return ". ".join([*out, f"{silent} abstained: no source gave a score"] if silent else out)
 
 

@@ -6,6 +6,7 @@ says whether each is good. Each comparison is judged `votes` times in each order
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from posttrain.core.content import conversation
 from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
-from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Segment, Task
+from posttrain.core.transcript import shown_segment
+from posttrain.core.types import Episode, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.judged.judge_rules import best_half, chosen, mean_yes
 from posttrain.environment.templates.renderer import Renderer
@@ -174,8 +175,10 @@ class GenerativeJudge:
 
     async def log_says(self, vote: Vote, end: str) -> float:
         """log p(this verdict) after the reasoning of a vote that has a verdict."""
-        # Everything before the last verdict in the text: the reasoning may name Yes and No earlier.
-        before = vote.text[: max(vote.text.rfind(e) for e in self.judging.ends)]
+        # Everything before the last verdict in the text: the reasoning may name Yes and No earlier. A verdict is a
+        # whole word, as where it is read: the No of "Note" is none.
+        ends = "|".join(rf"\b{e}\b" if e.isalpha() else re.escape(e) for e in self.judging.ends)
+        before = vote.text[: max((m.start() for m in re.finditer(ends, vote.text)), default=len(vote.text))]
         ids = self._verdict_ids(before + end)
         says_yes(self.renderer, ids, before + end)
         # logp[i] belongs to token i + 1, so the judgement's tokens begin at spoken - 1. The tokens of the
@@ -201,12 +204,7 @@ class GenerativeJudge:
     def meta_scores(self, votes: Sequence[Vote]) -> np.ndarray:
         """float64 [K]: the meta reward model's score of each judgement, read after its prompt."""
         assert self.meta is not None
-        segments: list[Segment] = []
-        for vote in votes:
-            transcript = Transcript(READ)
-            transcript.see(vote.ids[: vote.spoken])
-            transcript.show(vote.ids[vote.spoken :])
-            segments.append(transcript.segment())
+        segments = [shown_segment(v.ids, np.arange(len(v.ids)) >= v.spoken, READ) for v in votes]
         return np.asarray(self.meta.scorer.rewards(Packed.of(segments)), np.float64)
 
     @staticmethod
@@ -271,7 +269,8 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
 
 def says_yes(renderer: Renderer, ids: np.ndarray, text: str) -> None:
     """InvariantError where these ids are not the text of a verdict in the judge's own tokenizer."""
-    if (decoded := renderer.decode(ids)) != text:
+    # Written and read once: a tokenizer may normalise a text (NFC), and its own tokens then read otherwise too.
+    if (decoded := renderer.decode(ids)) != renderer.decode(renderer.encode(text)):
         raise InvariantError(
             f"the tokens whose probability counts as the verdict read {decoded[-20:]!r} in the judge's tokenizer, not"
             f" {text[-20:]!r}: they are another tokenizer's. Encode the verdict with the tokenizer of the judge"

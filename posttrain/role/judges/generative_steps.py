@@ -20,7 +20,7 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.judged.verify_rules import chance_of_yes
 from posttrain.role.judges.generative_judge import LEFT_OUT, UNREAD, GenerativeJudge, Vote
 from posttrain.role.judges.step_completion import TokenEnds
-from posttrain.role.judges.step_judge import one_turn, step_verdicts
+from posttrain.role.judges.step_judge import step_tokens, step_verdicts
 from posttrain.system.concurrency import together
 from posttrain.system.errors import DataError, InvariantError
 
@@ -77,7 +77,7 @@ class GenerativeStepJudge:
 
     async def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         """The verdicts about each episode of a group. An answer of which a step has no readable vote is `failed`."""
-        ends = [self.steps(e) for e in episodes]
+        ends = [step_tokens(self.name, e, self.ends, self.separator) for e in episodes]
         texts = [self.beginnings(e) if upto else [] for e, upto in zip(episodes, ends, strict=True)]
         asked: dict[str, tuple[Episode, int]] = {}
         for e, upto, beginnings in zip(episodes, ends, texts, strict=True):
@@ -92,16 +92,6 @@ class GenerativeStepJudge:
         asking = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
         votes = dict(zip(asked, await together(asking), strict=True))
         return [self._given(upto, [votes[t] for t in beginnings]) for upto, beginnings in zip(ends, texts, strict=True)]
-
-    def steps(self, e: Episode) -> tuple[int, ...]:
-        """Returns the number of spoken tokens up to the end of each step.
-
-        Raises:
-            ConfigError: the episode has several turns.
-        """
-        one_turn(self.name, e)
-        spoken = _said(e)
-        return self.ends.upto(spoken, step_ends(self.ends.text(spoken), self.separator)) if len(spoken) else ()
 
     def beginnings(self, e: Episode) -> list[str]:
         """The answer's text up to the end of each step."""
@@ -161,7 +151,8 @@ def reads_to_the_step(text: str, before: str, upto: str, step: str) -> None:
         before: what was said up to that token, without it.
         upto: the same with it.
     """
-    if not (upto.startswith(text) and text.startswith(before)):
+    # Without U+FFFD, which stands for the bytes of a character that the step's last token completes.
+    if not (upto.startswith(text) and text.startswith(before.rstrip("\ufffd"))):
         raise InvariantError(
             f"{step}: it is judged by {text[-30:]!r}, and the answer up to its end is {upto[-30:]!r}: the score would"
             " be of another step. Show the verifier what was said up to the step"

@@ -12,7 +12,7 @@ import numpy as np
 
 from posttrain.core.batch import Packed
 from posttrain.core.ports import PairRenderer
-from posttrain.core.transcript import Transcript
+from posttrain.core.transcript import shown_segment
 from posttrain.core.types import Episode, Segment
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.learning.logprob_tolerance import READ
@@ -76,13 +76,8 @@ class JudgeMember:
             )
         if len(ids) > self.context:
             raise DataError(f"the episode has {len(ids)} tokens, and the reward model's context is {self.context}")
-        transcript = Transcript(READ)
-        # Runs of equal mask, each added by the door for its kind. The model
-        # reads all tokens, under the contract of sequences that nobody sampled.
-        edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-        for begin, end in zip((0, *edges), (*edges, len(ids)), strict=True):
-            (transcript.show if mask[begin] else transcript.see)(ids[begin:end])
-        return transcript.segment()
+        # The model reads all tokens, under the contract of sequences that nobody sampled.
+        return shown_segment(ids, mask, READ)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,6 @@ are those of (task, visit, sibling, step, number of the completion), so no neigh
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +20,7 @@ from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.types import Episode, Group, SampledTurn, TruncationSets
+from posttrain.role.episode_conversation import tokens_upto
 from posttrain.role.judging import SiblingVerdicts
 from posttrain.role.rollout import Rollout
 from posttrain.system.concurrency import together
@@ -63,7 +63,7 @@ class TokenEnds:
             upto_T = np.cumsum(widths)
             tokens_before = np.searchsorted(upto_T, np.array(ends[:-1], np.int64)) + 1
         else:
-            tokens_before = [self._bisected(ids, end) for end in ends[:-1]]
+            tokens_before = [tokens_upto(self.text, ids, end) for end in ends[:-1]]
         return (*(int(n) for n in tokens_before), len(ids))
 
     def _width(self, token: int) -> int:
@@ -71,10 +71,6 @@ class TokenEnds:
         if token not in self._widths:
             self._widths[token] = len(self.text(np.array([token], np.int32)))
         return self._widths[token]
-
-    def _bisected(self, ids: np.ndarray, characters: int) -> int:
-        """The least number of tokens whose text has this many characters."""
-        return bisect_left(range(len(ids)), characters, key=lambda n: len(self.text(ids[:n])))
 
 
 @dataclass(frozen=True)
@@ -272,7 +268,7 @@ class StepLabeler:
         Raises:
             ConfigError: the answer has several turns.
         """
-        if len(e.turns) != 1:
+        if len(e.turns) > 1:
             raise ConfigError(
                 f"{self.stage.name}: an answer to task {e.task.id!r} has {len(e.turns)} turns, and steps are completed"
                 " in answers of one turn: use an environment without tools or seats"

@@ -123,7 +123,7 @@ class StepJudge:
         read: list[Segment] = []
         ends_or_verdict: list[tuple[int, ...] | Verdict] = []
         for e in episodes:
-            ends = self.steps(e)
+            ends = step_tokens(self.name, e, self.ends, self.separator)
             try:
                 segment = self.member.segment(e) if ends else None
             except DataError as error:
@@ -140,16 +140,6 @@ class StepJudge:
             for f in ends_or_verdict
         ]
 
-    def steps(self, e: Episode) -> tuple[int, ...]:
-        """Returns the number of spoken tokens up to the end of each step.
-
-        Raises:
-            ConfigError: the episode has several turns.
-        """
-        one_turn(self.name, e)
-        spoken = e.segments[-1].ids[e.segments[-1].mask]
-        return self.ends.upto(spoken, step_ends(self.ends.text(spoken), self.separator)) if len(spoken) else ()
-
     def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
         return step_verdicts(self.name, self.reward, ends, scores, self.resolution)
 
@@ -162,13 +152,19 @@ class StepJudge:
         return [score_M[packed.segment_M == s] for s in range(len(read))]
 
 
-def one_turn(name: str, e: Episode) -> None:
-    """ConfigError where an episode has several turns."""
+def step_tokens(name: str, e: Episode, ends: TokenEnds, separator: str) -> tuple[int, ...]:
+    """The number of spoken tokens up to the end of each step.
+
+    Raises:
+        ConfigError: the episode has several turns.
+    """
     if len(e.turns) > 1:
         raise ConfigError(
             f"reward model {name} scores the steps of an answer, and an answer to task {e.task.id!r} has"
             f" {len(e.turns)} turns: use an environment without tools or seats, or a reward model of whole answers"
         )
+    spoken = e.segments[-1].ids[e.segments[-1].mask]
+    return ends.upto(spoken, step_ends(ends.text(spoken), separator)) if len(spoken) else ()
 
 
 def step_verdicts(

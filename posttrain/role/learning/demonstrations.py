@@ -16,7 +16,7 @@ from posttrain.core.conversation import LearnedConversation
 from posttrain.core.ports import Dialogue, Environment, PairRenderer
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import WEIGHT
-from posttrain.core.transcript import Transcript
+from posttrain.core.transcript import Transcript, shown_segment
 from posttrain.core.types import Message, Segment, Task
 from posttrain.role.episode_conversation import DemonstrationTalk
 from posttrain.role.prompt_order import Prompts
@@ -109,16 +109,17 @@ async def shown(
     """The demonstration of a task that a stage imitates: the learned turns of its conversation, or its completion."""
     if (talk := conversation_of(environment, stage, task)) is not None:
         pairs = renderer.conversation(talk, task.id, task.tools, stage.tool_arguments)
-        segments = tuple(_fits(_segment(ids, weight_T > 0), task, context) for ids, weight_T in pairs)
+        sequences = [shown_segment(ids, weight_T > 0, LIKELIHOOD) for ids, weight_T in pairs]
         # Tokens that are only read have weight 0 and are left out: there
         # is one weight for each learned token, in packing order.
-        return Demonstrated(segments, np.concatenate([w[w > 0] for _, w in pairs]))
+        learned_M = np.concatenate([w[w > 0] for _, w in pairs])
+        return Demonstrated(tuple(fitting(s, task, context) for s in sequences), learned_M)
     prompt, completion = abilities.demonstrations(environment).write(task, stage.style, rng, stage.wrong)
     if isinstance(completion, str):
         return Demonstrated.of(demonstration(renderer, task, prompt, completion, context))
     # Several turns: the environment's answers between them are known only by playing the episode.
     talk_played = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, LIKELIHOOD)
-    return Demonstrated.of(_fits(talk_played.transcript.segment(), task, context))
+    return Demonstrated.of(fitting(talk_played.transcript.segment(), task, context))
 
 
 def imitating(stage: Stage) -> Supervised | None:
@@ -137,16 +138,6 @@ def conversation_of(environment: Environment, stage: Supervised, task: Task) -> 
     return None if whole.last.after(task.prompt) else whole.last
 
 
-def _segment(ids: np.ndarray, learned_T: np.ndarray) -> Segment:
-    """A sequence in which the tokens of `learned_T` are learned."""
-    transcript = Transcript(LIKELIHOOD)
-    # Each run of equal tokens is added by its own method: `show` for learned tokens, `see` for all others.
-    edges = np.flatnonzero(np.diff(learned_T.astype(np.int8))) + 1
-    for part, learns in zip(np.split(ids, edges), (p[0] for p in np.split(learned_T, edges)), strict=True):
-        (transcript.show if learns else transcript.see)(part)
-    return transcript.segment()
-
-
 def demonstration(
     renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int
 ) -> Segment:
@@ -161,10 +152,10 @@ def demonstration(
     transcript = Transcript(LIKELIHOOD)
     transcript.see(prompt_ids)
     transcript.show(completion_ids)
-    return _fits(transcript.segment(), task, context)
+    return fitting(transcript.segment(), task, context)
 
 
-def _fits(segment: Segment, task: Task, context: int) -> Segment:
+def fitting(segment: Segment, task: Task, context: int) -> Segment:
     """The segment; DataError where it is longer than the model's context."""
     if len(segment.ids) > context:
         # Where it is far beyond the context, the message gives no exact number.

@@ -69,6 +69,9 @@ class Hints:
                 " answer that it was given, so the teacher cannot be shown a sibling's. Write `Task.answer` into the"
                 " hint, or set hint.of=answer"
             )
+        # Checked before `asked`: a prompt that fills the context is cut, and is then not the task's.
+        if not e.spoken:
+            return HintedEpisode(e.segments, "it says nothing")
         if len(e.segments) != 1:
             return HintedEpisode(e.segments, "its history was rewritten, so it has several prompts")
         hinted = behind(e.segments[0], self.asked(e), self.ids(e.task, prompt))
@@ -91,8 +94,7 @@ class Hints:
             ConfigError: it is not the task's prompt alone.
         """
         segment = e.segments[0]
-        # argmax of a mask finds its first True; without any it would say 0.
-        prompt_ids = segment.ids[: int(np.argmax(segment.mask)) if segment.spoken else len(segment.ids)]
+        prompt_ids = segment.ids[: int(np.argmax(segment.mask))]
         # The hinted prompt replaces the policy's prompt as tokens. If the environment had written more than
         # the task's prompt, the hinted prompt would lack this text, and the models would read different questions.
         if not np.array_equal(prompt_ids, self.ids(e.task, e.task.prompt)):

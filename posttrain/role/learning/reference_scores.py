@@ -123,9 +123,10 @@ class ReferenceScores:
             # The conditions on which `of` and the split below rely. Log-probs
             # that are not finite would give a NaN gradient many steps later.
             fits = (
-                keys.shape == (len(lengths), KEY)
+                keys.shape == (*lengths.shape, KEY)
                 and keys.dtype == np.uint8
                 and logp.dtype == np.float32
+                and lengths.dtype == np.int64
                 and bool(np.all(lengths >= 0))
                 and int(lengths.sum()) == len(logp)
                 and bool(np.all(np.isfinite(logp)))

@@ -25,11 +25,12 @@ from posttrain.config.stages.keep_rule import Keep
 from posttrain.config.stages.rejection import RejectionMethod
 from posttrain.core import seeds
 from posttrain.core.gauge import Gauge, Gauges
-from posttrain.core.types import SHOWN, Episode, Group, Segment, Task
+from posttrain.core.transcript import shown_segment
+from posttrain.core.types import Episode, Group, Segment, Task
 from posttrain.role.judges.regenerate import RegeneratedAnswer
 from posttrain.role.learning.demonstrations import LIKELIHOOD
 from posttrain.system import read_untrusted
-from posttrain.system.errors import RunFolderError
+from posttrain.system.errors import InvariantError, RunFolderError
 
 FILE = "candidates.safetensors"
 """Name of the file with the candidates of a round, in a folder that stays for the whole run (`RunFolder.keep`)."""
@@ -91,10 +92,9 @@ def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
     # The completion is learned after the prompt that the policy will be asked with, whatever
     # prompt it was sampled with. The sampler's log-probs are dropped: they belong to that prompt.
     head = segment.ids[:first] if prompt is None else prompt
-    ids = np.concatenate([head, segment.ids[first:]]).astype(np.int32)
+    ids = np.concatenate([head, segment.ids[first:]])
     mask = np.concatenate([np.zeros(len(head), bool), segment.mask[first:]])
-    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-    return Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), LIKELIHOOD)
+    return shown_segment(ids, mask, LIKELIHOOD)
 
 
 def prompt_ids(group: Group) -> np.ndarray | None:
@@ -302,8 +302,8 @@ def read(folder: Path) -> RoundSamples:
         arrays = load_file(path)
         ends = np.cumsum(arrays["lengths"])
         parts = [slice(b - n, b) for b, n in zip(ends.tolist(), arrays["lengths"].tolist(), strict=True)]
-        segments = [_segment(arrays["ids"][part], arrays["mask"][part]) for part in parts]
-        names = json.loads(arrays["prompts"].tobytes())
+        segments = [shown_segment(arrays["ids"][part], arrays["mask"][part], LIKELIHOOD) for part in parts]
+        names = read_untrusted.parse(arrays["prompts"].tobytes(), str(path), RunFolderError)
         candidates: list[Candidate] = []
         at = 0
         for name, place, reward in zip(names, arrays["places"].tolist(), arrays["rewards"].tolist(), strict=True):
@@ -314,11 +314,5 @@ def read(folder: Path) -> RoundSamples:
             candidates.append(Candidate(name, visit, sibling, reward, its_segments, bool(hinted), begun))
             at += count
         return RoundSamples(tuple(candidates), *(int(x) for x in arrays["counts"]))
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, InvariantError) as error:
         raise RunFolderError(f"{path} is damaged ({error}). Go on from a checkpoint of another round") from error
-
-
-def _segment(ids: np.ndarray, mask: np.ndarray) -> Segment:
-    """A segment to imitate, as `imitation` makes it."""
-    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-    return Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), LIKELIHOOD)

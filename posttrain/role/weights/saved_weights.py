@@ -102,6 +102,12 @@ class SavedTensors:
 
     def box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """The part of a tensor that begins at `begin` and is as large as `size`."""
+        try:
+            return self._box(name, begin, size)
+        except BROKEN as error:
+            raise self.damaged(error) from error
+
+    def _box(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         out: Tensor | None = None
         filled = 0
         for file, at, part_size in self._parts[name]:
@@ -112,11 +118,8 @@ class SavedTensors:
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             inside_part = tuple(slice(a - x, b - x) for a, b, x in zip(low, high, at, strict=True))
-            try:
-                with safe_open(file, "pt") as opened:
-                    numbers: Tensor = opened.get_slice(name)[inside_part] if inside_part else opened.get_tensor(name)
-            except BROKEN as error:
-                raise self.damaged(error) from error
+            with safe_open(file, "pt") as opened:
+                numbers: Tensor = opened.get_slice(name)[inside_part] if inside_part else opened.get_tensor(name)
             # Where one part holds the whole box it is returned as it is: no second tensor is filled.
             if tuple(numbers.shape) == size:
                 return numbers
@@ -126,7 +129,7 @@ class SavedTensors:
         wanted = int(torch.Size(size).numel())
         # Parts of one save do not overlap, so a count tells whether any is missing.
         if filled != wanted:
-            raise self.damaged(ValueError(f"{filled} of {wanted} numbers of {name!r} are there"))
+            raise ValueError(f"{filled} of {wanted} numbers of {name!r} are there")
         # None only for an empty box: no part holds any of it.
         return torch.empty(size) if out is None else out
 

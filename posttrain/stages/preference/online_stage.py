@@ -10,7 +10,7 @@ from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import prepared
 from posttrain.config.stages.preference_settings import OnlinePreference
 from posttrain.core.exchange.experience import Experience
-from posttrain.core.gauge import Gauge, Step, merge
+from posttrain.core.gauge import Step, merge
 from posttrain.core.ports import Reference
 from posttrain.core.scored import Credit
 from posttrain.core.stop import StepNumber
@@ -25,7 +25,7 @@ from posttrain.stages.loop import Driver
 from posttrain.stages.preference.sampled_pairs import batch_of_pairs, sampled_pairs
 from posttrain.stages.progress import StageState
 from posttrain.stages.role_parts import frozen_start, same_reference, stage_parts
-from posttrain.stages.training_step import DataBatch, learn_from
+from posttrain.stages.training_step import DataBatch, learn_from, learn_nothing
 
 
 @dataclass
@@ -93,22 +93,15 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
 
     async def _learn(self, e: Experience) -> Step:
         """One optimizer step on the pairs of an experience. A step without a pair changes nothing."""
-        roles, a, stage = self.roles, self.stage.algorithm, self.stage
+        roles, a = self.roles, self.stage.algorithm
         roles.watch.emit(PlayedEvent(e))
         pairs_of_step = sampled_pairs(e.groups, a, roles.place)
         played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, pairs_of_step.gauges())
         # Also in a step without a pair: the record has every answer.
         self._record(e)
         if not pairs_of_step.pairs:
-            # The sampler drops what it keeps of earlier turns, as after a push of weights. A resumed run begins with an
-            # empty sampler, and both records must be equal.
-            roles.sync.forget()
             note = f"no prompt gave a pair: {pairs_of_step.tied} were judged alike, {pairs_of_step.unjudged} not judged"
-            seen = roles.watch.take()
-            gauges = merge(played, {"optim/steps": Gauge(0, 1)}, seen.gauges)
-            return await roles.watch.after(
-                Step(stage.name, e.index, self.trainer.version, gauges, roles.clock.take(), (note, *seen.notes))
-            )
+            return await learn_nothing(roles, e.index, played, (note,))
         batch = batch_of_pairs(pairs_of_step.pairs, a)
         with self.clock.of("score"):
             if a.reads_reference:

@@ -14,7 +14,8 @@ from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Gauge
 from posttrain.core.streams import REFERENCE, START
-from posttrain.core.types import SHOWN, Segment
+from posttrain.core.transcript import shown_segment
+from posttrain.core.types import Segment
 from posttrain.role.events import DifferentiatedEvent, Event, Observer, ObserverReport, PackedEvent
 from posttrain.role.learner_passes import Needs
 from posttrain.role.learning.logprob_tolerance import CEILING, Exact, Gap, allowed, unmeasured
@@ -33,8 +34,7 @@ def segments_of(packed: Packed, episodes: Sequence[int]) -> list[Segment]:
     for e in episodes:
         ids = packed.ids_of(e)
         mask = np.arange(len(ids)) >= len(ids) - int((packed.sequence_M == e).sum())
-        logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-        out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), packed.sampling))
+        out.append(shown_segment(ids, mask, packed.sampling))
     return out
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.types import SHOWN, Segment
+from posttrain.core.transcript import shown_segment
+from posttrain.core.types import Segment
 from posttrain.role.learning.reference_scores import ReferenceScores
 from posttrain.role.roles import PreferenceRoles
 from posttrain.system.errors import InvariantError
@@ -28,9 +29,7 @@ def under_other_prompts(batch: Batch, longest: int) -> list[Segment]:
         if other is None or len(prompt) + len(other) > longest:
             continue
         mask = np.arange(len(prompt) + len(other)) >= len(prompt)
-        logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-        ids = np.concatenate([prompt, other])
-        out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), batch.sampling))
+        out.append(shown_segment(np.concatenate([prompt, other]), mask, batch.sampling))
     return out
 
 

@@ -147,15 +147,13 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return write
 
     def reads(self, packed: Packed) -> Reads:
-        algorithm = self.stage.algorithm
+        a = self.stage.algorithm
         # `reads` is called for the warm-up only. There the number of candidates a token matters, and not which tokens
         # they are: any ids of the right shape will do.
-        candidates_MK = (
-            np.resize(packed.target_M, (packed.spoken, algorithm.stores_top)) if algorithm.stores_top else None
-        )
-        return Reads(
-            algorithm.entropy is not None, algorithm.learns_values is not None, candidates_MK, heard=algorithm.hears
-        )
+        candidates_MK = np.resize(packed.target_M, (packed.spoken, a.stores_top)) if a.stores_top else None
+        if a.distill is not None:
+            candidates_MK = self.parts.learner.top(packed, a.distill.top).ids
+        return Reads(a.entropy is not None, a.learns_values is not None, candidates_MK, heard=a.hears)
 
     def remember(self, asked: Experience, step: Step) -> Step:
         self.state.memory = self.roles.adaptive

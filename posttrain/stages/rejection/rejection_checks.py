@@ -69,7 +69,7 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
             # Of equal rewards any may be kept, so only the completions with a higher reward count. At least one
             # completion is always kept.
             better = sum(x > reward for x in others)
-            return better < max(1, share * len(others) + slack) and (above is None or reward > above)
+            return better < max(1, int(share * len(others) + 1e-6)) and (above is None or reward > above)
         case _:
             return None
 

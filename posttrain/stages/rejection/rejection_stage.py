@@ -54,7 +54,7 @@ from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.reinforce_stage import productive_band
 from posttrain.stages.role_parts import data_parts
 from posttrain.stages.run_parts import load_kept
-from posttrain.stages.training_step import DataBatch, learn_from
+from posttrain.stages.training_step import DataBatch, learn_from, learn_nothing
 from posttrain.system.concurrency import together
 from posttrain.system.errors import ConfigError
 
@@ -234,15 +234,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         sampled, notes = await self._open_round(work) if work.opens else (Gauges(), ())
         # Nothing to imitate. `planned` is 0 then, so the next step asks again.
         if not self._kept:
-            # The sampler drops what it keeps of earlier turns, as after a push of weights. A resumed run begins with an
-            # empty sampler, and both records must be equal.
-            roles.sync.forget()
-            seen = roles.watch.take()
-            gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, seen.gauges)
-            notes_of_step, version = (*notes, *seen.notes), self.trainer.version
-            return await roles.watch.after(
-                Step(stage.name, work.index, version, gauges, self.clock.take(), notes_of_step)
-            )
+            return await learn_nothing(roles, work.index, sampled, notes)
         with self.clock.of("learn"):
             candidates = drawn(self._kept, stage.own, s.position, (roles.run.seed, stage.name, s.round))
             batch = await self._batch(candidates, work.index)

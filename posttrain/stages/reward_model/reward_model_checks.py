@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from posttrain.stages.preference.preference_data import (
     judged_again,
     rows_of,
     sides_are_as_judged,
+    sides_share_a_prompt,
     tokens_are_as_judged,
     told,
 )
@@ -85,29 +85,6 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
             "no weight beneath the reward head gets a gradient from its score: the model would stay as it was loaded."
             " Look for a detach between the hidden states and the head"
         )
-
-
-def sides_share_their_prompt(batch: Batch, text: Any) -> None:
-    """Checks that all completions of a judgement follow the same prompt.
-
-    Raises:
-        InvariantError: names the first judgement whose completions follow different prompts.
-    """
-    ends = np.cumsum(batch.lengths_S)
-    begin = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
-    for unit in range(batch.units):
-        sequences = batch.members(unit)
-        # The tokens of each sequence up to the source of its first token that counts.
-        prompts = {
-            batch.ids_N[ends[s] - batch.lengths_S[s] : batch.source_M[begin[s]] + 1].tobytes() for s in sequences
-        }
-        if len(prompts) > 1:
-            s = int(sequences[-1])
-            raise InvariantError(
-                f"the completions of judgement {unit} of the minibatch follow different prompts, such as"
-                f" {text(batch.ids_N[ends[s] - batch.lengths_S[s] : ends[s]])[:80]!r}: the score would learn to tell"
-                " prompts apart"
-            )
 
 
 def reads_the_end(learner: Learner, batch: Batch) -> None:
@@ -166,7 +143,7 @@ def expected_loss(
             gaps = [r[a] - r[b] for a in range(len(r)) for b in range(a + 1, len(r))]
             loss = sum(map(_below, gaps)) / len(gaps)
         else:
-            loss = sum(math.log(math.fsum(math.exp(x - r[k]) for x in r[k:])) for k in range(len(r) - 1))
+            loss = sum(float(np.logaddexp.reduce(r[k:])) - r[k] for k in range(len(r) - 1))
         if len(r) > 1:
             # For a pair this is centre * (R_c + R_r)^2 (2312.09244).
             loss += stage.centre * (2 / len(r) * sum(r)) ** 2
@@ -215,7 +192,7 @@ class RankingCheck(Observer):
         if not isinstance(event, PackedEvent):
             return None
         demonstration_ends_once(event.batch, roles.stop_ids, roles.text)
-        sides_share_their_prompt(event.batch, roles.text)
+        sides_share_a_prompt(event.batch, roles.text)
         if roles.stage.judgement != "rating":
             judged = judged_again(roles, event.index)
             sides_are_as_judged(event.batch, rows_of(judged))

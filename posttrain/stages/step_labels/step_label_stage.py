@@ -16,7 +16,7 @@ from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.scored import Credit
 from posttrain.core.stop import StepNumber
-from posttrain.core.verdict import failed
+from posttrain.core.verdict import figure_failed
 from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.events import LabelledEvent, PlayedEvent
@@ -124,8 +124,8 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         before = [] if work.index == 1 else [r for r in rows_of(self.parts.book.kept(name)) if r["step"] < work.index]
         rows = [*before, *(a.row(work.index) for a in work.answers)]
         # `keep` writes the whole file into a new folder, which then replaces the old one. So no row is ever half
-        # written.
-        text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+        # written. In ASCII, since a line separator of Unicode in an answer would cut its row in two for `splitlines`.
+        text = "".join(json.dumps(r) + "\n" for r in rows)
         self.parts.book.keep(name, lambda folder: _text(folder / ROWS, text))
 
     def remember(self, asked: LabelWork, step: Step) -> Step:
@@ -157,7 +157,7 @@ def unjudged_gauges(work: LabelWork) -> Gauges:
     episodes = [e for g in work.experience.played for e in g.episodes]
     return {
         "rollout/unjudged": Gauge.of([e.figure is None for e in episodes]),
-        "rollout/abstained": Gauge.of([e.figure is None and not failed(e.verdicts) for e in episodes]),
+        "rollout/abstained": Gauge.of([e.figure is None and not figure_failed(e.verdicts) for e in episodes]),
     }
 
 
