@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.diagnose.reward_quality import finite
 from posttrain.system.errors import DataError, nearest
 
 SECTIONS: dict[str, dict[str, int]] = {
@@ -86,16 +87,8 @@ def best_of_four(chosen: float, rejected: Sequence[float]) -> float:
     (0.5, 0.0)
     """
     # If n completions share the maximum, a random choice among them is the chosen one in 1 of n cases.
-    top = _finite("a prompt", [chosen, *rejected]).max()
+    top = finite([chosen, *rejected])[0].max()
     return 1 / (1 + sum(x == top for x in rejected)) if chosen == top else 0.0
-
-
-def _finite(what: str, scores: Sequence[float]) -> np.ndarray:
-    """The scores in float64; DataError where there is none, or one is not finite and so in no order."""
-    x = np.asarray(scores, np.float64)
-    if not len(x) or not np.isfinite(x).all():
-        raise DataError(f"RewardBench 2: {what} has the scores {x.tolist()}; give a finite one for each completion")
-    return x
 
 
 @dataclass(frozen=True)
@@ -106,8 +99,8 @@ class TiesPrompt:
     wrong: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _finite("the right side of a prompt of Ties", self.correct)
-        _finite("the wrong side of a prompt of Ties", self.wrong)
+        for side in (self.correct, self.wrong):
+            finite(side or (math.nan,))  # a side without a completion has no worst and no best score
 
     @property
     def gap(self) -> float:

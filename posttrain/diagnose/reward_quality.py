@@ -116,7 +116,7 @@ def debias(scores: Sequence[float] | np.ndarray, features: Mapping[str, Sequence
     Raises:
         DataError: a feature has another number of entries, or a number is not finite.
     """
-    (y,) = _finite(scores)
+    (y,) = finite(scores)
     columns: dict[str, np.ndarray] = {}
     for name, x in features.items():
         column = np.asarray(x, np.float64)
@@ -146,12 +146,12 @@ def _ordered(
     chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(by how much each chosen completion leads, 1 where it does, 1/2 for a tie, else 0), float64."""
-    better, worse = _finite(chosen, rejected)
+    better, worse = finite(chosen, rejected)
     gap = better - worse
     return gap, np.where(gap == 0, 0.5, (gap > 0).astype(np.float64))
 
 
-def _finite(*scores: Sequence[float] | np.ndarray) -> list[np.ndarray]:
+def finite(*scores: Sequence[float] | np.ndarray) -> list[np.ndarray]:
     """The scores in float64; DataError where their numbers differ, or one is not finite and so orders nothing."""
     each = [np.asarray(x, np.float64) for x in scores]
     if len({x.shape for x in each}) > 1 or not all(np.isfinite(x).all() for x in each):
@@ -161,7 +161,7 @@ def _finite(*scores: Sequence[float] | np.ndarray) -> list[np.ndarray]:
 
 def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
     """Spearman's: the correlation of ranks, equal values with their mean rank; nan where one does not vary."""
-    x, y = map(_ranks, _finite(a, b))
+    x, y = map(_ranks, finite(a, b))
     if len(x) < 2 or not x.std() or not y.std():
         return math.nan
     return float(np.corrcoef(x, y)[0, 1])

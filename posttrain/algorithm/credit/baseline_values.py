@@ -307,18 +307,11 @@ def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit
     return TokenCredit([x + to_go(p_T) for x, p_T in zip(outcome, process, strict=True)])
 
 
-@by_token.register
-def _(b: TurnMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+@by_token.register(TurnMean)
+@by_token.register(AnchorMean)
+def _(b: TurnMean | AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    (rewards, noise), scaled = compared_rewards(a, samples), a.scale == "group_std"
+    them = ([s.scored.episode for s in samples], rewards, noise)
+    credit = by_turn(b, *them, scaled=scaled) if isinstance(b, TurnMean) else by_state(b, *them, scaled=scaled)
     # Whether the group is silent is read from the credit: turns may differ where the outcomes do not.
-    credit = by_turn(
-        b, [s.scored.episode for s in samples], *compared_rewards(a, samples), scaled=a.scale == "group_std"
-    )
-    return TokenCredit(credit, not any(np.any(x) for x in credit))
-
-
-@by_token.register
-def _(b: AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    credit = by_state(
-        b, [s.scored.episode for s in samples], *compared_rewards(a, samples), scaled=a.scale == "group_std"
-    )
     return TokenCredit(credit, not any(np.any(x) for x in credit))
