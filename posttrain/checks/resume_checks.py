@@ -54,13 +54,7 @@ class ResumeCheck(Observer):
         if not steps:
             return
         walked = steps[-1].gauges.get("rollout/walked")
-        # The history is whole here: it is trimmed only while the stage runs. A step whose update was skipped counts 0.
-        taken = sum(s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
-        # The count is part of the optimizer's state: one that was made anew has 0.
-        remembered = roles.trainer.optimizer.state_tensors().get("steps")
-        goes_on(
-            walked.sum if walked else None, roles.groups.cursor, taken, None if remembered is None else int(remembered)
-        )
+        goes_on(walked.sum if walked else None, roles.groups.cursor, *_updates(self._history, roles))
 
 
 class OptimizerResumeCheck(Observer):
@@ -74,9 +68,16 @@ class OptimizerResumeCheck(Observer):
 
     async def begin(self, roles: StageRoles[Any]) -> None:
         if self._history.steps:
-            taken = sum(s.gauges["optim/steps"].sum for s in self._history.steps if "optim/steps" in s.gauges)
-            remembered = roles.trainer.optimizer.state_tensors().get("steps")
-            goes_on(None, 0, taken, None if remembered is None else int(remembered))
+            goes_on(None, 0, *_updates(self._history, roles))
+
+
+def _updates(history: StageHistory, roles: StageRoles[Any]) -> tuple[float, int | None]:
+    """Optimizer steps of the stage, by its record and by the state of its optimizer."""
+    # The history is whole here: it is trimmed only while the stage runs. A step whose update was skipped counts 0.
+    taken = sum(s.gauges["optim/steps"].sum for s in history.steps if "optim/steps" in s.gauges)
+    # The count is part of the optimizer's state: one that was made anew has 0.
+    remembered = roles.trainer.optimizer.state_tensors().get("steps")
+    return taken, None if remembered is None else int(remembered)
 
 
 class RestoreCheck(Observer):

@@ -98,10 +98,9 @@ def stage_learned(
             replace(paid, exploited=True),
             f"{s.name} is paid more, and no gain is seen in what is measured: {proxy_words}; {figures}",
         )
-    verb = {"learned": "learned", "got worse": "got worse", "did not learn": "did not learn"}.get(word)
-    if verb is None:
+    if word == "cannot be told":
         return _answer(case, f"cannot be told whether {s.name} learned: {figures}, which holds 0{beside}")
-    return _answer(case, f"{s.name} {verb}: {figures}{beside}")
+    return _answer(case, f"{s.name} {word}: {figures}{beside}")
 
 
 def _answer(case: Case, text: str) -> Learning:

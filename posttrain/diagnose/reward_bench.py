@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.diagnose.reward_quality import finite
 from posttrain.system.errors import DataError, nearest
 
 SECTIONS: dict[str, dict[str, int]] = {
@@ -86,7 +87,7 @@ def best_of_four(chosen: float, rejected: Sequence[float]) -> float:
     (0.5, 0.0)
     """
     # If n completions share the maximum, a random choice among them is the chosen one in 1 of n cases.
-    top = max(chosen, *rejected)
+    top = finite([chosen, *rejected])[0].max()
     return 1 / (1 + sum(x == top for x in rejected)) if chosen == top else 0.0
 
 
@@ -96,6 +97,10 @@ class TiesPrompt:
 
     correct: tuple[float, ...]
     wrong: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for side in (self.correct, self.wrong):
+            finite(side or (math.nan,))  # a side without a completion has no worst and no best score
 
     @property
     def gap(self) -> float:

@@ -69,15 +69,13 @@ def calibration(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] 
     probability sigmoid(|difference|), in [0.5, 1].
 
     Raises:
-        DataError: there is no pair.
+        DataError: there is no pair, or a score is not finite.
     """
-    gap = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
+    gap, right = _ordered(chosen, rejected)
     if not len(gap):
         raise DataError("calibration needs at least one pair")
     # sigmoid(|gap|): exp of a number below 0, so it cannot overflow.
     said = 1 / (1 + np.exp(-np.abs(gap)))
-    # Equal scores say nothing: half right.
-    right = np.where(gap == 0, 0.5, (gap > 0).astype(np.float64))
     edges = np.linspace(0.5, 1.0, BINS + 1)
     # A probability of exactly 1 lies on the last edge and belongs to the last bin.
     at = np.clip(np.digitize(said, edges) - 1, 0, BINS - 1)
@@ -116,9 +114,9 @@ def debias(scores: Sequence[float] | np.ndarray, features: Mapping[str, Sequence
     A feature that is really a part of the quality is removed too: compare the accuracy before and after.
 
     Raises:
-        DataError: a feature has another number of entries, or is not finite.
+        DataError: a feature has another number of entries, or a number is not finite.
     """
-    y = np.asarray(scores, np.float64)
+    (y,) = finite(scores)
     columns: dict[str, np.ndarray] = {}
     for name, x in features.items():
         column = np.asarray(x, np.float64)
@@ -141,14 +139,30 @@ def debias(scores: Sequence[float] | np.ndarray, features: Mapping[str, Sequence
 
 def agrees(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] | np.ndarray) -> Score:
     """The share of pairs that scores order as they were judged, with its interval; a tie counts half."""
-    gap = np.asarray(chosen, np.float64) - np.asarray(rejected, np.float64)
-    return Score.of(np.where(gap == 0, 0.5, (gap > 0).astype(np.float64)))
+    return Score.of(_ordered(chosen, rejected)[1])
+
+
+def _ordered(
+    chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(by how much each chosen completion leads, 1 where it does, 1/2 for a tie, else 0), float64."""
+    better, worse = finite(chosen, rejected)
+    gap = better - worse
+    return gap, np.where(gap == 0, 0.5, (gap > 0).astype(np.float64))
+
+
+def finite(*scores: Sequence[float] | np.ndarray) -> list[np.ndarray]:
+    """The scores in float64; DataError where their numbers differ, or one is not finite and so orders nothing."""
+    each = [np.asarray(x, np.float64) for x in scores]
+    if len({x.shape for x in each}) > 1 or not all(np.isfinite(x).all() for x in each):
+        raise DataError(f"scores of shapes {[x.shape for x in each]}: give a finite one for each completion")
+    return each
 
 
 def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
     """Spearman's: the correlation of ranks, equal values with their mean rank; nan where one does not vary."""
-    x, y = (_ranks(np.asarray(v, np.float64)) for v in (a, b))
-    if len(x) != len(y) or len(x) < 2 or not x.std() or not y.std():
+    x, y = map(_ranks, finite(a, b))
+    if len(x) < 2 or not x.std() or not y.std():
         return math.nan
     return float(np.corrcoef(x, y)[0, 1])
 

@@ -353,8 +353,8 @@ def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashabl
         if all(x.high < 0 for x in intervals)
         else "cannot be told"
     )
-    # "The same" needs an interval that lies within 5 % of the scale on both sides, not one that holds 0.
-    if word == "cannot be told" and over_prompts.low > -0.05 * scale and over_prompts.high < 0.05 * scale:
+    # "The same" needs intervals that lie within 5 % of the scale on both sides, not ones that hold 0.
+    if word == "cannot be told" and all(-0.05 * scale < x.low and x.high < 0.05 * scale for x in intervals):
         word = "the same"
     return GroupGain(other, over_prompts, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
 

@@ -183,6 +183,8 @@ def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
         yield from _meaningless_labels(a)
     elif (a.good, a.bad) != (1.0, 1.0):
         yield f"good and bad weigh single completions, and rows={a.rows} has pairs. Set good=1, bad=1"
+    if a.weights is not None and a.rows != "pair":
+        yield "weights=wpo is a product over the two sides of a pair. Set weights=none, or rows=pair"
     # In a difference the shift s cancels: (u_c - s) - (u_r - s) = u_c - u_r.
     if a.shift is not None and (a.rows != "label" or a.link.of != "sides"):
         yield (
@@ -214,8 +216,6 @@ def _meaningless_labels(a: PreferenceAlgorithm) -> Iterator[str]:
             f"link={type(a.link).__name__.lower()} reads pairs, and rows=label has single completions. Set"
             " link=prospect, binary or anchoredzero, or rows=pair"
         )
-    if a.weights is not None:
-        yield "weights=wpo is a product over the two sides of a pair. Set weights=none, or rows=pair"
 
 
 def _meaningless_match(a: PreferenceAlgorithm) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, remember, standing, steered
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, of_step, remember
 from posttrain.algorithm.credit.step_credit import credit_step, without_credit
 from posttrain.algorithm.loss.load_balance_loss import BalancedLoss, to_balance
 from posttrain.algorithm.loss.losses import Loss, PolicyLoss
@@ -92,12 +92,9 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
     A step that a check or the loss stops is recorded too, as far as it got. Its note says what stopped it.
     """
     stage, version, unfinished = roles.stage, roles.trainer.version, UnfinishedStep(e)
-    algorithm = steered(stage.algorithm, roles.adaptive)
-    # Value warm-up: in the first steps only the values learn. Here the algorithm's terms that move the policy are taken
-    # out. The credit is computed as always, since the targets of the values come from it; `without_credit` then sets it
-    # to 0.
-    if warming := algorithm.learns_values is not None and e.index <= algorithm.learns_values.warmup:
-        algorithm = standing(algorithm)
+    # Value warm-up: in the first steps only the values learn, and `algorithm` has no term that moves the policy. The
+    # credit is computed as always, since the targets of the values come from it; `without_credit` then sets it to 0.
+    algorithm, warming = of_step(stage.algorithm, roles.adaptive, e.index)
     # Scores and credit of the whole step are computed before its first update. Else later minibatches would be scored
     # by a policy that earlier minibatches have changed. `unfinished` holds what is done so far.
     with stopped_is_recorded(roles, unfinished):

@@ -160,7 +160,7 @@ class ToyTrainer:
         gauges: Gauges = {}
         for epoch in range(self.epochs):
             order = np.arange(groups) if epoch == 0 else self.rng.permutation(groups)
-            for part in np.array_split(order, self.minibatches):
+            for part in np.array_split(order, min(self.minibatches, groups)):
                 # The answers of whole groups, sibling after sibling.
                 at = torch.as_tensor((part[:, None] * self.g + np.arange(self.g)).ravel())
                 chosen = answers.subset(at)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,15 @@ from posttrain.config.overrides import apply
 from posttrain.core.measure.interval import Gain, Score
 from posttrain.diagnose.learning_verdict import stage_learned
 from posttrain.diagnose.measurement import Measurement
-from posttrain.diagnose.run_comparison import compare_runs, differing, over_seeds, settings_of, student95
+from posttrain.diagnose.run_comparison import (
+    RunGroup,
+    _gain,
+    compare_runs,
+    differing,
+    over_seeds,
+    settings_of,
+    student95,
+)
 from posttrain.diagnose.run_outcome import RunOutcome, read_outcome
 from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
@@ -340,6 +349,18 @@ def test_seeds_that_agree_give_no_interval_of_a_point() -> None:
     one, two = over_seeds({1: 0.5, 2: 0.5}, {1: 0.75, 2: 0.5}), over_seeds({1: 0.5, 2: 0.5}, {3: 0.75, 4: 0.5})
     assert one is not None and one.low < 0 < one.high and one.prompts == 2
     assert two is not None and two.low < 0 < two.high and two.prompts == 4
+
+
+def test_seeds_that_differ_much_are_not_the_same_whatever_prompts_say() -> None:
+    def group(letter: str, *right: float) -> RunGroup:
+        each = (dict.fromkeys(range(400), x) for x in right)
+        score = Score(0.5, 0.0, 1.0, 400)
+        runs = (Measurement("rl", 1, score, score, False, x, x) for x in each)
+        members: Any = tuple(SimpleNamespace(seed=i, measured=m) for i, m in enumerate(runs))
+        return RunGroup(letter, members, {})
+
+    apart = [_gain(group("A", 0.3, b), group("B", b, 0.3), "accuracy", range(400)).word for b in (0.7, 0.301)]
+    assert apart == ["cannot be told", "the same"]
 
 
 @pytest.mark.prove

@@ -14,6 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from posttrain.checks.learning.gradient_and_update_checks import (
+    Largest,
+    StepGradients,
+    keeps_to_schedule,
+    update_agrees,
+)
 from posttrain.config.run import Optimizer
 from posttrain.core.exchange.scores import ExpectedUpdate
 from posttrain.engine.optimizer.optimizer import StageOptimizer
@@ -74,6 +80,20 @@ class Momentum:
         self.steps = int(tensors["steps"])
         for name in self.momentum:
             self.momentum[name].copy_(tensors[f"momentum.{name}"])
+
+
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_that_are_no_number_are_no_configured_step(whole: bool, along: bool) -> None:
+    """`max` and `>` pass over a NaN."""
+    before, after = ({"w": torch.full((4,), x)} for x in (1.0, math.nan))
+    update = ExpectedUpdate(torch.full((4,), -0.1).double(), {}, 0.1, along)
+    largest = {"w": Largest(0, 1.0, -0.1, math.inf if along else 0.1)}
+    handed = StepGradients(1.0, largest, {"w": update} if whole else {}, before)
+    with pytest.raises(InvariantError, match="the first optimizer step is not the configured one: w is off by inf"):
+        update_agrees(Optimizer(), handed, after, {})
+    with pytest.raises(InvariantError, match="an optimizer step moved w by nan"):
+        keeps_to_schedule(Optimizer(), handed, after, 0.1)
 
 
 class Bent(Momentum):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from posttrain.checks.judging import step_label_checks
 from posttrain.checks.judging.reward_model_scores import reads_the_last_token, scores_hold
+from posttrain.checks.judging.step_label_checks import expected_step_loss, step_verdicts_hold, token_ends
 from posttrain.config.run import Reinforce
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core.batch import Packed
-from posttrain.core.judgements import Label, Pair, Ranking
+from posttrain.core.judgements import Label, Pair, Ranking, StepLabels
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict, failed, outcome, truth
@@ -111,6 +114,34 @@ def test_a_score_of_other_tokens_is_told() -> None:
     swapped = group((4, 1.0), (8, 0.5))
     with pytest.raises(InvariantError, match="gives 0.5 to the same tokens read alone"):
         scores_hold(judge(), swapped, swapped.episodes[0], "float32")
+
+
+@pytest.mark.parametrize("steps", ["score", "outcome"])
+def test_a_step_score_that_is_no_number_now_is_told(steps: str) -> None:
+    made, verdict = episode(4, 0.5), Verdict.value(0.5)
+    ends = SimpleNamespace(text=lambda ids: "ab"[: len(ids)])
+    for how in ("min", "product", "mean", "last"):
+        reward = SimpleNamespace(steps=steps, progress=False, aggregate=how)
+        scorer = SimpleNamespace(tokens=lambda packed: np.array([0.5, np.nan]))
+        of = SimpleNamespace(name="rm", ends=ends, separator="a", scorer=scorer, reward=reward)
+        judged = replace(made, verdicts=(Judged("rm", 1.0, verdict, end=None if steps == "outcome" else 2),))
+        with pytest.raises(InvariantError, match="nan"):
+            step_verdicts_hold(of, judged, "float32")  # type: ignore[arg-type]
+
+
+def test_a_step_beyond_the_text_ends_with_the_last_token() -> None:
+    assert token_ends(lambda ids: "ab"[: len(ids)], np.arange(2), [7, 9]) == [2, 2]
+
+
+def test_a_chance_that_rounds_to_1_has_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_label_checks, "step_scores", lambda *_: np.array([1.0]))
+    batch: Any = SimpleNamespace(segment_M=np.zeros(1, int), target_M=np.zeros(1, int))
+    roles: Any = SimpleNamespace(
+        learner=None, stage=SimpleNamespace(soft=True), ends=SimpleNamespace(text=lambda ids: "a"[: len(ids)])
+    )
+    for value, loss in ((1.0, 0.0), (0.0, 53 * np.log(2))):
+        steps = StepLabels(task=TASK, steps=("a",), labels=(1,), values=(value,), separator=";")
+        assert expected_step_loss(roles, batch, [steps]) == pytest.approx(loss)
 
 
 def test_noise_above_the_resolution_is_told_and_below_is_not() -> None:

@@ -64,6 +64,12 @@ def test_relative_length() -> None:
         after(RelativeLength(), episodes([800], [1.0]))
 
 
+def test_a_column_that_is_no_number_is_named() -> None:
+    for wrong in ("many", None, np.nan):
+        with pytest.raises(DataError, match="'n_gold' of every task, and task 't' has"):
+            after(TargetLength(), episodes([8], [1.0], n_gold=wrong))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("form", "value"), [("exact", 0.94), ("most", 0.44)], ids=["C04 L1 exact .94", "C04 L1 max .44"]
 )

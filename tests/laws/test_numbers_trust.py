@@ -116,6 +116,7 @@ PUSHES: list[tuple[str, TrustRegion, float, float, float]] = [
     ("A29 vespo W=1.5 -", Hump(), 1.5, -1, 1.241593),
     ("A29 vespo W=1 +", Hump(), 1.0, 1, 1.0),
     ("A29 vespo W=1 -", Hump(), 1.0, -1, 1.0),
+    ("a power beyond the dtype has faded", Hump(k=40.0), 4e8, 1, 0.0),
 ]
 
 

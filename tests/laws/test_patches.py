@@ -94,6 +94,7 @@ from posttrain.system.subclass_registry import alternatives
 
 PAID = KL(coef=0.1, estimator="k1", placement="reward")
 PER_TOKEN = KL(coef=0.1, estimator="k1", placement="token")
+OF_RATIO = (TokenL2(), SequenceL2(), KL(estimator="rk3"))
 REFUSED = [
     (REINFORCE, {"clip": Clip()}, "ratio='one' has none"),
     (PPO, {"ratio": "one"}, "ratio='one' has none"),
@@ -115,6 +116,8 @@ REFUSED = [
     (GDPO, {"baseline": StepMean()}, "rewards=each compares"),
     (GRPO, {"baseline": ImplicitOthers()}, "one number for an answer cannot scale"),
     (GRPO, {"baseline": EnergyMean()}, "compares token by token"),
+    (PPO, {"whiten": None, "scale": "batch_std"}, "baseline=value compares token by token"),
+    (PPO, {"scale": "mixed_share"}, "baseline=value compares token by token"),
     (GSPO, {"baseline": EnergyMean(), "scale": "one"}, "varies inside the sequence"),
     (REINFORCE, {"rewards": "each"}, "rewards=each compares"),
     (GDPO, {"scale": "group_mean"}, "rewards=each compares"),
@@ -150,8 +153,11 @@ REFUSED = [
     (GRPO, {"shown": Shown(), "step_scale": EffectiveSize()}, "compares responses with their sampler"),
     (DPPO_TOP, {"distill": Distill()}, "candidate tokens"),
     (LUFFY, {"pull": PAID, "anchor": "behaviour"}, "a demonstration does not have"),
+    *[(LUFFY, {"pull": p, "anchor": "behaviour"}, "a demonstration does not have") for p in OF_RATIO],
+    (LUFFY, {"tokens": KlCov(), "anchor": "behaviour"}, "a demonstration does not have"),
     (REINFORCE, {"pull": KL(estimator="rk3")}, "rk3 weights k3"),
     (GKD, {"pull": KL(refresh=10)}, "would replace it"),
+    (OPD, {"pull": KL(estimator="k1", placement="token", refresh=10)}, "would replace it"),
     (GRPO, {"imitate": Imitate(of="shown")}, "there are none"),
     (CHORD, {"shown": None}, "there are none"),
     (PPO, {"scale": "batch_std"}, "already divides"),
@@ -168,6 +174,7 @@ ALLOWED = [
     (PASS_AT_K, {"shape": (BestOf(), DropTruncated())}),
     (OPD, {"shape": (DropTruncated(),)}),
     (LUFFY, {"pull": PAID}),
+    *[(LUFFY, {"pull": p}) for p in OF_RATIO],
     (PPO, {"correction": (Mask(), Reject(), Veto(), NegativeMask())}),
     (DPPO, {"correction": (Reject(), Veto(), NegativeMask())}),
     (REINFORCE, {"correction": (Truncate(),)}),
@@ -330,6 +337,7 @@ def test_what_is_read_is_what_is_scored() -> None:
         "start",
     }, "the KL in the reward is taken under the anchor"
     assert patch(REINFORCE, "c", "-", correction=(Mask(),)).reads == {"start"}
+    assert patch(REINFORCE, "k", "-", tokens=KlCov(), anchor="start").reads == {"start"}, "else |log pi/start| is 0"
     assert patch(REINFORCE, "n", "-", correction=(NegativeMask(),)).reads == frozenset(), (
         "it compares the policy with the sampler"
     )

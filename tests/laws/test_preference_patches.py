@@ -97,6 +97,11 @@ def test_what_a_stage_reads_of_a_row() -> None:
     assert PREFERENCES["rso"].reads_reference
 
 
+def test_a_weight_multiplies_the_whole_loss_in_its_formula() -> None:
+    for a in (APO_DOWN, NASH_MD):
+        assert dict(preference_formulas(patch(a, "x", "x", coef=0.5)))["loss"] == f"0.5 * ({a.link.words()})"
+
+
 def test_an_unknown_name_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'simpo'"):
         preference("sim_po")
@@ -120,6 +125,8 @@ REFUSED: list[tuple[PreferenceAlgorithm, dict[str, Any], str]] = [
     (KTO, {"statistic": Average()}, "whole completions"),
     (KTO, {"statistic": Desensitized(alpha=0.5)}, "compares two lengths"),
     (KTO, {"weights": "wpo"}, "product over the two sides"),
+    (TPO, {"weights": "wpo"}, "product over the two sides"),
+    (NASH_MD, {"weights": "wpo"}, "learns from one side alone"),
     (KTO, {"draw": TwoSamples()}, "reads none"),
     (DPO, {"good": 2.0}, "weigh single completions"),
     (DPO, {"shift": "running"}, "a difference cancels it"),

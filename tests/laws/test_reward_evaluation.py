@@ -69,6 +69,21 @@ def test_debiasing_removes_length_and_says_how_much() -> None:
         debias([1.0, 2.0], {"length": [1.0]})
 
 
+def test_scores_that_are_in_no_order_are_refused() -> None:
+    for wrong in (
+        lambda: calibration([1.0, math.nan], [0.0, 0.0]),
+        lambda: calibration([1.0], [0.0, 2.0]),
+        lambda: agrees([math.inf], [0.0]),
+        lambda: debias([1.0, math.nan], {"length": [1, 2]}),
+        lambda: rank_correlation([1.0, math.nan], [1.0, 2.0]),
+        lambda: best_of_four(0.5, [math.nan]),
+        lambda: TiesPrompt((), (1.0,)),
+    ):
+        with pytest.raises(DataError, match="give a finite one for each completion"):
+            wrong()
+    assert best_of_four(0.5, []) == 1
+
+
 def test_flattery_is_phrases_to_the_user() -> None:
     said = (
         "Great question! You\u2019re absolutely right, I agree. I am so sorry; I apologise."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, of_step
 from posttrain.algorithm.credit.step_credit import credit_step
 from posttrain.algorithm.loss import policy_loss
 from posttrain.algorithm.loss.losses import PolicyLoss
@@ -18,13 +21,21 @@ from posttrain.algorithm.loss.push_factor import Push
 from posttrain.checks.learning import loss_checks as synthetic_loss
 from posttrain.checks.learning.credit_by_definition import expected_credit, uncovered_credit
 from posttrain.checks.learning.gradient_by_definition import computed_once, demand, uncovered
-from posttrain.checks.learning.loss_checks import agrees_on_synthetic_batch, loss_agrees
+from posttrain.checks.learning.loss_checks import LossCheck, agrees_on_synthetic_batch, loss_agrees
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import TokenScores
-from posttrain.core.scored import ScoredGroup
-from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START
+from posttrain.core.scored import Scored, ScoredGroup
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START, WEIGHT
+from posttrain.core.types import Episode, Group, Stop
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.algorithm import patch as patched
+from posttrain.ladder.pieces.baseline import Baseline, EnergyMean, StepMean, Value
+from posttrain.ladder.pieces.implicit import ImplicitOthers
+from posttrain.ladder.pieces.pull import KL
+from posttrain.ladder.pieces.token_choice import EntropyBonus
 from posttrain.ladder.policy_rows import LADDER
+from posttrain.role.events import LearnedEvent, PackedEvent
 from posttrain.role.learner_passes import Needs, Passes
 from posttrain.system.errors import InvariantError
 from posttrain.toy.episodes import PlainEpisode, scored_group
@@ -69,6 +80,61 @@ def _agrees(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> None:
     assert logp.grad is not None and demand(a, batch, logp_M.astype(float)) is not None
     gradient, everything = logp.grad.double().numpy(), [np.arange(batch.episodes)]
     loss_agrees(a, batch, Passes(Needs(), episodes=everything, logp=[logp_M.astype(float)], logp_grad=[gradient]))
+
+
+def test_a_step_is_held_to_the_coefficients_that_it_learned_with() -> None:
+    """A KL coefficient that adapts, and a warm-up of values, in which nothing pulls."""
+    batch, logp_M, value_M = synthetic_loss._synthetic()
+    kl, state = KL(coef=0.1, target=0.05), AdaptiveState(pull=0.3)
+    warm = patched(LADDER["ppo"], "warm", "-", baseline=Value(warmup=2), pull=kl)
+    for a, index in ((patched(LADDER["grpo"], "adapted", "-", pull=kl), 4), (warm, 2), (warm, 4)):
+        logp, value = (torch.from_numpy(x.copy()).requires_grad_() for x in (logp_M, value_M))
+        PolicyLoss(of_step(a, state, index)[0]).terms(batch, TokenScores(logp, None, value)).loss.backward()
+        assert logp.grad is not None
+        learned = Passes(Needs(), episodes=[np.arange(batch.episodes)], logp=[logp_M], logp_grad=[logp.grad.numpy()])
+        roles = SimpleNamespace(stage=SimpleNamespace(algorithm=a), adaptive=state)
+        event = LearnedEvent(PackedEvent(index, batch, True, 0), learned, 0.1)
+        report = LossCheck().on_event(roles, event)  # type: ignore[arg-type]
+        assert report is not None and "canary/loss_gap" in report.gauges
+        other = SimpleNamespace(stage=roles.stage, adaptive=AdaptiveState(pull=0.1))
+        # In a warm-up no coefficient counts.
+        with nullcontext() if index == 2 else pytest.raises(InvariantError, match="the gradient is not that of"):
+            LossCheck().on_event(other, event)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0, np.nan])
+def test_an_entropy_bonus_of_the_wrong_sign_is_noticed(sign: float) -> None:
+    batch, _, _ = synthetic_loss._synthetic()
+    for parent in ("grpo", "top_entropy"):
+        a = patched(LADDER[parent], "bonus", "-", entropy=EntropyBonus(coef=0.1))
+        passes = Passes(Needs(), episodes=[np.arange(batch.episodes)], entropy_grad=[sign * 0.1 * batch[WEIGHT]])
+        with nullcontext() if sign == -1 else pytest.raises(InvariantError, match="the wrong thing of the entropy"):
+            synthetic_loss.entropy_and_value_agree(a, batch, passes)
+    values = Passes(Needs(), episodes=passes.episodes, value=[(np.zeros(batch.spoken), np.full(batch.spoken, np.nan))])
+    with pytest.raises(InvariantError, match="the wrong thing of the value"):
+        synthetic_loss.entropy_and_value_agree(LADDER["ppo"], batch, values)
+
+
+def test_a_step_that_nobody_judged_has_no_credit() -> None:
+    group = replace(scored_group("a", [PlainEpisode(1.0, [[1]], np.full(1, -1.0))]), episodes=())
+    assert expected_credit(LADDER["grpo"], [group], max_tokens=20, ema=0.0) == []
+    task = group.group.task
+    empty = Episode(task, 0, 0, (), Stop.SAID, (Judged("v", 1.0, Verdict.value(1.0)),))
+    said_nothing = ScoredGroup(Group(task, 0, (empty,)), (Scored(empty),))
+    [made] = credit_step(LADDER["reinforce"], [said_nothing], max_tokens=20, ema=0.0).groups[0].episodes
+    assert made.advantage == () and made.dropped
+
+
+@pytest.mark.parametrize(
+    "baseline", [EnergyMean(), StepMean(), ImplicitOthers(beta=0.0)], ids=lambda b: type(b).__name__
+)
+def test_a_token_pays_its_kl_once(baseline: Baseline) -> None:
+    """Two answers of one reward; the tokens of the first have a KL of 1 each."""
+    a = patched(LADDER["reinforce"], "x", "-", baseline=baseline, pull=KL(coef=1.0, estimator="k1", placement="token"))
+    mu, one = np.full(2, -1.0), np.ones(2)
+    plain = [PlainEpisode(1.0, [[2]], mu, reference=mu - x, energy=one, implicit=mu) for x in (1.0, 0.0)]
+    [group] = credit_step(a, [scored_group("a", plain)], max_tokens=20, ema=0.0).groups
+    assert [e.advantage[0].tolist() for e in group.episodes] == [[-1.0, -1.0], [0.0, 0.0]]
 
 
 def test_what_credit_drops_is_expected_to_be_dropped() -> None:

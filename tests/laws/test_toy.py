@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from posttrain.core.types import Stop
+from posttrain.ladder.policy_rows import DR_GRPO
 from posttrain.toy import answers, enumerated_policy, episodes, policies
-from posttrain.toy.answers import Answers, ask, groups_of, logp_of, said_logp
+from posttrain.toy.answers import Answers, ask, groups_of, logp_of, said_logp, siblings
 from posttrain.toy.enumerated_policy import PrefixPolicy
 from posttrain.toy.policies import NetworkPolicy, TabularPolicy, ToyPolicy
+from posttrain.toy.training import ToyTrainer
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,15 @@ def test_a_mean_over_every_group_is_the_mean_over_pairs() -> None:
     p = policy.probabilities().detach().numpy()
     listed = sum(mass * max(reward[list(chosen)]) for chosen, mass in policy.groups(2))
     assert listed == pytest.approx(p @ np.maximum.outer(reward, reward) @ p, abs=1e-12)
+
+
+def test_more_minibatches_than_groups_are_as_many_as_groups() -> None:
+    policy = TabularPolicy(torch.zeros(2, 1, 3))
+    trainer = ToyTrainer(DR_GRPO, policy, torch.optim.SGD(policy.parameters(), 0.1), g=2, seed=0, minibatches=4)
+    trainer.step(
+        ask(policy, siblings(torch.arange(2), 2), torch.Generator().manual_seed(0)), np.array([1.0, -1, 1, -1])
+    )
+    assert trainer.updates == 2
 
 
 def test_the_exact_gradient_is_the_slope() -> None:

@@ -55,6 +55,13 @@ def standing(a: Algorithm) -> Algorithm:
     return replace(a, pull=None, entropy=None, imitate=None, distill=None, hint=None)
 
 
+def of_step(a: Algorithm, state: AdaptiveState, index: int) -> tuple[Algorithm, bool]:
+    """The algorithm of step `index` (from 1), and whether values warm up in it."""
+    a = steered(a, state)
+    warming = a.learns_values is not None and index <= a.learns_values.warmup
+    return standing(a) if warming else a, warming
+
+
 def remember(
     a: Algorithm, state: AdaptiveState, gauges: Mapping[str, Gauge], *, episodes: int, asked: PassRate = PassRate()
 ) -> AdaptiveState:

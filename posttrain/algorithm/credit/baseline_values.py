@@ -13,7 +13,7 @@ from functools import singledispatch
 
 import numpy as np
 
-from posttrain.algorithm.credit.judged_sample import Sample, joined, noise_of, said_logp
+from posttrain.algorithm.credit.judged_sample import Sample, compared_rewards, joined, said_logp
 from posttrain.algorithm.credit.process_rewards import process_rewards, to_go
 from posttrain.algorithm.credit.reward_spread import Array, compared, from_lowest, mean
 from posttrain.algorithm.credit.turn_credit import by_state, by_turn
@@ -22,7 +22,6 @@ from posttrain.algorithm.register import missing
 from posttrain.core.measure.equal_numbers import rounding, spread
 from posttrain.core.scored import Scored
 from posttrain.core.streams import ENERGY, START, VALUE
-from posttrain.core.types import Episode
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.ladder.pieces.baseline import (
     AnchorMean,
@@ -227,8 +226,8 @@ def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     steps = [_steps(s) for s in samples]
     # Where no step was judged, each answer counts as one step. The rule is then that of outcomes.
     if not any(steps):
-        steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
-        noise = noise_of(samples)
+        rewards, noise = compared_rewards(a, samples)
+        steps = [[(s.spoken, r)] for s, r in zip(samples, rewards.tolist(), strict=True)]
     else:
         noise = rounding([abs(v) for each in steps for _, v in each], max(s.resolution for s in samples))
     values = np.array([v for each in steps for _, v in each], np.float64)
@@ -268,8 +267,8 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
     The means at tokens 1 and 2 are .5 / 2 = 1/4 and 1 / 3. Only sibling 1 has a token 3, so its credit there is 0.
     """
-    rewards = np.array([s.shaped - s.charged for s in samples])
-    if not spread(rewards, noise_of(samples)):
+    rewards, noise = compared_rewards(a, samples)
+    if not spread(rewards, noise):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
     # [G, T] with W_t in the row of each sibling. Behind the sibling's
     # end the row stays 0: a sibling without a token t has no part in the mean at t.
@@ -298,8 +297,8 @@ def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit
     The first answer's process rewards less -.1 are .3, .1. Their sums to go are .4, .1, so its credit is 1.4, 1.1.
     The second answer's credit is -1 + (-.1 - .1) = -1.2.
     """
-    rewards = np.array([s.shaped - s.charged for s in samples])
-    if not spread(rewards, noise_of(samples)):
+    rewards, noise = compared_rewards(a, samples)
+    if not spread(rewards, noise):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
     # A_t = (R - mean R of the others) + sum_{k >= t} (p_k - mean p of the others). The
     # two parts are centred apart, since process rewards are in units of their own.
@@ -308,25 +307,11 @@ def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit
     return TokenCredit([x + to_go(p_T) for x, p_T in zip(outcome, process, strict=True)])
 
 
-@by_token.register
-def _(b: TurnMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+@by_token.register(TurnMean)
+@by_token.register(AnchorMean)
+def _(b: TurnMean | AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    (rewards, noise), scaled = compared_rewards(a, samples), a.scale == "group_std"
+    them = ([s.scored.episode for s in samples], rewards, noise)
+    credit = by_turn(b, *them, scaled=scaled) if isinstance(b, TurnMean) else by_state(b, *them, scaled=scaled)
     # Whether the group is silent is read from the credit: turns may differ where the outcomes do not.
-    credit = by_turn(b, *_whole(samples), scaled=a.scale == "group_std")
     return TokenCredit(credit, not any(np.any(x) for x in credit))
-
-
-@by_token.register
-def _(b: AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    credit = by_state(b, *_whole(samples), scaled=a.scale == "group_std")
-    return TokenCredit(credit, not any(np.any(x) for x in credit))
-
-
-def _whole(samples: Sequence[Sample]) -> tuple[list[Episode], Array, float]:
-    """(episodes, their rewards, the largest difference of these that counts as rounding)."""
-    # Without the KL: algorithms that compare turns refuse one in the
-    # reward (`charges_answers`), so no noise of it counts either.
-    return (
-        [s.scored.episode for s in samples],
-        np.array([s.shaped for s in samples], np.float64),
-        noise_of(samples, charged=False),
-    )

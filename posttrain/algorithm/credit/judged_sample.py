@@ -46,7 +46,7 @@ class Sample:
 
     @property
     def charged(self) -> float:
-        """The KL that is subtracted from the whole reward."""
+        """The KL penalties of all tokens together."""
         return math.fsum(self.penalty_T)
 
     @property
@@ -55,12 +55,14 @@ class Sample:
         return self.size + math.fsum(np.abs(self.penalty_T))
 
 
-def noise_of(samples: Sequence[Sample], *, charged: bool = True) -> float:
-    """The largest difference of samples' rewards that counts as rounding (with their KL penalty, where `charged`)."""
+def compared_rewards(a: Algorithm, samples: Sequence[Sample]) -> tuple[Array, float]:
+    """(rewards [G] by which siblings are compared, the largest difference of these that counts as rounding)."""
+    # A KL that each token is charged alone is subtracted from the credit later, and belongs to no reward.
+    rewards = np.array([s.shaped - (s.charged if a.charges_answers else 0.0) for s in samples], np.float64)
     # A sum of large terms may be a small number, and its rounding
     # error is that of the terms. So sizes are compared, not rewards.
-    sizes = [s.charged_size if charged else s.size for s in samples]
-    return rounding(sizes, max((s.resolution for s in samples), default=0.0))
+    sizes = [s.charged_size if a.charges_answers else s.size for s in samples]
+    return rewards, rounding(sizes, max((s.resolution for s in samples), default=0.0))
 
 
 def penalty(a: Algorithm, scored: Scored) -> Array:

@@ -140,7 +140,7 @@ def _(piece: RankLength, rewards: Array, episodes: Sequence[Episode], max_tokens
 @shape.register
 def _(piece: TargetLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     """exact: R - alpha * |target - length|. most: R * clip(alpha * (target - length) + .5, 0, 1)."""
-    gap = np.array([float(e.task.info.get("n_gold", piece.target)) for e in episodes]) - _length(episodes)
+    gap = np.array([_column("targetlength", e, "n_gold", piece.target) for e in episodes]) - _length(episodes)
     alpha = piece.alpha
     return rewards - alpha * np.abs(gap) if piece.form == "exact" else rewards * np.clip(alpha * gap + 0.5, 0.0, 1.0)
 
@@ -302,17 +302,21 @@ def _full_score(episode: Episode, source: str) -> bool:
 
 def _references(episodes: Sequence[Episode]) -> Array:
     """[G, 2]: mean length and mean reward of the reference policy on each episode's task."""
-    return np.array(
-        [[_reference(e, "reference_length"), _reference(e, "reference_accuracy")] for e in episodes]
-    ).reshape(-1, 2)
+    names = ("reference_length", "reference_accuracy")
+    return np.array([[_column("relativelength", e, name) for name in names] for e in episodes]).reshape(-1, 2)
 
 
-def _reference(episode: Episode, name: str) -> float:
-    """A number of the reference policy from a column of the task; DataError where the task has none."""
-    value = episode.task.info.get(name)
-    if value is None:
+def _column(shape: str, episode: Episode, name: str, otherwise: float | None = None) -> float:
+    """A number from a column of the task, or `otherwise`; DataError where the task has no finite one."""
+    value = episode.task.info.get(name, otherwise)
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
         raise DataError(
-            f"shape=relativelength reads {name!r} of every task, and task {episode.task.id!r} has none. Sample the"
-            " reference policy first and store its mean length and accuracy in the tasks' columns"
+            f"shape={shape} reads {name!r} of every task, and task {episode.task.id!r} has"
+            f" {'none' if value is None else repr(value)}: write a number into that column"
+            + (" (sample the reference policy first)" if otherwise is None else "")
         )
-    return float(value)
+    return number

@@ -27,7 +27,7 @@ from types import MappingProxyType
 import numpy as np
 
 from posttrain.algorithm.credit.baseline_values import Siblings, by_token, centred
-from posttrain.algorithm.credit.judged_sample import Sample, noise_of, penalty
+from posttrain.algorithm.credit.judged_sample import Sample, compared_rewards, penalty
 from posttrain.algorithm.credit.reward_shaping import best_spread, shaped, sizes
 from posttrain.algorithm.credit.reward_spread import Array, whitened
 from posttrain.algorithm.credit.reward_spread import mean as _mean
@@ -195,9 +195,8 @@ def _whole_rewards(
     """(reward minus baseline [G] of each prompt, which prompts are silent, their scales, the moving baselines)."""
     # Rewards less the whole KL. Spread, noise and scale are computed
     # from these numbers, also where each token pays its KL to go.
-    charged, moving = a.charges_answers, dict(emas)
-    rewards_P = [np.array([s.shaped - (s.charged if charged else 0.0) for s in samples]) for samples in samples_P]
-    noise_P = [noise_of(samples, charged=charged) for samples in samples_P]
+    moving, compared_P = dict(emas), [compared_rewards(a, samples) for samples in samples_P]
+    rewards_P, noise_P = [r for r, _ in compared_P], [noise for _, noise in compared_P]
     # Silent: siblings are compared and agree, so nobody has credit.
     silent_P = [a.group_relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
     centred_P: list[Array] = []
@@ -331,8 +330,7 @@ def _scales(
 def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
     """The per-token arrays cut back into the episode's segments."""
     # [T] over all segments becomes one array for each segment: streams of an episode have this form.
-    cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])[:-1]
-    parts = tuple(np.split(advantage_T, cuts))
-    return EpisodeCredit(
-        s.scored, s.shaped, parts, None if return_T is None else tuple(np.split(return_T, cuts)), s.dropped
-    )
+    # Each cut ends a segment, so nothing is behind the last one; an episode without segments has no part.
+    cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])
+    parts, targets = (None if x is None else tuple(np.split(x, cuts)[:-1]) for x in (advantage_T, return_T))
+    return EpisodeCredit(s.scored, s.shaped, parts or (), targets, s.dropped)

@@ -173,8 +173,9 @@ def _(region: Hump, inputs: TrustInputs) -> Push:
         _either(inputs.up_M, region.fade, region.fade_negative, r_M),
     )
     # r^k e^{fade (1 - r)}: it rises from 0, is 1 on policy, and
-    # fades for large r, with no edge where a gradient ends suddenly.
-    return _unmasked(r_M.pow(k_M) * torch.exp(fade_M * (1 - r_M)))
+    # fades for large r, with no edge where a gradient ends suddenly. A power beyond the dtype
+    # is its largest number: infinity times a factor that has faded to 0 would be NaN.
+    return _unmasked(r_M.pow(k_M).clamp(max=torch.finfo(r_M.dtype).max) * torch.exp(fade_M * (1 - r_M)))
 
 
 def _either(which_M: Tensor, yes: float, no: float, like_M: Tensor) -> Tensor:

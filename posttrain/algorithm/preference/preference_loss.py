@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 
 import numpy as np
@@ -23,13 +23,20 @@ from posttrain.algorithm.loss.torch_streams import Streams, streams
 from posttrain.algorithm.preference.preference_link import (
     Completions,
     Margins,
-    divergence,
     noisy,
     owed,
     side,
     statistic,
 )
-from posttrain.algorithm.preference.preference_minibatch import LIKELIHOOD, MATCH, OWN, SHIFT, layout, sides_of
+from posttrain.algorithm.preference.preference_minibatch import (
+    LIKELIHOOD,
+    MATCH,
+    OWN,
+    SHIFT,
+    completions,
+    score,
+    sides_of,
+)
 from posttrain.algorithm.register import missing
 from posttrain.core.batch import Batch
 from posttrain.core.exchange.scores import Reads, TokenScores
@@ -91,7 +98,7 @@ class _Judged:
         # a reference. Gauges, Nash-MD and matched margins read `plain`.
         plain = completions(micro, logp_M)
         ratio_M = logp_M - batch_streams[REFERENCE] if a.against == "reference" else logp_M
-        h_E = score(a, _with(plain, ratio_M))
+        h_E = score(a, replace(plain, l_M=ratio_M))
         first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
         return _Judged(a, logp_M, batch_streams, side_E, first_E, plain, h_E)
 
@@ -225,21 +232,3 @@ def _(term: GoldNLL, logp_M: Tensor, batch: Streams) -> Tensor:
 def _(term: Optimism, logp_M: Tensor, batch: Streams) -> Tensor:
     # Added to a loss that falls, so the policy lowers the log-prob of what the reference said.
     return term.coef * (batch[WEIGHT] * batch[OPPONENT] * logp_M).sum()
-
-
-def completions(micro: Batch, l_M: Tensor) -> Completions:
-    """The completions of a micro-batch with the log-probs or log-ratios `l_M` of their tokens."""
-    laid, device = layout(micro), l_M.device
-    length_E, shared_E = (torch.as_tensor(x, device=device) for x in (laid.length_E, laid.shared_E))
-    sequence_M = torch.as_tensor(micro.sequence_M, dtype=torch.int64, device=device)
-    return Completions(l_M, sequence_M, length_E, shared_E, torch.as_tensor(laid.position_M, device=device))
-
-
-def _with(of: Completions, l_M: Tensor) -> Completions:
-    """The same completions with other numbers of their tokens."""
-    return Completions(l_M, of.sequence_M, of.length_E, of.shared_E, of.position_M)
-
-
-def score(a: PreferenceAlgorithm, of: Completions) -> Tensor:
-    """[E]: h of each completion, from its log-ratios (or log-probs without a reference)."""
-    return divergence(a.divergence, statistic(a.statistic, of))

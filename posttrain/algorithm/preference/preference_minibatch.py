@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from posttrain.algorithm.preference.preference_link import Completions, divergence, statistic
 from posttrain.core.batch import Batch
@@ -101,18 +102,23 @@ def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
     return side_E
 
 
+def completions(batch: Batch, l_M: Tensor) -> Completions:
+    """The completions of a batch with the log-probs or log-ratios `l_M` of their tokens."""
+    laid, device = layout(batch), l_M.device
+    length_E, shared_E = (torch.as_tensor(x, device=device) for x in (laid.length_E, laid.shared_E))
+    sequence_M = torch.as_tensor(batch.sequence_M, dtype=torch.int64, device=device)
+    return Completions(l_M, sequence_M, length_E, shared_E, torch.as_tensor(laid.position_M, device=device))
+
+
+def score(a: PreferenceAlgorithm, of: Completions) -> Tensor:
+    """[E]: h of each completion, from its log-ratios (or log-probs without a reference)."""
+    return divergence(a.divergence, statistic(a.statistic, of))
+
+
 def scores_of(a: PreferenceAlgorithm, batch: Batch, l_M: np.ndarray) -> np.ndarray:
-    """float64 [E]: h of each completion, from its log-ratios (or log-probs without a reference)."""
-    laid = layout(batch)
-    of = Completions(
-        torch.as_tensor(l_M.astype(np.float64)),
-        torch.as_tensor(batch.sequence_M.astype(np.int64)),
-        torch.as_tensor(laid.length_E),
-        torch.as_tensor(laid.shared_E),
-        torch.as_tensor(laid.position_M),
-    )
+    """float64 [E]: `score` of each completion."""
     # The same functions as in the loss, in float64 and without gradient: what is matched is what is learned.
-    return divergence(a.divergence, statistic(a.statistic, of)).numpy()
+    return score(a, completions(batch, torch.as_tensor(l_M.astype(np.float64)))).numpy()
 
 
 # --- what is made -----------------------------------------------------------------------------------------------------

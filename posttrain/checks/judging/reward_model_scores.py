@@ -152,19 +152,12 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
     changed = ids.copy()
     # Another token of the same text, so that the vocabulary surely has it.
     changed[-1] = next(int(x) for x in ids[:-1] if x not in (ids[-1], blank))
-    one, other = (float(member.scorer.rewards(_text(x))[0]) for x in (ids, changed))
+    one, other = (float(member.scorer.rewards(_packed(x, np.arange(len(x)) >= 1))[0]) for x in (ids, changed))
     if abs(one - other) <= 1e-6 * max(1.0, abs(one)):
         raise InvariantError(
             f"reward model {member.name}: its score does not depend on the last token of a sequence, at which its head"
             " reads. It is read at another token, or before the end"
         )
-
-
-def _text(ids: np.ndarray) -> Packed:
-    """One sequence of these ids, of which all but the first count as spoken."""
-    mask = np.arange(len(ids)) >= 1
-    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-    return Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
 
 
 def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:

@@ -42,7 +42,7 @@ def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]
     """The number of tokens up to the end of each step.
 
     Every beginning of the text is decoded. A step ends with the first token that reaches the step's last character; the
-    last step ends with the last token.
+    last step ends with the last token, and so does a step that lies beyond the text.
 
     Args:
         lengths: characters up to the end of each step.
@@ -51,7 +51,7 @@ def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]
     # U+FFFD at an end may stand for the bytes of a character that the next tokens complete.
     so_far = [len(text(ids[:n]).rstrip("\ufffd")) for n in range(len(ids) + 1)]
     # The last step takes every token that is left: a stop token may add no characters.
-    return [*(next(n for n, c in enumerate(so_far) if c >= want) for want in lengths[:-1]), len(ids)]
+    return [*(next((n for n, c in enumerate(so_far) if c >= want), len(ids)) for want in lengths[:-1]), len(ids)]
 
 
 def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
@@ -192,7 +192,8 @@ def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgem
     for s, j in enumerate(judged):
         assert isinstance(j, StepLabels)
         of_this = batch.segment_M == s
-        chance, ids = chance_M[of_this], batch.target_M[of_this]
+        # Rounded to 0 or 1 a chance has no logarithm.
+        chance, ids = np.clip(chance_M[of_this], 1e-300, 1 - 2**-53), batch.target_M[of_this]
         ends_and_labels = zip(_ends_of(j, roles.ends.text, ids), _learned(j, roles.stage), strict=True)
         # Cross entropy of the chance at the last token of each step. log1p keeps the digits of a chance near 0.
         losses = [
@@ -234,13 +235,15 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
         now = float(tokens[end - 1])
         want = now - before if judge.reward.progress else now
         before = now
-        apart = max(apart, abs((j.verdict.score or 0.0) - want))
-        if apart > APART[dtype]:
+        off = abs((j.verdict.score or 0.0) - want)
+        # Written so that a NaN is wrong.
+        if not off <= APART[dtype]:
             raise InvariantError(
                 f"reward model {judge.name} gave {j.verdict.score:.6g} to the step of task {e.task.id!r} that ends at"
                 f" token {end}, after {text(ids[:end])!r}, and gives {want:.6g} to the same tokens read alone. A score"
                 " belongs to the last token of its step"
             )
+        apart = max(apart, off)
     return apart
 
 
@@ -268,14 +271,14 @@ def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype:
         InvariantError: it is another score.
     """
     want = {
-        "min": min(scores),
+        "min": float(np.min(scores)),
         # The product is a sum of logarithms. A score of 0 has none, so it is raised to the least number that has.
         "product": math.exp(math.fsum(math.log(max(x, 1e-300)) for x in scores)),
         "mean": sum(scores) / len(scores),
         "last": scores[-1],
     }[judge.reward.aggregate]
     [got] = [j.verdict.score or 0.0 for j in e.verdicts if j.source == judge.name]
-    if abs(got - want) > APART[dtype]:
+    if not abs(got - want) <= APART[dtype]:
         raise InvariantError(
             f"reward model {judge.name} gave {got:.6g} to an answer to task {e.task.id!r}, and the"
             f" {judge.reward.aggregate} of its steps' scores {[round(x, 4) for x in scores]} is {want:.6g}: look at how"

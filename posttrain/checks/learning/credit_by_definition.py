@@ -248,7 +248,7 @@ def _divided(
             "group_std": _std(r, t, f),
             # A mean that is rounding alone would blow the credit up, so it counts as 0.
             "group_mean": average if r and average > f * max(t) else 0.0,
-            "mixed_share": mixed / len(reward),
+            "mixed_share": mixed / max(1, len(reward)),
         }
         # Times 0.0 and not 0.0: credit keeps one number for each spoken token.
         for i in at:

@@ -256,9 +256,9 @@ def keeps_to_schedule(config: Optimizer, handed: StepGradients, parameters: Mapp
         # One element of each parameter stands for all of it.
         move = float(parameters[name].detach().flatten()[top.index]) - top.weight
         # The slack is the rounding of the weight, and a share of the move and of a hundredth of a full step. With an
-        # infinite size it is infinite, so nothing is refused.
+        # infinite size it is infinite, and only a weight that is no number is refused.
         slack = ROUNDING * max(SMALLEST, abs(top.weight)) + UPDATE_BOUND * (abs(top.move) + top.size / 100)
-        if abs(move - top.move) > slack:
+        if not abs(move - top.move) <= slack:
             raise InvariantError(
                 f"an optimizer step moved {name} by {move:.3g} at element {top.index}, and the configured one moves it"
                 f" by {top.move:.3g} (learning rate {lr:g} in this step; schedule={config.schedule},"
@@ -295,7 +295,7 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
             size = float(want.abs().max())
             # State that is tiny everywhere has lost digits, or is 0, and says nothing.
             if size > UNDERFLOW and (saved := state.get(f"{word}.{name}")) is not None:
-                state_off = max(state_off, float((saved.double().cpu() - want).abs().max()) / size)
+                state_off = max(state_off, _above_0(float((saved.double().cpu() - want).abs().max()) / size))
         if max(moved_off, state_off) > max(worst.moved, worst.state):
             worst = Update(name, moved_off, state_off)
     # Parameters that are too large to be compared whole are compared at their largest gradient.
@@ -303,7 +303,7 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
         if name not in handed.expected:
             moved_off = float(after[name].detach().flatten()[top.index]) - top.weight
             # A size of infinity makes the difference 0: such an update is judged only as a whole.
-            off = max(0.0, abs(moved_off - top.move) - ROUNDING * abs(top.weight)) / top.size
+            off = _above_0((abs(moved_off - top.move) - ROUNDING * abs(top.weight)) / top.size)
             worst = Update(name, off, 0.0) if off > max(worst.moved, worst.state) else worst
     return worst
 
@@ -321,10 +321,15 @@ def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> flo
         # The part of the step along the expected one, as a share of it: 1 where it is right, whatever noise lies
         # across.
         apart = abs(float((step * expected.move).sum() / expected.move.square().sum()) - 1)
-        return max(0.0, apart - ALONG_NOISE)
-    off = max(0.0, float(((step - expected.move).abs() - ROUNDING * old.abs()).max()))
+        return _above_0(apart - ALONG_NOISE)
+    off = _above_0(float(((step - expected.move).abs() - ROUNDING * old.abs()).max()))
     # Where no move is expected there is no size to compare one with: it counts as 1, which is above every bound.
     return off / expected.size if expected.size else float(off > 0)
+
+
+def _above_0(x: float) -> float:
+    """`x`, at least 0. Infinite where it is no number, which every comparison would pass over."""
+    return math.inf if math.isnan(x) else max(0.0, x)
 
 
 def update_agrees(

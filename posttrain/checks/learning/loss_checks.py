@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from posttrain.algorithm.credit.adaptive_coefficients import of_step
 from posttrain.algorithm.loss.losses import PolicyLoss
 from posttrain.algorithm.loss.minibatch_streams import CHOSEN, IMITATE, MIX, WAS_SHOWN
-from posttrain.checks.learning.credit_by_definition import plain
 from posttrain.checks.learning.gradient_by_definition import Demand, demand, value_demand
 from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch
@@ -156,7 +156,10 @@ class LossCheck(Observer):
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
             case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
-                return ObserverReport(loss_agrees(roles.stage.algorithm, batch, passes))
+                # As the step learned: with its adapted coefficients, and in a warm-up with the value loss alone.
+                return ObserverReport(
+                    loss_agrees(of_step(roles.stage.algorithm, roles.adaptive, index)[0], batch, passes)
+                )
             case _:
                 return None
 
@@ -225,21 +228,20 @@ def gradient_agrees(
 def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
     """The gradient by each entropy is minus the weighted bonus, and by each value that of the value loss."""
     compared: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    # With candidates or chosen tokens the bonus has another form, which is not covered.
-    if a.entropy is not None and passes.entropy_grad and plain(a.entropy) and a.distill is None and a.tokens is None:
+    if a.entropy is not None and passes.entropy_grad:
         compared["entropy"] = (passes.joined(batch, passes.entropy_grad), -a.entropy.coef * batch[WEIGHT])
-    if a.learns_values is not None and passes.value and plain(a.learns_values):
+    if a.learns_values is not None and passes.value:
         value_M, asked_M = (passes.joined(batch, column) for column in zip(*passes.value, strict=True))
         want = value_demand(a.learns_values, batch, value_M)
         if want is not None:
             compared["value"] = (asked_M, want)
     for name, (got, want) in compared.items():
         size = float(np.abs(want).max(initial=0.0))
-        # Where a micro-batch told nothing the lengths differ, and nothing can be subtracted.
-        if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
+        # `joined` gives one number for each token, so both have one length. Written so that a NaN is wrong.
+        gap = float(np.abs(got - want).max(initial=0.0))
+        if not gap <= 1e-4 * size + 1e-12:
             raise InvariantError(
                 f"the loss asks the wrong thing of the {name}: its gradient is up to"
                 f" {float(np.abs(got).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} (largest"
-                f" difference {float(np.abs(got - want).max(initial=0.0)) if len(got) == len(want) else np.nan:.3g})."
-                " Check its sign, its coefficient and its weights"
+                f" difference {gap:.3g}). Check its sign, its coefficient and its weights"
             )

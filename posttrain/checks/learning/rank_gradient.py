@@ -72,10 +72,8 @@ def silent_on_all_ranks(
         total = total if scores.value is None else total + scores.value.sum()
         # All ranks compute the same tokens and gradients are summed, so the sum over ranks is one gradient.
         (total / learner.ranks.world).backward()
-    gradients = {n: p.grad.detach().clone() for n, p in {**parameters, **head}.items() if p.grad is not None}
     # The optimizer must find nothing of this.
-    for p in (*parameters.values(), *head.values()):
-        p.grad = None
+    gradients = _taken({**parameters, **head})
     heard_here = {n: bool(g.any()) for n, g in gradients.items()}
     # A parameter counts as heard where any rank's rows of it have a gradient. The exchange comes before any raise.
     heard = {n for one in learner.ranks.every(heard_here) for n, any_there in one.items() if any_there}
@@ -150,10 +148,8 @@ def _of_logp(
     """The gradients of the weighted sum of the log-probs alone; the parameters' own gradients are cleared."""
     scores = learner.forward(packed)
     ((scores.logp * cotangent(scores.logp)).sum() / learner.ranks.world).backward()
-    gradients = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
-    for p in (*parameters.values(), *head.values()):
-        p.grad = None
-    return gradients
+    _taken(head)
+    return _taken(parameters)
 
 
 @contextmanager

@@ -341,7 +341,7 @@ class SamplerCheck(Observer):
         self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
     ) -> Gauges:
         """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
-        gauges: list[Gauges] = []
+        gauges, dtype, same = list[Gauges](), roles.run.model.dtype, roles.run.exact
         for micro, logp in micros:
             exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
             fresh = micro[VERSION] == packed.version
@@ -350,16 +350,6 @@ class SamplerCheck(Observer):
                 # could have.
                 fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
             learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
-            gauges.append(
-                sampler_agrees(
-                    micro,
-                    micro[MU],
-                    learner,
-                    fresh,
-                    dtype=roles.run.model.dtype,
-                    exact=exact,
-                    text=roles.text,
-                    same=roles.run.exact,
-                )
-            )
+            mu, text = micro[MU], roles.text
+            gauges.append(sampler_agrees(micro, mu, learner, fresh, dtype=dtype, exact=exact, text=text, same=same))
         return merge(*gauges)

@@ -17,7 +17,7 @@ from posttrain.checks.sampling.sampler_draws import PACKED, PROBED, Bets, draws_
 from posttrain.core import seeds
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.experience import Experience
-from posttrain.core.gauge import Gauge, Step, merge
+from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.streams import START
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
@@ -107,21 +107,9 @@ class FreshCheck(Observer):
         often = e.index <= 16 or e.index % 8 == 0
         if not segments or not (often or (segments[0].version[segments[0].mask] != version).any()):
             return None
-        packed = Packed.of(segments)
         # In the mixed segments only the tokens of this version can be compared.
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
-        mu = np.concatenate([s.logp[s.mask] for s in segments])
-        learner = as_sampled(roles.learner)
-        gauges = sampler_agrees(
-            packed,
-            mu,
-            learner.score(packed),
-            fresh,
-            dtype=roles.run.model.dtype,
-            exact=lambda: learner.exact(packed),
-            text=roles.text,
-            same=roles.run.exact,
-        )
+        gauges = _compared(roles, segments, fresh)
         # Draws are tested on whole episodes of this version, whose places are known from the start.
         whole = [x for g in groups for x in g.episodes if _all_of(x, version)]
         if whole and roles.sync.sampler.draws_by_place:
@@ -130,6 +118,14 @@ class FreshCheck(Observer):
         if roles.run.deterministic and roles.stage.staleness:
             return None  # which groups have ended already depends on time
         return ObserverReport(merge(gauges, {"canary/fresh": Gauge(float(fresh.sum()), 1)}))
+
+
+def _compared(roles: ReinforceRoles, segments: Sequence[Segment], fresh_M: np.ndarray) -> Gauges:
+    """Compare the sampler's log-probs of these segments with the learner's, at the spoken tokens that are `fresh_M`."""
+    packed, learner, dtype = Packed.of(segments), as_sampled(roles.learner), roles.run.model.dtype
+    mu_M, learner_M = np.concatenate([s.logp[s.mask] for s in segments]), learner.score(packed)
+    exact, same = lambda: learner.exact(packed), roles.run.exact
+    return sampler_agrees(packed, mu_M, learner_M, fresh_M, dtype=dtype, exact=exact, text=roles.text, same=same)
 
 
 def _all_of(e: Episode, version: int) -> bool:
@@ -230,19 +226,8 @@ class ProbeCheck(Observer):
         """Compare the turns of the probe with the learner, and test their draws."""
         said_by_these_weights(groups, (roles.trainer.version,))
         episodes = [e for g in groups for e in g.episodes]
-        packed = Packed.of([s for e in episodes for s in e.segments])
-        mu = np.concatenate([s.logp[s.mask] for e in episodes for s in e.segments])
-        learner = as_sampled(roles.learner)
-        gauges = sampler_agrees(
-            packed,
-            mu,
-            learner.score(packed),
-            np.ones(len(mu), bool),
-            dtype=roles.run.model.dtype,
-            exact=lambda: learner.exact(packed),
-            text=roles.text,
-            same=roles.run.exact,
-        )
+        segments = [s for e in episodes for s in e.segments]
+        gauges = _compared(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
         draws = draws_are_true(roles, self._bets, episodes, 0, _stream(roles))
         return ObserverReport(merge(gauges, draws, {"canary/probed": Gauge(1, 1)}))
 

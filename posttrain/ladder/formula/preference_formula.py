@@ -78,14 +78,15 @@ def preference_formula(choice: str, value: Any) -> str:
 
 def preference_formulas(a: PreferenceAlgorithm) -> list[tuple[str, str]]:
     """The formulas of a preference algorithm as (name, line), without lines that are empty."""
+    loss = a.link.words() if a.coef == 1 else f"{a.coef:g} * ({a.link.words()})"
     if isinstance(a.link, Nash):
-        rows = [("l", _AGAINST[a.against]), ("loss", a.link.words())]
+        rows = [("l", _AGAINST[a.against]), ("loss", loss)]
     else:
         rows = [("h", f"{a.statistic.words()}, {_AGAINST[a.against]}")]
         if type(a.divergence).__name__ != "ReverseKL":
             rows.append(("f", a.divergence.words()))
         rows.append(_read(a))
-        rows.append(("loss", ("" if a.coef == 1 else f"{a.coef:g} * ") + a.link.words()))
+        rows.append(("loss", loss))
     further = (
         ("noise", a.noise and preference_formula("noise", a.noise)),
         ("match", a.match and _MATCH[a.match]),

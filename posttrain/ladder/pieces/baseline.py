@@ -47,6 +47,14 @@ class Baseline(Piece, begin=True):
         return self.relative
 
 
+def _of_tokens(b: Baseline, a: Algorithm) -> Iterator[str]:
+    """Refusals of baselines that compare single tokens."""
+    # A deviation of whole answers is not the deviation of these differences, and divides none of them.
+    if a.scale != "one":
+        whole = f"scale={a.scale} is one number for an answer"
+        yield f"{whole}, and baseline={named(b)} compares token by token. Set scale=one, or whiten=token"
+
+
 def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
     """Refusals of baselines that compare turns."""
     # Other scales, and a KL in the reward, are one number for a whole answer, which belongs to no single turn.
@@ -157,11 +165,7 @@ class EnergyMean(Baseline):
         return f"r - sum(W_t r) / sum(W_t) over the siblings that still speak at t, {weight}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # At each token other siblings are compared. One deviation of whole
-        # answers is not the deviation of these differences.
-        if a.scale != "one":
-            whole = f"scale={a.scale} is one number for an answer"
-            yield f"{whole}, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
+        return _of_tokens(self, a)
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return ("energy",)
@@ -227,7 +231,7 @@ class Greedy(Baseline):
     greedy = True
 
     def words(self) -> str:
-        return "r - r of the greedy answer"
+        return "r - R of the greedy answer"
 
     def uses(self) -> str:
         return "greedy answer"
@@ -399,6 +403,7 @@ class Value(Baseline):
         return f"{self.coef:g} * 1/2 (V - target)^2{near}; target = {target}{warm}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
+        yield from _of_tokens(self, a)
         # GAE sums the rewards of later tokens, so a KL of one token would be charged to the tokens before it too.
         if a.charges_tokens:
             yield (

@@ -233,6 +233,8 @@ class Nash(Link):
             yield "link=nash pays a KL to the reference, and against=nothing has none. Set against=reference"
         if a.draw is None or 0 in a.draw.opposed():
             yield "link=nash learns from what the policy itself said. Set draw=againstmixture"
+        if a.weights is not None:
+            yield "weights=wpo weighs pairs, and link=nash learns from one side alone. Set weights=none"
         if type(a.statistic).__name__ != "Total":
             yield "link=nash reads the log-prob of the whole completion. Set statistic=total"
 

@@ -132,11 +132,8 @@ class KL(Pull):
         if self.estimator == "rk3" and a.ratio == "one":
             yield "rk3 weights k3 by the ratio, and ratio='one' has none. Set ratio=token, or use k3/both"
         # A refresh would replace the teacher by the policy, and there would be nothing left to learn from it.
-        if self.refresh and a.distill is not None:
-            yield (
-                "distill's teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or"
-                " distill=none"
-            )
+        if self.refresh and (a.distill is not None or a.taught):
+            yield "the teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or distill=none"
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return ("reference",)

@@ -58,10 +58,11 @@ class ClipCov(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class KlCov(Tokens):
-    """The `share` of tokens with the largest covariance has coef * |log pi - log start| beside
+    """The `share` of tokens with the largest covariance has coef * |log pi - log anchor| beside
     the policy term (A33)."""
 
     silences = False
+    forms_ratio = True
 
     share: float = 0.002
     """Share of the tokens that pay the KL."""
@@ -74,7 +75,7 @@ class KlCov(Tokens):
 
     def words(self) -> str:
         most = "largest (A - mean)(log p - mean) before the step"
-        return f"the {self.share:g} of the tokens with the {most} pay {times(self.coef)}|log pi - log start|"
+        return f"the {self.share:g} of the tokens with the {most} pay {times(self.coef)}|log pi - log anchor|"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +222,12 @@ class Shown(Piece):
                 "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0,"
                 " or shown=none"
             )
-        # The stored log-prob of a shown token is 0, which would read as a KL of -log ref.
-        if a.kl_in_credit is not None and a.anchor != "start":
+        # The stored log-prob of a shown token is 0, which would read as a KL of -log ref, or as a ratio of pi.
+        of_ratio = any(p.forms_ratio for p in a.pieces) or getattr(a.pull, "estimator", "") == "rk3"
+        if a.anchor != "start" and (of_ratio or a.kl_in_credit is not None):
             yield (
-                "a KL in the credit is taken under the sampler, which a demonstration does not have. Set anchor=start,"
-                " or shown=none"
+                "a KL in the credit, and a term of log pi/anchor, are taken under the sampler, which a demonstration"
+                " does not have. Set anchor=start, or shown=none"
             )
 
     def uses(self) -> str:

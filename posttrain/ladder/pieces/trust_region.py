@@ -183,7 +183,8 @@ class Divergence(TrustRegion):
             if self.top
             else "the said token and the rest"
         )
-        far = "TV(mu, pi)" if self.measure == "tv" else "KL(mu || pi)"
+        anchor = "mu" if self.top else "anchor"
+        far = f"TV({anchor}, pi)" if self.measure == "tv" else f"KL({anchor} || pi)"
         return (
             f"min(rho, {self.cap:g}); 0 where D > {self.delta:g} and the push leads further away, D = {far} over {over}"
         )
