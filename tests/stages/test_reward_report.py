@@ -156,6 +156,8 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path, capsys: pytest.CaptureF
     assert "--answers is about a reward model" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "rm"), "--samples", "2"]) == 2
     assert "name a policy whose answers are scored" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "rm"), "--temperature", "0"]) == 2
+    assert "leave --temperature out" in capsys.readouterr().err
 
 
 def test_a_model_that_scores_by_the_truth_agrees_with_it() -> None:
