@@ -75,6 +75,9 @@ def test_the_average_of_its_weights_is_scored(tmp_path: Path) -> None:
     assert main(["eval", str(tmp_path / "run"), "--ema"]) == 0
     one, two = (evaluate_reward_model(tmp_path / "run", ema=on) for on in (False, True))
     assert one.calibration != two.calibration
+    # The run measured its weights, so that figure is not in the card of the average.
+    cards = [posttrain.export(tmp_path / "run", tmp_path / f"{on}", ema=on) / "README.md" for on in (False, True)]
+    assert ["was not measured" in card.read_text() for card in cards] == [False, True]
 
 
 def test_every_row_of_a_file_that_is_named_is_scored(tmp_path: Path) -> None:
