@@ -28,7 +28,7 @@ from posttrain.core.gauge import Step
 from posttrain.core.ports import Environment
 from posttrain.core.sampling import Sampling
 from posttrain.evaluation.evaluate_endpoint import EndpointOptions, evaluate_remote, is_url, refuse
-from posttrain.evaluation.evaluation_target import asked_run
+from posttrain.evaluation.evaluation_target import asked_run, contract_of
 from posttrain.ladder.both_ladders import AnyAlgorithm
 from posttrain.record.certificate import FAILED, ExportCertificate
 from posttrain.record.checkpoint import find
@@ -144,7 +144,7 @@ def evaluate(
     overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
     run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
-    contract = _contract(run, max_tokens, temperature)
+    contract = contract_of(run, max_tokens, temperature)
     folder = None if weights is None else Path(target)
     # A tokenizer that was built has the characters of all environments of the run. Here only one is made, so where
     # stages have environments of their own the tokenizer comes from the folder.
@@ -225,13 +225,6 @@ def _evaluated(run: Run, contract: Sampling) -> Run:
     alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
     asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
     return replace(run, stages=asked or run.stages)
-
-
-def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
-    """The sampling contract of the run's first RL stage, with the caller's changes."""
-    contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
-    wanted = {"max_tokens": max_tokens, "temperature": temperature}
-    return replace(contract, **{k: v for k, v in wanted.items() if v is not None})
 
 
 def export(

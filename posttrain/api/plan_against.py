@@ -168,6 +168,8 @@ class Prediction:
     place: Place
     timed: Callable[[Work], Throughput]
     steps: list[Step] = field(default_factory=list[Step])
+    seen: int = 0
+    """Steps of this process: a resumed run begins with a later index."""
     factor: float = 1.0
     """Measured / predicted of the first steps, where the stage is compared with them."""
     said: set[str] = field(default_factory=set[str])
@@ -190,6 +192,7 @@ class PlanWatch:
         if p is None:
             return
         p.steps.append(step)
+        p.seen += 1
         # As many as the two comparisons below read.
         del p.steps[: -(STEPS + FIRST)]
         if "memory" not in p.said and (said := self._memory(p, step)):
@@ -221,11 +224,11 @@ class PlanWatch:
     def _time(self, p: Prediction, step: Step) -> str:
         # If the predicted step is shorter than `SHORT`, the first steps say how much longer than planned a step takes.
         # The very first one is left out, since it makes checks that are made only once.
-        if step.index == FIRST + 1:
+        if p.seen == FIRST + 1:
             predicted = p.timed(recorded_work(p.work, p.steps[1:])).step
             p.factor = step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
         # Compared are full windows of `STEPS` steps, which do not overlap and have none of the first steps.
-        if step.index < FIRST + 1 + STEPS or step.index % STEPS:
+        if p.seen < FIRST + 1 + STEPS or step.index % STEPS:
             return ""
         last = p.steps[-STEPS:]
         predicted, measured = p.factor * p.timed(recorded_work(p.work, last)).step, step_seconds(last)

@@ -86,7 +86,7 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
     room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
     run = dotted.apply(base, [*room, *overrides])
     shape, positions = model_shape(run.model)
-    run, notes = _chosen(run, given_paths(base, overrides), shape, positions, where)
+    run, notes = _chosen(run, given_paths(base, overrides), shape, positions, where, is_recipe(recipe))
     stage = stage_of(run, options.stage)
     lengths, told = lengths_of(stage, run.model.context or positions, options)
     work = replace(
@@ -186,17 +186,21 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
         return shape_of(config), model.context or BUILT_CONTEXT
     folder = Path(model.path).expanduser()
     if folder.is_dir():
-        config_file = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
-        return read_shape(folder), next(
+        # The shape comes first: it refuses a file that is missing or broken.
+        shape, config_file = read_shape(folder), json.loads((folder / "config.json").read_text())
+        return shape, next(
             (v for k in ("max_position_embeddings", "n_positions") if isinstance(v := config_file.get(k), int)), 0
         )
     return shape_by_name(model.path), 0
 
 
 def _chosen(
-    run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Hardware
+    run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Hardware, recipe: bool
 ) -> tuple[Run, tuple[str, ...]]:
-    """The run with the settings that `posttrain run` would choose for this model on this machine."""
+    """The run with the settings that `posttrain run` would choose for this model on this machine.
+
+    Of a run that is no recipe it chooses none. Here only the device is taken from the machine that is planned.
+    """
     if run.model.path is None:
         return run, ()
     size = ModelSize(
@@ -210,8 +214,9 @@ def _chosen(
     device = "cuda" if where.device.accelerator else "cpu"
     place = Machine(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())
     made = Choices(run, given, None, size, place).made()
-    run = dotted.apply(run, [f"{path}={word(value)}" for path, (value, _) in made.items()])
-    return run, (f"settings left open are those that a run chooses for this model and machine ({len(made)})",)
+    words = [f"{path}={word(value)}" for path, (value, _) in made.items() if recipe or path == "model.device"]
+    said = (f"settings left open are those that a run chooses for this model and machine ({len(made)})",)
+    return dotted.apply(run, words), said if recipe else ()
 
 
 def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Lengths, tuple[str, ...]]:

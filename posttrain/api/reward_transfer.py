@@ -89,7 +89,8 @@ def transfer(
 
     run = asked_run(target, overrides, trust)
     # Reward models are taken out of the environment's judges. Else the scores could be compared with themselves.
-    env = replace(run.env, rewards=(), measured=False) if run.env.has_reward_models else run.env
+    verifiers = tuple(r for r in run.env.rewards if not r.by_model)
+    env = replace(run.env, rewards=verifiers, measured=False) if run.env.has_reward_models else run.env
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "quiet": True, "trust": trust}
     # All policies answer before the reward model is loaded, so that one model is in memory at a time.
     reports = [main.evaluate(p, f"seed={run.seed}", env=env, samples=samples, **options) for p in policies]

@@ -189,8 +189,9 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     cleanup.callback(lambda: terminal.close({}))
     if not quiet:
         trackers.insert(0, terminal)
-        lines = (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *notes, *setting_lines(run))
-        for line in (*lines, f"run folder: {book.folder}", *tracker_lines(trackers)):
+        about = (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *notes)
+        more = (*price_lines(run), *right_lines(run), f"run folder: {book.folder}", *tracker_lines(trackers))
+        for line in (*about, *more):
             terminal.say(line)
     say = (lambda line: None) if quiet else terminal.say
     parts = make_parts(run, policy, request.environment, book, trackers, request.others, say, lead)
@@ -221,11 +222,6 @@ def count_on(folder: Path, environments: Iterable[Environment]) -> None:
     for source in sources:
         name = f"verifier/{source.name}/{CALLS}"
         source.calls = max((int(s.clock.get(name, 0)) for s in steps), default=0)
-
-
-def setting_lines(run: Run) -> tuple[str, ...]:
-    """Returns the meaning of settings for the whole run, as lines for people."""
-    return (*price_lines(run), *right_lines(run))
 
 
 def price_lines(run: Run) -> tuple[str, ...]:

@@ -293,11 +293,6 @@ class TrainedJudges:
         return judges
 
 
-def _say_judges(roles: PolicyRoles, say: Callable[[str], None]) -> None:
-    for line in (j.line for j in roles.rollout.judges if isinstance(j, ModelJudge)):
-        say(line)
-
-
 def _compile(learner: HFLearner, policy: Policy, say: Callable[[str], None]) -> None:
     say("compiling the learner's layers (model.compile=true) ...")
     say(learner.compile(packed_text(probe_ids(policy))))
@@ -335,7 +330,8 @@ def make_parts(
     learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)
     if run.model.compile:
         _compile(learner, policy, say)
-    _say_judges(roles, say)
+    for line in (j.line for j in roles.rollout.judges if isinstance(j, ModelJudge)):
+        say(line)
 
     def close() -> None:
         roles.serving.keep_timeline(book.folder)

@@ -6,14 +6,16 @@ Also its forms --fit, --machines, --sweep, --forces and --probe, as text or JSON
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from posttrain.api.plan_against import factors_of
-from posttrain.api.planned import Planned, PlanOptions, planned
+from posttrain.api.planned import Planned, PlanOptions, machine_word, planned
 from posttrain.cli.screen_text import hanging, screen_width
+from posttrain.config.run import Reinforce
 from posttrain.plan.changes import fixes, largest
 from posttrain.plan.counted import counted
 from posttrain.plan.forces import CELLS, MIDDLE
@@ -176,6 +178,8 @@ def _time(found: Planned) -> Iterable[str]:
 
 
 def _fit(what: str, found: Planned) -> None:
+    if what == "siblings" and not hasattr(found.stage, what):
+        raise ConfigError(f"--fit siblings: stage {found.stage.name} has no such setting; name another with --stage")
     best = largest(what, found.work, found.memory, found.stage.name)
     if best is None:
         raise ConfigError(
@@ -188,30 +192,32 @@ def _fit(what: str, found: Planned) -> None:
 
 def _machines(o: Namespace) -> None:
     """Print the layout for these devices and days, those beside it, and what other assumptions make of it."""
-    if not o.days > 0:
+    if not 0 < o.days * DAY < math.inf:
         raise ConfigError(f"--days {o.days:g}: must be > 0")
     found = planned(o.recipe, [*o.overrides, f"machine={o.machines}"], options_of(o))
-    if not (found.work.samples and found.machine.device.accelerator):
-        raise ConfigError("--machines plans stages that sample, on accelerators; leave it out for this one")
+    if not (isinstance(found.stage, Reinforce) and found.machine.device.accelerator):
+        raise ConfigError("--machines plans stages that learn from reward, on accelerators; leave it out for this one")
     assumed = found.timed.assumed if found.timed is not None else Assumed()
     steps, where = found.stage.steps, found.machine
     best = largest_batch(found.work, where, assumed, steps, o.days)
     work = replace(found.work, prompts=best.work.prompts)
     rows, other = of_each_topology(work, where, assumed), other_assumptions(work, where, assumed)
     if o.json:
-        data = {"best": _layout(best), "layouts": [*map(_layout, rows)]}
-        tell(json.dumps({**data, "assumptions": {n: x and _layout(x) for n, x in other}}, indent=1))
+        name = found.stage.name
+        data = {"best": _layout(best, name), "layouts": [_layout(x, name) for x in rows]}
+        tell(json.dumps({**data, "assumptions": {n: x and _layout(x, name) for n, x in other}}, indent=1))
         return
     days, most = steps * best.step / DAY, int(o.days * DAY / best.step)
-    chosen = {word.partition("=")[0] for word in best.command_line.split()}
-    # The layout chooses these settings itself. Given twice, the printed command would not run.
-    other_words = [word for word in o.overrides if word.partition("=")[0] not in chosen]
+    command, own = best.command_line(found.stage.name), f"{found.stage.name}."
+    # The layout chooses these settings itself. Given twice, also without the stage, the printed command would not run.
+    chosen = {word.partition("=")[0].removeprefix(own) for word in command.split()}
+    other_words = [w for w in machine_word(o.overrides)[1] if w.partition("=")[0].removeprefix(own) not in chosen]
     text = (
         *found.notes,
         f"{best.summary}; copies of the weights cut over {best.cut} devices, checkpointing {best.work.checkpointing}",
         f"{work.prompts} prompts x {work.siblings}: {best.step:.3g} s a step, the bottleneck is {best.bottleneck};"
         f" {steps:,} steps take {days:.2g} days, {most:,} end in {o.days:g} day{'s' * (o.days != 1)}",
-        f"  posttrain run {' '.join([o.recipe, *other_words])} {best.command_line}",
+        f"  posttrain run {' '.join([o.recipe, *other_words])} {command}",
         "of each topology the best:",
         *(f"  {x.summary:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),
         "where an assumption is another:",
@@ -226,10 +232,10 @@ def _machines(o: Namespace) -> None:
         tell(line)
 
 
-def _layout(x: MachineLayout) -> dict[str, Any]:
+def _layout(x: MachineLayout, stage: str) -> dict[str, Any]:
     return {"topology": x.topology, "engines": x.engines, "learners": x.learners, "workers": x.workers, "cut": x.cut,
             "staleness": x.work.staleness, "checkpointing": x.work.checkpointing, "prompts": x.work.prompts,
-            "seconds": x.step, "idle": x.idle, "bottleneck": x.bottleneck, "words": x.command_line}  # fmt: skip
+            "seconds": x.step, "idle": x.idle, "bottleneck": x.bottleneck, "words": x.command_line(stage)}  # fmt: skip
 
 
 def as_data(found: Planned) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.api.plan_against import SHAPES, PlanAgainst, faster, plan_against
 from posttrain.cli.plan import options_of, size
 from posttrain.plan.of_run.against import Compared
+from posttrain.system.errors import ConfigError
 from posttrain.system.terminal_output import tell
 
 TERMS = 3
@@ -33,6 +34,8 @@ def against(o: Namespace) -> None:
 
 def budget(o: Namespace) -> None:
     """Print what to make faster first in a run."""
+    if words := [*([o.recipe] if o.recipe else []), *o.overrides]:
+        raise ConfigError(f"{words[0]}: a run has its settings; only options go with its folder")
     stage, seconds, changes = faster(o.budget, options_of(o))
     whole = sum(seconds.values())
     parts = ", ".join(f"{role} {x:.3g}" for role, x in sorted(seconds.items(), key=lambda row: -row[1]))

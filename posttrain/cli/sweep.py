@@ -26,7 +26,7 @@ def lines(name: str, rows: Sequence[SweptValue]) -> Iterator[str]:
     for r in rows:
         o, shares = r.loop, "  ".join(f"{bar(r.loop.idle[x])} {r.loop.idle[x]:>5.0%}" for x in ("learner", "engines"))
         rate = f"{o.step:>9.3g}  {said(r) / o.step:>9,.0f}"
-        yield f"  {r.value:>{wide}}  {rate}  {shares}  {o.behind:.2f}, most {max(o.ages)}"
+        yield f"  {r.value:>{wide}}  {rate}  {shares}  {o.behind:.2f}, most {max(o.ages, default=0)}"
     for note in _notes(rows):
         yield from hanging("  ", note, screen_width())
 

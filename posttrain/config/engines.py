@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -167,7 +168,7 @@ def engine_refusals(
 
 
 def _positive(name: str, value: float) -> None:
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ConfigError(f"engine.{name}={value}: must be > 0")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 from typing import Literal, get_args
 
 from posttrain.config.engines import VLLM
@@ -45,8 +46,8 @@ class RankOptions:
     def __post_init__(self) -> None:
         if self.nproc is not None and self.nproc < 1:
             raise ConfigError(f"--nproc {self.nproc}: must be >= 1")
-        if not self.seconds > 0:
-            raise ConfigError(f"--rank-timeout {self.seconds:g}: must be > 0")
+        if not 0 < self.seconds <= TIMEOUT_MAX:
+            raise ConfigError(f"--rank-timeout {self.seconds:g}: must be > 0, and not more than {TIMEOUT_MAX:g}")
         if self.replicas < 1 or (self.world or 1) % self.replicas:
             raise ConfigError(
                 f"--replicas {self.replicas}: of {self.world or 1} ranks. Each copy of the weights is cut over the same"

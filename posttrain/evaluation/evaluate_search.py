@@ -22,11 +22,10 @@ from posttrain.config.run import Reinforce, Run
 from posttrain.config.stages.reward_model_settings import RewardModel, trained_at
 from posttrain.config.stages.step_labels import StepLabeling
 from posttrain.core.ports import Environment
-from posttrain.core.sampling import Sampling
 from posttrain.engine.model.locate_model import check_source
 from posttrain.environment.scripted_policy import attempt
 from posttrain.evaluation.evaluate_endpoint import is_url
-from posttrain.evaluation.evaluation_target import asked_run
+from posttrain.evaluation.evaluation_target import asked_run, contract_of
 from posttrain.evaluation.search_words import SearchRequest, search_request
 from posttrain.record.checkpoint import KEPT, find, kept_folder
 from posttrain.record.run_reader import is_run, run_file
@@ -138,7 +137,7 @@ def evaluate_searches(
         check_source("", str(target))
     run, _, objects = asked_run(target, checkpoint, rest, UserObjects(), quiet, trust)
     request = _with_scores(request, run, run_folder, target)
-    contract = _contract(run, max_tokens, temperature)
+    contract = contract_of(run, max_tokens, temperature)
     # A reward model that guides the search as well would judge its own choice.
     env = replace(run.env, rewards=tuple(r for r in run.env.rewards if not r.by_model), measured=False)
     run = replace(run, env=env, stages=(Reinforce(name=STAGE_NAME, sampling=contract),))
@@ -348,17 +347,6 @@ def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
         )
     say(f"{folder} ends with the reward model of {trained.name}: the policy is that of its stage {kept[-1]}")
     return kept_folder(folder, kept[-1])
-
-
-def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
-    """Returns the sampling of answers: that of the run's first stage of RL, else that of its first stage that
-    samples."""
-    sampling = [s for s in run.stages if s.contract is not None]
-    # RL stages first: the sort is stable, so the order within each kind stays.
-    sampling.sort(key=lambda s: not isinstance(s, Reinforce))
-    contract = (sampling[0].contract if sampling else None) or Sampling()
-    wanted = {"max_tokens": max_tokens, "temperature": temperature}
-    return replace(contract, **{k: v for k, v in wanted.items() if v is not None})
 
 
 def _check_single_turn(environment: Environment) -> None:

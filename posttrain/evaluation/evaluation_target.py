@@ -13,7 +13,8 @@ from posttrain.build.open_model import target_run
 from posttrain.build.request.trust_prompt import to_stderr
 from posttrain.build.request.user_objects import UserObjects
 from posttrain.config import overrides as dotted
-from posttrain.config.run import Run
+from posttrain.config.run import Reinforce, Run
+from posttrain.core.sampling import Sampling
 from posttrain.environment.gallery import GALLERY
 from posttrain.evaluation.evaluate_endpoint import is_url, remote_run
 from posttrain.evaluation.search_words import asks_search
@@ -55,6 +56,17 @@ def asked_run(
     run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
     # Rows that the run keeps are found in its folder.
     return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
+
+
+def contract_of(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
+    """Returns the sampling of answers: that of the run's first stage of RL, else that of its first stage that
+    samples."""
+    sampling = [s for s in run.stages if s.contract is not None]
+    # RL stages first: the sort is stable, so the order within each kind stays.
+    sampling.sort(key=lambda s: not isinstance(s, Reinforce))
+    contract = (sampling[0].contract if sampling else None) or Sampling()
+    wanted = {"max_tokens": max_tokens, "temperature": temperature}
+    return replace(contract, **{k: v for k, v in wanted.items() if v is not None})
 
 
 def with_environment(target: str, overrides: tuple[str, ...]) -> tuple[str, ...]:

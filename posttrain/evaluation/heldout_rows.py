@@ -9,7 +9,7 @@ from pathlib import Path
 from posttrain.build.build_run import PolicyRoles, make_teacher
 from posttrain.config.run import Run
 from posttrain.config.stages.preference_settings import Preference
-from posttrain.config.stages.stage import START, starts
+from posttrain.config.stages.stage import starts
 from posttrain.core.ports import Environment
 from posttrain.engine.model.policy_model import Policy
 from posttrain.record.checkpoint import kept_folder
@@ -43,8 +43,7 @@ async def measure_rows(
         judged, reference = heldout_judgements(environment), ReferenceScores("")
         # The reference scores first, with the weights that the stage began with; then those that are evaluated.
         if stage.algorithm.reads_reference:
-            if (began := starts(run.stages, stage)) != START:
-                load_weights(kept_folder(own, began), learner)
+            load_weights(kept_folder(own, starts(run.stages, stage)), learner)
             scorer = learner if stage.reference is None else make_teacher(run, stage.reference, policy)
             # Computed once and kept, because the learner will hold other weights by the time they are read.
             reference.add(scorer, [s for j in judged for s in segments(j, render, context)])

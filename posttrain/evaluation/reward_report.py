@@ -112,7 +112,7 @@ def evaluate_reward_model(
         raise ConfigError(f"{target}: no two of {len(scored.score)} judged completions were judged differently")
     surface = debias(scored.score, {"length": scored.tokens, "flattery": scored.flattery})
     return RewardReport(
-        name=Path(target).name,
+        name=Path(target).absolute().name,
         kind=kind,
         agreement=agrees(scored.score[better], scored.score[worse]),
         longer=agrees(scored.tokens[better], scored.tokens[worse]),

@@ -112,11 +112,12 @@ def largest(what: str, work: Work, memory: float, stage: str) -> Saving | None:
         models = sorted(((shape_by_name(n), n) for n in MODELS), key=lambda x: -x[0].parameters)
         fitting = (Saving((f"model={n}",), "", replace(work, shape=s)) for s, n in models)
         return next((c for c in fitting if most(c.work) <= memory), None)
-    size = "prompts" if work.samples else "batch"
+    # The groups of a step are cut into minibatches, so the batch is a multiple of their number.
+    size, cut = "prompts" if work.samples else "batch", work.minibatches
     makers: dict[str, tuple[Callable[[int], tuple[str, ...]], Callable[[int], Work], int]] = {
         "context": (lambda n: _context(work, stage, n), lambda n: _longer(work, n), 1 << 22),
         "siblings": (lambda n: (f"{stage}.siblings={n}",), lambda n: replace(work, siblings=n), 1 << 16),
-        "batch": (lambda n: (f"{stage}.{size}={n}",), lambda n: replace(work, prompts=n), 1 << 16),
+        "batch": (lambda n: (f"{stage}.{size}={n * cut}",), lambda n: replace(work, prompts=n * cut), 1 << 16),
     }
     if what not in makers:
         raise ConfigError(f"--fit {what}: {nearest(what, ['model', *makers])}")

@@ -105,9 +105,8 @@ class MachineLayout:
         ahead = f", K={self.work.staleness}" if self.work.staleness else ""
         return f"{self.topology}{ahead}: {self.engines} sample in engines of {self.workers}, {self.learners} learn"
 
-    @property
-    def command_line(self) -> str:
-        """Overrides and options of `posttrain run`."""
+    def command_line(self, stage: str) -> str:
+        """Overrides and options of `posttrain run` for the stage of this name."""
         count = self.engines // self.workers
         placement = f"placement=processes placement.engines={count} " if self.topology != "colocated" else ""
         replicas = f" --replicas {self.work.replicas}" if self.work.replicas > 1 else ""
@@ -115,8 +114,8 @@ class MachineLayout:
             "" if self.work.checkpointing == "none" else f" model.gradient_checkpointing={self.work.checkpointing}"
         )
         return (
-            f"{placement}engine=vllm engine.workers={self.workers} rl.prompts={self.work.prompts}"
-            f" rl.micro_tokens={self.work.micro_tokens} rl.staleness={self.work.staleness}{checkpointing}"
+            f"{placement}engine=vllm engine.workers={self.workers} {stage}.prompts={self.work.prompts}"
+            f" {stage}.micro_tokens={self.work.micro_tokens} {stage}.staleness={self.work.staleness}{checkpointing}"
             f" --nproc {self.learners}{replicas}"
         )
 

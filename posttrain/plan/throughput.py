@@ -65,7 +65,7 @@ class Assumed:
             raise ConfigError(f"kept={self.kept:g}: a share of groups in (0, 1]")
         if not 0 <= self.accepted < 1:
             raise ConfigError(f"accepted={self.accepted:g}: a chance in [0, 1)")
-        if self.reward < 0 or self.judges < 1 or self.drafts < 0 or self.draft_cost < 0:
+        if not (0 <= self.reward < math.inf and 0 <= self.draft_cost < math.inf) or self.judges < 1 or self.drafts < 0:
             raise ConfigError("reward, drafts and draft_cost must be >= 0, judges >= 1")
 
     @property
@@ -188,6 +188,12 @@ class Throughput:
         busy = max(reading, positions * one.arithmetic / m.compute) + drawn
         return (busy + m.latency) * (1 + self.assumed.drafts * self.assumed.draft_cost)
 
+    @property
+    def together(self) -> int:
+        """Answers that all engines sample at once."""
+        w = self.work
+        return min(w.slots * max(1, min(w.engines, self.engines)), w.sequences)
+
     @cached_property
     def decode(self) -> float:
         """Seconds to sample the answers.
@@ -196,7 +202,7 @@ class Throughput:
         once, at last only the longest.
         """
         w = self.work
-        slots = min(w.slots * (self.engines if w.engines else 1), w.sequences)
+        slots = self.together
         # First all slots are full, until as many answers are left as there are slots. While it is said, an answer has
         # half of its length in the mean.
         full_slots = (w.sequences - slots) * w.lengths.answer / slots * self.decoding(
@@ -217,7 +223,7 @@ class Throughput:
     def flat(self) -> float:
         """Seconds of decoding if all answers had the mean length: what the long tail adds is `decode` less this."""
         w = self.work
-        slots = min(w.slots * (self.engines if w.engines else 1), w.sequences)
+        slots = self.together
         passes = w.sequences / slots * w.lengths.answer / self.assumed.tokens_a_pass
         return passes * self.decoding(slots, w.lengths.prompt + w.lengths.answer / 2)
 

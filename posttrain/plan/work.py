@@ -25,6 +25,9 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3")
 QUANTISED = {"int8": 1.0, "nf4": 0.516}
 """Bytes of one number of a quantised weight. For nf4 its scales are included, for int8 those of rows are not."""
 
+COMPLETIONS = {"pair": 2, "ranking": 3, "label": 1, "rating": 1, "steps": 1}
+"""Completions of a judgement, by its kind. Of a ranking 3 are assumed: it may have any number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -35,7 +38,7 @@ class Work:
     prompts: int
     """Groups of a step. In a stage that samples nothing: its sequences or pairs."""
     siblings: int = 1
-    """Samples of a prompt; 2 for pairs."""
+    """Completions of a prompt."""
     micro_tokens: int = 4096
     minibatches: int = 1
     epochs: int = 1
@@ -229,16 +232,16 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         endless = bool(env.mix) or (env.name != "prompts" and ":" not in env.name)
         ahead = not endless and model.lora is None if stage.ahead is None else stage.ahead
         held = stage.algorithm.reads_reference and not ahead and other_model
-        return replace(common, prompts=stage.batch, siblings=2, reference=held)
+        return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.algorithm.kind], reference=held)
     if isinstance(stage, RewardModel):
-        return replace(common, prompts=stage.batch, siblings=2, head=False)
+        return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.judgement], head=False)
     if isinstance(stage, OnlinePreference):
         held = stage.algorithm.reads_reference and other_model
-        return replace(common, prompts=stage.prompts, siblings=2, samples=True, reference=held)
+        learned = 2 * stage.pairs / (stage.prompts * stage.samples)
+        return replace(common, prompts=stage.prompts, siblings=stage.samples, learned=learned, samples=True,
+                       reference=held)  # fmt: skip
     if isinstance(stage, Rejection):
         return replace(common, prompts=stage.prompts, siblings=stage.siblings, samples=True)
     if isinstance(stage, Supervised):
         return replace(common, prompts=stage.batch)
-    raise ConfigError(
-        f"{stage.name}: a stage of kind {type(stage).__name__} is not planned; name another with stage=NAME"
-    )
+    raise ConfigError(f"{stage.name}: a stage of kind {type(stage).__name__} is not planned; name another with --stage")

@@ -269,9 +269,11 @@ def sweep_plot(name: str, rows: Sequence[tuple[str, LoopOutcome]], out: str | Pa
 
 
 def check_out(out: str | Path) -> None:
-    """ConfigError for a file whose ending is none of `FORMATS`."""
+    """ConfigError for a file whose ending is none of `FORMATS`, or whose folder is not there."""
     if Path(out).suffix not in FORMATS:
         raise ConfigError(f"--out {out}: its ending says what is written; use one of {', '.join(FORMATS)}")
+    if not Path(out).parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {Path(out).parent}; make it first")
 
 
 def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config.run import Run
-from posttrain.core.content import shown
+from posttrain.core.content import conversation
 from posttrain.core.measure.interval import interval
 from posttrain.core.measure.number_text import number_text
 from posttrain.core.verdict import Judged
@@ -42,8 +42,7 @@ class RolloutView:
     @property
     def prompt(self) -> str:
         """The prompt as text; of a conversation its messages, one a line."""
-        prompt = self.record.episode.task.prompt
-        return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {shown(m['content'])}" for m in prompt)
+        return conversation(self.record.episode.task.prompt)
 
     @property
     def said(self) -> str:

@@ -190,7 +190,7 @@ def make_served(
         renderer=renderer,
         words=TokenText(policy.tokenizer),
         vocabulary=int(policy.module.get_input_embeddings().weight.shape[0]),  # type: ignore[union-attr]
-        name=name or Path(str(target).rstrip("/")).name,
+        name=name or os.path.basename(os.path.abspath(target)),
         root=str(target),
         fingerprint=digest,
         token=token,

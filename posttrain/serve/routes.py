@@ -162,7 +162,7 @@ class Server:
         try:
             if asked.stream:
                 return await self._stream(request, shape, choices, queue, work)
-            await work
+            await _done(work)
             scores = None
             if isinstance(asked, CompletionRequest) and asked.prompt_logprobs is not None:
                 # The n answers to a prompt share one array of ids, so the identity of the array stands for the prompt.
@@ -229,15 +229,9 @@ class Server:
             for chunk in shape.next(choice, piece or TextChunk(), choice.finish if piece is None else None):
                 await send(json.dumps(chunk))
         try:
-            await work
+            await _done(work)
         except Refusal as refusal:
             await send(json.dumps(refusal.body()))
-        except asyncio.CancelledError:
-            # There are two possible reasons. If this handler was cancelled, the caller has gone. Otherwise `cut` has
-            # cancelled `work`, and the caller gets the reason why the stream ends.
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            await send(json.dumps(Refusal("the server is stopping", status=503).body()))
         else:
             # The headers with status 200 are already sent, so a failure is sent as an event (above). [DONE] is sent
             # only behind whole answers.
@@ -246,6 +240,18 @@ class Server:
             await send("[DONE]")
         await response.write_eof()
         return response
+
+
+async def _done(work: asyncio.Task[None]) -> None:
+    """Wait for the answers of a request. Refusal where `cut` ends them."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        # There are two possible reasons. If this handler was cancelled, the caller has gone. Otherwise `cut` has
+        # cancelled `work`, and the caller gets the reason.
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise Refusal("the server is stopping", status=503) from None
 
 
 @web.middleware

@@ -109,19 +109,6 @@ class Curve(Picture):
 
 
 @dataclass(frozen=True)
-class Scatter(Picture):
-    """Points by series: (x, y) pairs."""
-
-    series: Mapping[str, Sequence[tuple[float, float]]]
-    x_label: str = ""
-    y_label: str = ""
-
-    def table(self) -> Table:
-        rows = [(name, number(x), number(y)) for name, points in self.series.items() for x, y in points]
-        return ("", self.x_label, self.y_label), rows
-
-
-@dataclass(frozen=True)
 class TextTile:
     """One token or cell: its text, what its colour means, and a number below it."""
 

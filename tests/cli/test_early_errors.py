@@ -22,8 +22,13 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "epsilon": (["run", "ladder", "rl.optimizer.eps=-1"], "optimizer.eps=-1: must be > 0"),
     "moments": (["run", "ladder", "sft.optimizer.beta2=1"], "optimizer.beta2=1: must be in [0, 1)"),
     "decay": (["run", "ladder", "rl.optimizer.weight_decay=inf"], "optimizer.weight_decay=inf: must be >= 0"),
+    "cache": (["run", "ladder", "engine.cache_gib=inf"], "engine.cache_gib=inf: must be > 0"),
     "rank": (["run", "ladder", "model.lora.rank=1000000000"], "must be 1 to 65,536"),
     "ranks": (["run", "arithmetic", "--nproc", "2", "exact=true"], "over ranks (--nproc, torchrun): exact=true"),
+    "patience of ranks": (
+        ["run", "arithmetic", "--nproc", "2", "--rank-timeout", "inf"],
+        "--rank-timeout inf: must be",
+    ),
     "heads": (["run", "arithmetic", "--nproc", "3", "--parallel", "tensor"], "3 ranks cannot share model.heads=4"),
     "experts": (["run", "arithmetic", "--nproc", "2", "--parallel", "experts"], "model.arch=qwen3 has none"),
     "open server": (["serve", "here", "--host", "0.0.0.0", "--no-token"], "would serve everybody"),

@@ -197,6 +197,10 @@ def test_a_rubric_of_each_item_and_files_that_are_no_benchmark(tmp_path: Path) -
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, own)))
     rubric, rows = benchmark(tmp_path / "own.jsonl")
     assert rubric.endswith("{rubric}") and rows[2]["rubric"] == "- says 3"
+    # A line separator of Unicode inside a text ends no line of the file.
+    split = {"prompt": "a\u2028b", "rubric": "r"}
+    (tmp_path / "own.jsonl").write_text(json.dumps(split, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert benchmark(tmp_path / "own.jsonl")[1][0]["prompt"] == split["prompt"]
     for data, says in (
         ({"items": ITEMS}, "item 1 has no rubric"),
         ({"rubric": "r", "items": [own[0], ITEMS[0]]}, "item 2 has no rubric"),

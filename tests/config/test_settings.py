@@ -160,6 +160,8 @@ HEAD = "recipe: grpo\nstages:\n  rl:\n    type: Reinforce\n"
         (HEAD + "    steps: 1.5\n", "my.yaml:5: stages.rl.steps: 1.5 is not valid here; expected a whole number"),
         (HEAD + "    algorithm: grop\n", "my.yaml:5: stages.rl.algorithm.base=grop: no such algorithm; did you mean"),
         (HEAD + "    algorithm:\n      base: grpo\n      clop: null\n", "my.yaml:7: stages.rl.algorithm.clop"),
+        ("recipe: grpo\nstages:\n", "my.yaml:2: stages: write each stage under its name"),
+        ("recipe: grpo\nstages: 5\n", "my.yaml:2: stages: write each stage under its name"),
         (HEAD + "sede: 1\n", "my.yaml:5: sede: Run has no such field; did you mean 'seed'?"),
         (HEAD + "seed: 1\nseed: 2\n", "my.yaml:6: seed is given twice"),
         ("recipe: grpo\n", "my.yaml: stages: write each stage under its name"),

@@ -15,6 +15,7 @@ import posttrain
 from posttrain.build.request.user_objects import UserObjects, named_rewards, place, setting_words
 from posttrain.cli import main
 from posttrain.config.env import Env, Reward
+from posttrain.config.overrides import apply
 from posttrain.core.abilities import Abilities
 from posttrain.core.ports import Environment
 from posttrain.core.types import Task
@@ -91,6 +92,11 @@ def test_settings_become_overrides() -> None:
     given = {"seed": 1, "sft": None, "deterministic": True, "trackers": ["wandb"], "rl": {"optimizer": {"lr": 1e-5}}}
     said = ["seed=1", "sft=none", "deterministic=true", "trackers=wandb", "rl.optimizer.lr=1e-05"]
     assert list(setting_words(given)) == said
+    # Elements with commas, blanks or line ends, the word none, and lists of lists arrive as they are.
+    sampling = {"stop": ["\n", "a, b"], "bad_words": ["none"], "bad_ids": [[5], [7, 8]], "logit_bias": [(17, -2.5)]}
+    made = apply(recipe("grpo"), list(setting_words({"rl": {"sampling": sampling}}))).stage("rl").contract
+    assert made is not None and (made.stop, made.bad_words) == (("\n", "a, b"), ("none",))
+    assert (made.bad_ids, made.logit_bias) == (((5,), (7, 8)), ((17, -2.5),))
     with pytest.raises(ConfigError, match="model: give a directory"):
         list(setting_words({"model": type("M", (), {"save_pretrained": 0})()}))
 

@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.cli.ablation_tables import HEAD, table
+from posttrain.core.sampling import Sampling
 from posttrain.evaluation.ablation.ablation import Ablation, AblationRow, ablate
+from posttrain.evaluation.ablation.replayable_algorithms import RecordedFacts
 from posttrain.ladder.algorithm import Algorithm, patch
 from posttrain.ladder.pieces.baseline import Greedy, Value
 from posttrain.ladder.pieces.pull import KL
@@ -249,3 +252,14 @@ def test_a_run_that_recorded_nothing_or_has_several_stages_says_so(tmp_path: Pat
     ):
         with pytest.raises(error, match=message):
             ablate(tmp_path / name)
+
+
+def test_turns_in_segments_of_their_own_are_turns() -> None:
+    """With a rewritten history each turn has a segment, whose mask has one answer."""
+    mask = np.array([False, True, True])
+    segments = tuple(SimpleNamespace(mask=mask, sampling=Sampling()) for _ in range(2))
+    episode = SimpleNamespace(verdicts=(), segments=segments, shown=False, turns=(2, 2))
+    recorded: Any = SimpleNamespace(
+        records=[SimpleNamespace(episode=episode)], top=0, stage=SimpleNamespace(reference=None)
+    )
+    assert RecordedFacts.of(recorded, algorithm("grpo"), True).turns

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ import pytest
 
 import posttrain
 from benchmarks.learning.search_curves import by_difficulty
+from posttrain.api import reward_transfer
 from posttrain.cli import main
+from posttrain.config.overrides import apply
 from posttrain.config.run import Env, Optimizer
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core import seeds
@@ -29,8 +32,11 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Stop
 from posttrain.core.types import SampledTurn, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.evaluation import heldout_rows
 from posttrain.evaluation.evaluate_search import SearchReport, evaluate_searches
+from posttrain.evaluation.evaluation_target import contract_of
 from posttrain.evaluation.search_words import asks_search, kinds_of, search_request
+from posttrain.recipe.recipes import recipe
 from posttrain.report.console import lines_of
 from posttrain.report.plots import search_plot
 from posttrain.search.curves import SearchPoint, frontier, leading, search_point
@@ -617,3 +623,42 @@ def test_options_of_searches_are_for_searches(capsys: pytest.CaptureFixture[str]
     assert "are for searches: add search=best_of" in capsys.readouterr().err
     assert main(["eval", "runs/x", "search=vote", "--ema"]) == 2
     assert "--ema does not go with search=" in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_as_its_stages_sample() -> None:
+    """That of RL comes first, else that of the first stage that samples."""
+    first = apply(recipe("reject"), ["reject.sampling.temperature=0.7", "reject.sampling.max_tokens=9"])
+    assert contract_of(first, None, None).temperature == 0.7 and contract_of(first, 5, None).max_tokens == 5
+    assert contract_of(recipe("sft"), None, 0.5) == Sampling(temperature=0.5)
+
+
+async def test_the_reference_of_held_out_pairs_has_the_weights_that_the_stage_began_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of a branched run, whose model is built without weights."""
+    loaded, run = list[Path](), apply(recipe("dpo"), ["sft=none"])
+    monkeypatch.setattr(heldout_rows, "load_weights", lambda folder, _: loaded.append(folder))
+    monkeypatch.setattr(heldout_rows, "kept_folder", lambda run, name: run / name)
+    monkeypatch.setattr(heldout_rows, "heldout_judgements", lambda _: ())
+    ordered = SimpleNamespace(accuracy=SimpleNamespace(prompts=1), margin=0.0, gauges=dict)
+    monkeypatch.setattr(heldout_rows, "heldout_order", lambda *_: ordered)
+    parts: Any = SimpleNamespace(learner=None, renderer=None, engine=SimpleNamespace(context=8))
+    anything: Any = None
+    monkeypatch.setattr(heldout_rows.ReferenceScores, "add", lambda *_: None)
+    await heldout_rows.measure_rows(run, Path("run"), anything, parts, anything, lambda: None, lambda _: None)
+    assert loaded == [Path("run/start")]
+
+
+def test_verifiers_stay_where_a_reward_model_is_held_to_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Env]()
+    run = apply(recipe("grpo"), ["env.rewards=model:elsewhere,exact", "env.prompts=rows.jsonl"])
+
+    def evaluate(*_: Any, env: Env, **__: Any) -> None:
+        asked.append(env)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(reward_transfer, "asked_run", lambda *_: run)
+    monkeypatch.setattr("posttrain.api.main.evaluate", evaluate)
+    with pytest.raises(ConfigError, match="enough"):
+        reward_transfer.transfer("rm", ["policy"])
+    assert [r.function for r in asked[0].rewards] == ["exact"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -14,11 +15,16 @@ import pytest
 
 from benchmarks.speed.plan_memory import RESULTS, of_row, plan
 from posttrain.api.plan_against import timed_stage
+from posttrain.api.planned import PlanOptions, planned
 from posttrain.api.swept import loop_of
+from posttrain.build.request.run_file import to_yaml
 from posttrain.checks.learning import gradient_and_update_checks
 from posttrain.cli import main
 from posttrain.config.model_settings import Lora
 from posttrain.config.overrides import apply
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
+from posttrain.config.stages.reward_model_settings import RewardModel
+from posttrain.config.stages.stage import Stage
 from posttrain.engine.head import logprob
 from posttrain.engine.layers import embedding_gradient
 from posttrain.engine.learner import packed_reader
@@ -242,6 +248,21 @@ def test_a_reference_beneath_an_adapter_takes_a_pass_and_no_memory(
     assert not (work.reference and work.lora)
 
 
+def test_a_judgement_has_as_many_completions_as_its_kind() -> None:
+    """Of those that a stage samples, only pairs are learned from."""
+    run = recipe("dpo")
+    stages: tuple[tuple[Stage, int, float], ...] = (
+        (Preference(name="x", algorithm=PREFERENCES["dpo"]), 2, 1.0),
+        (Preference(name="x", algorithm=PREFERENCES["kto"]), 1, 1.0),
+        (RewardModel(name="x", judgement="label"), 1, 1.0),
+        (OnlinePreference(name="x", algorithm=PREFERENCES["oaif"]), 2, 1.0),
+        (OnlinePreference(name="x", algorithm=PREFERENCES["rso"]), 64, 8 / 64),
+    )
+    for stage, siblings, learned in stages:
+        work = work_of(replace(run, stages=(stage,)), stage, SEVEN.shape, SEVEN.lengths)
+        assert (work.siblings, work.learned) == (siblings, learned), stage
+
+
 def test_what_lowers_memory_lowers_the_plan() -> None:
     base = replace(SEVEN, micro_tokens=16384, reference=True)
     smaller = (
@@ -266,6 +287,8 @@ def test_changes_make_it_fit_and_the_largest_fits_just_so() -> None:
         found = largest(what, small, room, "rl")
         assert found is not None and most(found.work) <= room
     assert largest("context", small, 1e9, "rl") is None
+    cut = largest("batch", replace(small, minibatches=3, prompts=48), room, "rl")
+    assert cut is not None and cut.work.prompts % 3 == 0
     with pytest.raises(ConfigError, match="did you mean 'context'"):
         largest("contxt", small, room, "rl")
 
@@ -293,13 +316,16 @@ def test_the_tail_drafts_filters_and_topologies() -> None:
     assert filtered.times.rollout == pytest.approx(2 * base.times.rollout)
     apart = throughput(replace(SEVEN, engines=4), machine("8xH100"))
     ahead = throughput(replace(SEVEN, engines=4, staleness=1), machine("8xH100"))
+    wide = throughput(replace(SEVEN, engines=2, slots=16), machine("8xH100"), workers=2)
+    assert (wide.engines, wide.together) == (4, 32)  # two devices of an engine share its slots
     assert (base.topology, apart.topology, ahead.topology) == ("colocated", "disaggregated", "asynchronous")
     assert ahead.step < apart.step and ahead.idle < apart.idle
     assert 0 < base.utilisation < 1 and base.cost(10) == 0
     assert throughput(SEVEN, replace(machine("8xH100"), price=2.0)).cost(100) == pytest.approx(
         200 * base.hours(100) / 100
     )
-    refused: tuple[dict[str, Any], ...] = ({"kept": 0.0}, {"accepted": 1.0}, {"reward": -1.0})
+    refused: tuple[dict[str, Any], ...] = ({"kept": 0.0}, {"accepted": 1.0}, {"reward": -1.0},
+                                          {"reward": math.nan}, {"reward": math.inf})  # fmt: skip
     for wrong in refused:
         with pytest.raises(ConfigError):
             Assumed(**wrong)
@@ -364,6 +390,9 @@ def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]
         (["grpo", "machine=H100", "--stage", "sft"], "has no such stage"),
         (["grpo", "machine=H100", "--accepted", "0.6"], "this engine drafts none. Set engine.lookup=4"),
         (["gppo", "machine=H100"], "did you mean 'grpo'"),
+        (["grpo", "machine=H100", "--reward", "nan"], "reward, drafts and draft_cost must be >= 0"),
+        (["sft", "machine=H100", "--fit", "siblings"], "stage sft has no such setting"),
+        (["grpo", "--budget", "runs/mine"], "a run has its settings"),
         ([], "no recipe given"),
     ],
 )
@@ -378,6 +407,19 @@ def test_a_model_that_is_no_decoder_is_refused(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert main(["plan", "grpo", f"model={tmp_path}", "machine=H100"]) == 2
     assert "is no decoder whose shape is known" in capsys.readouterr().err
+    for broken in ("{oops", "[1]"):
+        (tmp_path / "config.json").write_text(broken)
+        assert main(["plan", "grpo", f"model={tmp_path}", "machine=H100"]) != 0
+        assert "config.json" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_file_has_the_files_own_settings(tmp_path: Path) -> None:
+    """As `posttrain run` chooses settings for recipes alone."""
+    words = ["model=Qwen2.5-7B", "rl.siblings=4", "rl.prompts=20", "rl.sampling.max_tokens=333"]
+    (tmp_path / "mine.yaml").write_text(to_yaml(apply(recipe("grpo"), words)))
+    found = planned(str(tmp_path / "mine.yaml"), ["machine=8xH100"], PlanOptions())
+    assert (found.work.prompts, found.work.siblings, found.work.lengths.most) == (20, 4, 333)
+    assert found.work.accelerator
 
 
 def test_the_command_imports_no_torch() -> None:

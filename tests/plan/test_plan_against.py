@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import posttrain
 from benchmarks.speed.plan_published import rows
 from posttrain.api import plan_against
+from posttrain.api.planned import PlanOptions, planned
 from posttrain.cli import main
 from posttrain.config.overrides import apply
 from posttrain.core.gauge import Gauge, Step
@@ -51,6 +53,21 @@ def test_answers_of_one_length_have_no_spread() -> None:
     assert recorded_work(work, [Step("rl", 1, 1, gauges)]).lengths.cv == 0
     gauges["engine/straggler"] = Gauge(1.5, 1)
     assert recorded_work(replace(work, lengths=Lengths(64, 192, 512)), [Step("rl", 1, 1, gauges)]).lengths.cv > 0.1
+
+
+@pytest.mark.usefixtures("probed")
+def test_a_resumed_run_is_watched_from_its_own_first_step() -> None:
+    """Its first step may have any number; ten steps later it is compared with its own first ones."""
+    found = planned("verifiable", ["model.layers=1"], PlanOptions())
+    told = list[str]()
+    for begins in (plan_against.FIRST + 1, 18):
+        timed = partial(plan_against.timed_stage, found.run, found.stage, where=found.machine)
+        one = plan_against.Prediction(found.stage, found.work, places(found.work)[0], timed)
+        watch = plan_against.PlanWatch({found.stage.name: one}, 0.0, told.append)
+        for i in range(begins, begins + 30):
+            watch.log(Step(found.stage.name, i, i, {}, clock={"rollout": 1.0, "learn": 1.0}))
+        assert one.factor > 1
+    assert told == []
 
 
 def notes_of(text: str) -> list[str]:
@@ -132,7 +149,7 @@ def test_seventy_billion_on_64_devices() -> None:
         assert x.engines + x.learners == (128 if x.topology == "colocated" else 64)
         assert places(replace(x.work, engines=1))[0].most <= where.device.memory
         assert x.engines % x.workers == 0 and x.learners == x.work.ranks
-        apply(recipe("grpo"), x.command_line.partition(" --nproc")[0].split())
+        apply(recipe("grpo"), x.command_line("rl").partition(" --nproc")[0].split())
     best = best_layout(SEVENTY, where)
     assert best.step == min(x.step for x in found) and best.work.staleness == 1  # a larger K brings nothing more
     assert best.bottleneck in ("rollout", "learn")
@@ -173,11 +190,16 @@ def test_the_command_plans_machines(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for part in ("the bottleneck is", "of each topology the best", "where an assumption is another", "K=1"):
         assert part in told
-    for wrong, message in ((["--days", "0"], "must be > 0"), (["--stage", "sft"], "no such stage")):
+    wrongs = ((["--days", "0"], "must be > 0"), (["--days", "inf"], "must be > 0"), (["--stage", "sft"], "no such"))
+    for wrong, message in wrongs:
         assert main([*words, *wrong]) == 2
         assert message in capsys.readouterr().err
+    assert main([*words, "prompts=32", "staleness=1"]) == 0
+    command = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("  posttrain run grpo"))
+    assert " prompts=" not in command and " staleness=" not in command  # the layout has both
+    apply(recipe("grpo"), command.partition(" --nproc")[0].split()[3:])
     assert main(["plan", "sft", "model=Qwen2.5-7B", "--machines", "8xH100"]) == 2
-    assert "plans stages that sample" in capsys.readouterr().err
+    assert "plans stages that learn from reward" in capsys.readouterr().err
 
 
 # --- others' setups ---------------------------------------------------------------------------------------------------

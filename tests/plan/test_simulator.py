@@ -141,6 +141,8 @@ def test_a_sweep_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
     assert main([*LARGE, "rl.staleness=1", "--sweep", "engine.update=drain,inflight", "--json"]) == 0
     drain, inflight = json.loads(capsys.readouterr().out)["rows"]
     assert inflight["behind"] < drain["behind"] == 1
+    assert main([*LARGE, "--kept", "1e-6", "--sweep", "staleness=0"]) == 0  # nothing is learned from in so few steps
+    capsys.readouterr()
     assert main([*LARGE[:4], "--sweep", "staleness=0,1"]) == 0
     assert "placement=local: the engine waits" in " ".join(capsys.readouterr().out.split())
 
@@ -154,6 +156,7 @@ def test_a_sweep_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Capture
         (["--sweep", "color=1"], "no such setting"),
         (["--sweep", "answer=long"], "must be a number"),
         (["--sweep", "staleness=0,1", "--out", "x.docx"], "its ending says"),
+        (["--sweep", "staleness=0,1", "--out", "nope/x.svg"], "there is no folder nope"),
         (["--out", "x.svg"], "only --sweep draws"),
     ],
 )

@@ -7,13 +7,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import posttrain
-from posttrain.build.request.extend import ALLOWED, REFUSED, check_changes
+from posttrain.build.request.extend import ALLOWED, REFUSED, check_changes, extension
+from posttrain.config.overrides import apply
 from posttrain.config.placement import Processes, Ray
-from posttrain.recipe.recipes import RECIPES
+from posttrain.recipe.recipes import RECIPES, recipe
 from posttrain.record import run_reader
 from posttrain.record.checkpoint import find, scan
 from posttrain.record.external_access import values
@@ -273,3 +276,13 @@ def test_a_folder_of_an_older_version_goes_on_with_a_note(tmp_path: Path, capsys
     replaced("mine.jsonl", '"level": 1', '"level": 2')(tmp_path)
     posttrain.run("rl.steps=3", resume=tmp_path / "run")
     assert "has no digests of the files that it reads" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("ended", "word"), [("all 2 rounds", "reject.rounds=4"), ("waited", "reject.patience=9")])
+def test_what_ended_a_stage_can_be_all_that_changes(ended: str, word: str) -> None:
+    old = apply(recipe("reject"), ["reject.rounds=2", "reject.patience=2", "reject.eval_every=1"])
+    done = {"stage": len(old.stages) - 1, "running": {"step": 5, "ended": ended, "waited": 2}}
+    state = {"stage": len(old.stages), "reopening": {"progress": done, "gauges": {}}}
+    book: Any = SimpleNamespace(folder=Path("runs/mine"), run=old)
+    found = extension(book, cast("Any", SimpleNamespace(folder=book.folder, state=state)), apply(old, [word]))
+    assert found.state is not None and found.state["running"] == {"step": 5, "ended": "", "waited": 0}

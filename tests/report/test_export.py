@@ -8,18 +8,22 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import posttrain
 from posttrain.cli import main
+from posttrain.config.stages.preference_settings import OnlinePreference
 from posttrain.record.checkpoint import find
-from posttrain.report.export import hub
-from posttrain.report.export.model_card import code, model_card
+from posttrain.report.export import certify_export, hub
+from posttrain.report.export.model_card import _kind, code, model_card
+from posttrain.report.run_result import RolloutView
 from posttrain.system.errors import ConfigError
 from tests.tiny import only_rl, tiny_run
 
@@ -245,7 +249,45 @@ def test_without_token_or_network_it_says_so_at_once(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("address", ["https://h:abc", "https://h:99999", "https://[x", "h"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="no address of a hub"):
+        hub._unreachable(address)
+
+
 @pytest.mark.parametrize("name", ["hub:", "hub:a/b/c", "hub:me/two words", "hub:../x", "hub:me/.."])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="hub:USER/NAME"):
         hub.ready(name)
+
+
+# --- what was recorded ------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_with_calls_is_shown() -> None:
+    """A message of the assistant may have calls and no content."""
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    prompt = ({"role": "user", "content": "2+2"}, {"role": "assistant", "content": None, "tool_calls": [call]})
+    record: Any = SimpleNamespace(episode=SimpleNamespace(task=SimpleNamespace(prompt=prompt)))
+    shown = RolloutView("rl", 1, False, record).prompt
+    assert shown == "user: 2+2\nassistant: [calls add {}]"
+
+
+def test_a_card_says_nothing_of_later_steps(run: Path) -> None:
+    card = model_card(run, replace(find(run), name="00000001-rl-000001"), "mine")
+    assert "after step 1" in card and ", over 1 steps" in card
+
+
+def test_prompts_that_cannot_be_rendered_are_not_counted_as_compared() -> None:
+    prompts: Any = [
+        SimpleNamespace(prompt="a", name="a", ids=np.array([1])),
+        SimpleNamespace(prompt="", name="b", ids=()),
+    ]
+    side: Any = SimpleNamespace(tokenizer=None, stop_ids=())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(certify_export, "rendered", lambda *x: np.array([1]) if x[-1] else "no prompt")
+        assert certify_export._same_ids(side, side, prompts, "whole", "recorded").count == 1
+
+
+def test_a_card_of_pairs_that_were_sampled_learns_from_preferences() -> None:
+    assert _kind(OnlinePreference(name="x")) == "learns from preferences, `oaif`"

@@ -14,6 +14,7 @@ import pytest
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
+from posttrain.serve.command import make_served
 from posttrain.serve.response_format import ResponseFormat, conforms
 from tests.serve.serve_parts import TOKEN, save_model, up
 
@@ -517,6 +518,17 @@ async def test_leaving_ends_what_is_running(model: Path) -> None:
                 async for _ in stream:
                     pass
         assert not u.engine._scheduler.busy
+        whole = asyncio.create_task(u.client.completions.create(model="tiny", prompt="x", max_tokens=90, **FREE))
+        while not u.server.running:
+            await asyncio.sleep(0.01)
+        u.server.cut()
+        with pytest.raises(openai.InternalServerError, match="the server is stopping"):
+            await whole
+
+
+def test_a_model_of_the_present_folder_has_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model)
+    assert make_served(".", "threads=1", token=None)[0].name == model.name
 
 
 async def test_the_program_on_the_page_runs(

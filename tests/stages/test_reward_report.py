@@ -75,6 +75,9 @@ def test_the_average_of_its_weights_is_scored(tmp_path: Path) -> None:
     assert main(["eval", str(tmp_path / "run"), "--ema"]) == 0
     one, two = (evaluate_reward_model(tmp_path / "run", ema=on) for on in (False, True))
     assert one.calibration != two.calibration
+    # The run measured its weights, so that figure is not in the card of the average.
+    cards = [posttrain.export(tmp_path / "run", tmp_path / f"{on}", ema=on) / "README.md" for on in (False, True)]
+    assert ["was not measured" in card.read_text() for card in cards] == [False, True]
 
 
 def test_every_row_of_a_file_that_is_named_is_scored(tmp_path: Path) -> None:
@@ -156,6 +159,8 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path, capsys: pytest.CaptureF
     assert "--answers is about a reward model" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "rm"), "--samples", "2"]) == 2
     assert "name a policy whose answers are scored" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "rm"), "--temperature", "0"]) == 2
+    assert "leave --temperature out" in capsys.readouterr().err
 
 
 def test_a_model_that_scores_by_the_truth_agrees_with_it() -> None:

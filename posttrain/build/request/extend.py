@@ -33,7 +33,7 @@ from posttrain.system.version import VERSION
 
 SCALARS = (str, int, float, bool, type(None))
 """Types of values that run.json keeps as they are."""
-LENGTH = ("Stage.steps", "Stage.wall_time", "Reinforce.target")
+LENGTH = ("Stage.steps", "Stage.wall_time", "Stage.patience", "Reinforce.target", "Rejection.rounds")
 """Settings that say where a stage ends."""
 ALLOWED: Mapping[str, str] = {
     "Stage.steps": "more steps, or fewer that were not taken yet",

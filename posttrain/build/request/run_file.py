@@ -169,7 +169,8 @@ def from_yaml(text: bytes | str, place: str) -> Run:
     try:
         return _run(data)
     except ConfigError as error:
-        stages = [*cast("dict[str, Any]", data).get("stages", ())] if isinstance(data, dict) else []
+        table: Any = data.get("stages") if isinstance(data, dict) else None
+        stages = [*table] if isinstance(table, dict) else []
         # An error names a stage by its number (`run.stages.0.steps`). The file has it by its name (`stages.rl.steps`).
         message = re.sub(r"^run\.stages\.(\d+)", lambda m: f"stages.{stages[int(m.group(1))]}", str(error))
         line = _line_of(message.removeprefix("run."), lines)

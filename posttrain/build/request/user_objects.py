@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -307,7 +308,13 @@ def _setting(value: Any, name: str) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return ",".join(_setting(v, name) for v in cast("list[Any]", value))
+        items = cast("list[Any]", value)
+        text = ",".join(words := [_setting(v, name) for v in items])
+        plain = words == [w.strip() for w in text.split(",")] and text[:1] not in ("", "[") and text.lower() != "none"
+        # JSON, where a comma, a blank or the word `none` inside an element would be read as something else.
+        if not plain or any(isinstance(v, list | tuple) for v in items):
+            return json.dumps(items, default=lambda v: _setting(v, name))
+        return text
     if isinstance(value, str | int | float | Path):
         return str(value)
     if isinstance(folder := getattr(value, "folder", None), Path):  # the result of another run

@@ -150,7 +150,7 @@ def _of_reward_model(o: Namespace) -> list[str]:
         how = {"samples": o.samples, "max_tokens": o.max_tokens, "temperature": o.temperature}
         found = transfer(o.target, o.answers, *o.overrides, **which, **how)
         return [line for report in found for line in report.lines()]
-    if strange := [name for name, value in given.items() if value]:
+    if strange := [name for name, value in given.items() if value is not None]:
         raise ConfigError(
             f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out, or name a policy"
             " whose answers are scored (--answers)"

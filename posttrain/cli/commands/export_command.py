@@ -34,11 +34,9 @@ def add(sub: Subparsers) -> None:
 
 
 def export(o: Namespace) -> int:
-    from posttrain.report.export.hub import is_hub, ready
+    from posttrain.report.export.hub import is_hub
 
-    if is_hub(o.folder):
-        ready(o.folder)  # before anything heavy is imported
-    elif o.public:
+    if o.public and not is_hub(o.folder):
         raise ConfigError("--public is about a repository of the hub: export to hub:USER/NAME, or leave it out")
     from posttrain.api import main
 

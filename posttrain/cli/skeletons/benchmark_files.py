@@ -35,7 +35,7 @@ def benchmark(file: Path | str) -> tuple[str, list[Mapping[str, Any]]]:
         if len(raw) > LARGEST:
             raise ValueError(f"it has more than {LARGEST >> 20} MiB")
         text = raw.decode("utf-8")
-        data: Any = [json.loads(x) for x in text.splitlines() if x.strip()] if path.suffix == ".jsonl" else None
+        data: Any = [json.loads(x) for x in text.split("\n") if x.strip()] if path.suffix == ".jsonl" else None
         data = json.loads(text) if data is None else data
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: no benchmark can be read there: {error}") from error

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from posttrain.evaluation.ablation.recorded_step import RecordedStep
 from posttrain.ladder.algorithm import Algorithm
 
@@ -55,8 +53,7 @@ class RecordedFacts:
             sources=len({j.source for j in verdicts if j.counts}),
             steps=any(j.end is not None and not j.paid for j in verdicts),
             paid=any(j.paid for j in verdicts),
-            # Each turn is a rise and a fall of the mask. More than two changes mean more than one turn.
-            turns=any(np.count_nonzero(np.diff(s.mask.astype(np.int8))) > 2 for e in episodes for s in e.segments),
+            turns=any(len(e.turns) > 1 for e in episodes),
             remembered=remembered,
         )
 

@@ -151,18 +151,19 @@ def _same_ids(
     policy: Policy, again: ReloadedModel, prompts: Sequence[ComparedPrompt], history: History, source: str
 ) -> ExportComparison:
     """The prompts, rendered with the tokenizer and template that were read back, give the run's ids."""
-    as_read, unlike = 0, ""
+    compared, as_read, unlike = 0, 0, ""
     for p in prompts:
         ours = rendered(policy.tokenizer, policy.stop_ids, history, p.prompt)
         theirs = rendered(again.tokenizer, policy.stop_ids, history, p.prompt)
         # The run's own tokenizer cannot render the prompt: the record lacks a part of what it was made from.
         if isinstance(ours, str):
             continue
+        compared += 1
         as_read += np.array_equal(ours, p.ids)
         if not unlike and not np.array_equal(ours, theirs):
             unlike = f"prompt {p.name!r} {_first_difference(ours, theirs)}"
     return ExportComparison(
-        "ids of prompts", len(prompts), f"{source} prompts", unlike, notes={"as_recorded": int(as_read)}
+        "ids of prompts", compared, f"{source} prompts", unlike, notes={"as_recorded": int(as_read)}
     )
 
 

@@ -124,7 +124,9 @@ def _reward_model(
     def card(links: tuple[LineageLink, ...]) -> str:
         results: Any = checkpoint.state.get("results", ())
         agreement = next((r.get("agreement") for r in reversed(results) if r.get("name") == stage.name), None)
-        return reward_card(name, stage.shape, forms[0], None if agreement is None else tuple(agreement))
+        # What was measured of the weights says nothing of their average.
+        known = None if agreement is None or choice.ema else tuple(agreement)
+        return reward_card(name, stage.shape, forms[0], known)
 
     return _placed(target, checkpoint, links, write, card)
 

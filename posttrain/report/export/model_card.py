@@ -17,6 +17,7 @@ from typing import Any
 
 from posttrain.build.weight_lineage import local_names, stage_of, stages_to
 from posttrain.config.run import Reinforce, Run
+from posttrain.config.stages.preference_settings import OnlinePreference, Preference
 from posttrain.config.stages.stage import Stage, starts
 from posttrain.core.gauge import Step
 from posttrain.diagnose.measurement import Measurement
@@ -33,6 +34,8 @@ from posttrain.system.terminal_output import visible
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 MOST_NOTES = 12
 """The most kinds of notes that a card lists."""
+PREFERENCES = (Preference, OnlinePreference)
+"""The kinds of stage that learn from preferences."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,17 @@ def model_card(
         links: those of the lineage record beside the card.
     """
     file = run_file(folder)
-    run, record = file.run, steps(folder)
+    run = file.run
     stage, step = stage_of(run, checkpoint)
     used = stages_to(run, stage)
+    # Later steps of the run say nothing of these weights.
+    record = [s for s in steps(folder) if s.stage != stage.name or step is None or s.index <= step]
     # What was measured of the weights says nothing of their average.
-    result = None if ema else _held_out(folder, run, record, stage, step)
+    result = None if ema else _held_out(folder, run, record, stage)
     parts = (
         _front(run, used, result),
         _head(run, name, stage, step, ema),
-        [*_stages(run, used, record, stage, step), *_links(links)],
+        [*_stages(run, used, record), *_links(links)],
         *(_algorithm(s, file.lineages) for s in used if s.algorithm_name),
         _data(run, used),
         _measured(result),
@@ -116,15 +121,11 @@ def block(text: str, language: str) -> list[str]:
 # --- which weights ----------------------------------------------------------------------------------------------------
 
 
-def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step: int | None) -> HeldOutResult | None:
-    """The last held-out evaluation of these weights or of earlier ones of their line.
-
-    Args:
-        step: the step of `stage` after which they were written; None: its end.
-    """
+def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage) -> HeldOutResult | None:
+    """The last held-out evaluation of these weights or of earlier ones of their line. `record` ends with their step."""
     names = [s.name for s in stages_to(run, stage)]
     # Of this stage the evaluations up to the exported step count, of the stages before it all.
-    last = max((s.index for s in record if s.stage == stage.name), default=0) if step is None else step
+    last = max((s.index for s in record if s.stage == stage.name), default=0)
     evaluations = [
         f
         for f in episode_files(folder)
@@ -163,7 +164,7 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
     known = HUB_ID.fullmatch(path) and not Path(path).exists()
     algorithms = [s.algorithm_name for s in used if s.algorithm_name]
     reward = any(isinstance(s, Reinforce) for s in used)
-    preferences = any(s.judged is not None for s in used)
+    preferences = any(isinstance(s, PREFERENCES) for s in used)
     kinds = [*(["reinforcement-learning"] if reward else []), *(["preference-optimization"] if preferences else [])]
     tags = ["posttrain", *kinds, *algorithms]
     return [
@@ -190,15 +191,12 @@ def _head(run: Run, name: str, stage: Stage, step: int | None, ema: bool) -> lis
     ]
 
 
-def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step], stage: Stage, step: int | None) -> list[str]:
+def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step]) -> list[str]:
     """The table of the stages that led to these weights."""
     rows = ["## Lineage", "", "| | from | steps | |", "|---|---|---:|---|", f"| base | {code(_base(run))} | | |"]
     for s in used:
         taken = max((x.index for x in record if x.stage == s.name), default=0)
-        # Of the last stage only the steps up to the exported ones.
-        taken = min(taken, step) if s is stage and step is not None else taken
-        kind = _kind(s)
-        rows.append(f"| {code(s.name)} | {code(starts(run.stages, s))} | {taken} | {kind} |")
+        rows.append(f"| {code(s.name)} | {code(starts(run.stages, s))} | {taken} | {_kind(s)} |")
     return rows
 
 
@@ -206,7 +204,7 @@ def _kind(stage: Stage) -> str:
     """Returns the kind of data that a stage learns from, with its algorithm."""
     if not stage.algorithm_name:
         return "imitates"
-    return f"learns from {'reward' if stage.judged is None else 'preferences'}, {code(stage.algorithm_name)}"
+    return f"learns from {'preferences' if isinstance(stage, PREFERENCES) else 'reward'}, {code(stage.algorithm_name)}"
 
 
 def _links(links: Sequence[LineageLink]) -> list[str]:

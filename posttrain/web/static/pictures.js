@@ -181,25 +181,6 @@ const Pictures = (() => {
     return host;
   }
 
-  function scatter(p, width) {
-    const names = Object.keys(p.series), height = 260, left = 52, bottom = 42, top = 12;
-    const points = names.flatMap((n) => p.series[n]);
-    const xs = ticks(...range(points.map((q) => q[0]), null, null, false)), ys = ticks(...range(points.map((q) => q[1]), null, null, false));
-    const x = (v) => left + (width - left - 12) * (v - xs[0]) / (xs[xs.length - 1] - xs[0]);
-    const y = (v) => height - bottom - (height - top - bottom) * (v - ys[0]) / (ys[ys.length - 1] - ys[0]);
-    const root = frame(width, height, p.title);
-    axisY(root, ys, y, left, width - 8);
-    for (const t of xs) root.append(text(x(t), height - bottom + 16, short(t), { "text-anchor": "middle", class: "tick" }));
-    root.append(text((left + width) / 2, height - 6, p.x_label, { "text-anchor": "middle", class: "label" }));
-    root.append(text(left, 10, p.y_label, { class: "label" }));
-    names.forEach((n, j) => p.series[n].forEach(([a, b]) => {
-      const tip = svg("title", {}, `${n}: ${short(a)}, ${short(b)}`), size = 4;
-      root.append(j % 2 ? svg("rect", { x: x(a) - size, y: y(b) - size, width: 2 * size, height: 2 * size, class: `dot ${TONES[j % 4]}` }, tip)
-        : svg("circle", { cx: x(a), cy: y(b), r: size, class: `dot ${TONES[j % 4]}` }, tip));
-    }));
-    return html("div", {}, root, legend(names));
-  }
-
   function tiles(p) {
     const rows = Object.entries(p.rows_of).map(([name, ts]) => {
       const cells = ts.map(([words, tone, value, lvl, note]) => html("li", { class: `tile ${tone} ${lvl === null ? "" : level(lvl)}`, title: note || null },
@@ -265,7 +246,7 @@ const Pictures = (() => {
     return html("div", { class: "wide", tabindex: "0", role: "group", "aria-label": p.title }, html("table", { class: "matrix" }, html("thead", {}, head), html("tbody", {}, ...body)));
   }
 
-  const KINDS = { bars, curve, scatter, tiles, tree, gantt, matrix };
+  const KINDS = { bars, curve, tiles, tree, gantt, matrix };
 
   function tableOf(p) {
     if (p.rows) return [p.columns, p.rows];
