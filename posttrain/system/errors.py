@@ -103,6 +103,11 @@ def at_least(owner: object, path: str, **least: float) -> None:
             raise ConfigError(f"{path}{name}={value}: must be >= {bound}")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error, without its final period; the name of its class where it has no words."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of an 'unknown name' message: the nearest valid name where one is close, then all of them.
 

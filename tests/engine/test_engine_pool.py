@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,8 @@ from posttrain.config.placement import Local, Processes, Ray, check_machine
 from posttrain.core.exchange.request_owner import RequestOwner, UnanswerableTurn, asked_for
 from posttrain.core.types import SampledTurn
 from posttrain.engine.pool import supervised_processes
+from posttrain.engine.pool.engine_process import _answer
+from posttrain.engine.pool.parent_side import all_started
 from posttrain.engine.pool.pool_turns import PooledEngine
 from posttrain.engine.pool.ray_actor import must_answer
 from posttrain.engine.transfer.parcel import Parcel
@@ -223,6 +229,28 @@ def test_what_a_pool_does_in_the_background_ends_no_run_unseen(
     with pytest.raises((EngineError, OSError), match="there is no room" if how == "fails" else "have stalled"):
         asyncio.run(play())
     assert time.monotonic() - begun < 5
+
+
+async def test_an_answer_that_cannot_be_sent_is_an_error() -> None:
+    """Else nobody would answer, and only the deadline would tell."""
+    sent = list[bytes]()
+
+    class Hosted:
+        async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, None]:
+            return threading.Lock(), None
+
+    await _answer(Hosted(), SimpleNamespace(send_bytes=sent.append), 7, "moves", ())  # type: ignore[arg-type]
+    number, value, error, report = pickle.loads(sent[0])
+    assert (number, value, report) == (7, None, None) and "cannot pickle" in str(error)
+
+
+def test_a_process_that_met_a_time_limit_while_it_started_is_believed() -> None:
+    """Only one that did not start in time is told so."""
+    started: Future[Any] = Future()
+    started.set_exception(TimeoutError("the data base did not answer"))
+    host: Any = SimpleNamespace(close=lambda: None)
+    with pytest.raises(TimeoutError, match="the data base did not answer"):
+        all_started("environment", lambda number: (host, started), 1, 60.0)
 
 
 def test_an_answer_that_cannot_be_read_ends_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from posttrain.config.run import Model
 from posttrain.engine.files.pretrained_files import read_tokenizer
 from posttrain.engine.model.policy_model import load_policy
+from posttrain.engine.parallel.sharded_load import blank_policy
 from posttrain.role.weights.saved_weights import WEIGHTS, load_weights
 from posttrain.system.errors import DataError, RunFolderError
 from tests.engine.run_parts import LADDER, model_at, play, refused
@@ -166,6 +167,28 @@ def test_a_tokenizer_directory_is_examined_too(good: Path, tmp_path: Path) -> No
     os.mkfifo(folder / "tokenizer.json")
     with pytest.raises(DataError, match=r"tokenizer\.json is a pipe"):
         read_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": []}, {"watermarking_config": 3}, {"cache_implementation": 3}])
+def test_generation_settings_that_are_none_are_refused_everywhere(
+    good: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps(wrong))
+    load(folder, "no causal LM could be loaded")
+    for read in (lambda: read_tokenizer(str(folder)), lambda: blank_policy(Model(path=str(folder)))):
+        with pytest.raises(DataError, match=r"generation_config\.json cannot be read"):
+            read()
+
+
+@pytest.mark.parametrize("harm", [config(vocab_size=10**12), config(num_attention_heads=0)], ids=["huge", "no heads"])
+def test_a_model_that_cannot_be_built_is_refused_before_its_rows_are_read(
+    harm: Harm, good: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "model"))
+    harm(folder)
+    with pytest.raises(DataError, match="no causal LM could be loaded|describes no model"):
+        blank_policy(Model(path=str(folder)))
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])

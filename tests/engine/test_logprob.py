@@ -349,6 +349,8 @@ def test_no_tokens() -> None:
     h, w, b = inputs()
     logp, entropy = logprobs(h[:0], w, b, targets()[:0], sampling=Sampling(), want_entropy=True)
     assert logp.shape == (0,) and entropy is not None and entropy.shape == (0,)
+    best = most_probable(h[:0], w, b, 3, sampling=Sampling(stop_ids=()))
+    assert best.values.shape == best.indices.shape == (0, 3) and best.indices.dtype == torch.long
 
 
 def test_refuses_what_has_no_distribution() -> None:

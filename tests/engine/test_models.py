@@ -27,7 +27,14 @@ from posttrain.config.run import Model
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.files.fingerprint import ROW, Spot, fingerprint, fingerprints
 from posttrain.engine.layers import attention
-from posttrain.engine.model.policy_model import Policy, check_read_out, load_policy, named_tensors, read_out
+from posttrain.engine.model.policy_model import (
+    Policy,
+    check_read_out,
+    load_policy,
+    named_tensors,
+    prepared,
+    read_out,
+)
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.engine.model.tiny_models import build_module, characters, raw_bytes
 from posttrain.system.errors import ConfigError, DataError, EngineError, InvariantError
@@ -165,6 +172,18 @@ def test_bfloat16_round_trip_and_clone(tmp_path: Path) -> None:
         other.module.get_input_embeddings().weight.zero_()
     assert other.module.lm_head.weight is other.module.get_input_embeddings().weight
     assert float(p.module.get_input_embeddings().weight.detach().abs().sum()) > 0
+
+
+def test_a_vocabulary_of_three_tokens_is_saved(tmp_path: Path) -> None:
+    load_policy(tiny(), "0", 0).save(tmp_path / "m")
+    assert len(load(tmp_path / "m").tokenizer) == 3
+
+
+def test_a_model_without_a_generation_config_is_a_policy() -> None:
+    """Code of a model's own may give it none."""
+    p = policy()
+    p.module.generation_config = None
+    assert prepared(tiny(), p.module, p.tokenizer, resolve_stops(p.tokenizer, None), "", []).stop_ids == p.stop_ids
 
 
 def test_a_save_that_reads_back_differently_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +350,13 @@ def test_scaled_and_capped_heads(config: CohereConfig | GraniteConfig | Gemma2Co
     assert check_read_out(module, out) < 1e-4
     with pytest.raises(EngineError, match=r"its logits differ.*Use a decoder-only causal LM"):
         check_read_out(module, replace(out, scale=1.1 * out.scale, softcap=None))
+
+
+def test_a_scale_of_nothing_is_refused() -> None:
+    p = policy()
+    p.module.config.logits_scaling = 0
+    with pytest.raises(EngineError, match=r"its logits differ from head\(decoder\(ids\)\) by nan"):
+        check_read_out(p.module, read_out(p.module))
 
 
 def test_modules_without_a_head() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,6 +26,7 @@ from posttrain.config.stages.rejection import Rejection
 from posttrain.core.exchange.ranks import ALONE, of_every
 from posttrain.core.exchange.shards import Shard
 from posttrain.engine.learner.learner import FrozenScorer
+from posttrain.engine.parallel import tensor_parallel
 from posttrain.engine.parallel.ranks.rank_orders import RankLost, met
 from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
 from posttrain.engine.parallel.ranks.signed_messages import users_key
@@ -290,3 +292,24 @@ def listening(pid: int) -> list[str]:
                     raw = bytes.fromhex(fields[1].partition(":")[0])
                     found.append(socket.inet_ntoa(raw[::-1]) if table == "tcp" else raw.hex())
     return found
+
+
+def test_a_rank_that_a_signal_without_a_name_ended_is_told(tmp_path: Path) -> None:
+    made = RankProcesses.__new__(RankProcesses)
+    made._processes, made.folder = {1: cast("Any", SimpleNamespace(poll=lambda: -40))}, tmp_path
+    assert made.gone() == "rank 1 is gone: it was killed by signal 40"
+
+
+def test_the_norm_over_columns_and_rows_is_infinite_where_its_square_is() -> None:
+    learner: Any = TensorLearner.__new__(TensorLearner)
+    learner.holders, learner._held = SimpleNamespace(every=lambda value: [value, value]), {"w": torch.zeros(1)}
+    assert learner.norm({"w": torch.full((2,), 3.0)}) == pytest.approx(18**0.5)
+    assert learner.norm({"w": torch.full((1,), 1e200, dtype=torch.float64)}) == math.inf
+
+
+def test_the_heads_that_ranks_cannot_share_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "refuse_whole_batches", lambda *given: None)
+    config = SimpleNamespace(base_model_tp_plan={"layers.*.q": "colwise"}, num_attention_heads=12)
+    module = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: config))
+    with pytest.raises(ConfigError, match="5 ranks cannot share 12 heads"):
+        tensor_parallel.columns_and_rows(cast("Any", SimpleNamespace(module=module)), 5)

@@ -27,6 +27,7 @@ from posttrain.engine.head.float32_head import prove_logits, prove_logprobs
 from posttrain.engine.head.readout import ReadOut, read_out
 from posttrain.engine.layers import compiled_layers
 from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.learner.packed_reader import PackedReader
 from posttrain.engine.optimizer.loss_scale import FIRST, PATIENCE, LossScale
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.record import run_reader
@@ -187,6 +188,16 @@ def test_the_head_is_float32_in_every_type_and_a_narrow_one_is_refused(
     monkeypatch.setattr(ReadOut, "logits", lambda self, h: (h @ self.weight.T).bfloat16().float())
     with pytest.raises(InvariantError, match="the sampler's head"):
         prove_logits(out)
+    monkeypatch.setattr(ReadOut, "logits", lambda self, h: (h @ self.weight.T).float() * float("nan"))
+    with pytest.raises(InvariantError, match="the sampler's head .* by nan of the largest"):
+        prove_logits(out)
+
+
+def test_no_tokens_prove_no_head() -> None:
+    p, nothing = policy(dtype=torch.bfloat16), packed(2).select([])
+    reader = PackedReader(p)
+    assert reader.head(nothing, torch.zeros(0, reader.out.weight.shape[1], dtype=p.dtype), False)[0].shape == (0,)
+    assert not reader._proved
 
 
 @pytest.mark.prove

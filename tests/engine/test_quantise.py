@@ -66,6 +66,11 @@ def test_each_number_is_the_nearest_multiple_of_its_rows_scale(rows: int, column
     assert codes.abs().max() <= 127 and codes.dtype == torch.int8
 
 
+def test_a_row_of_tiny_numbers_is_as_exact_as_any() -> None:
+    codes, scale = rounded(torch.tensor([[1e-8, -6e-9, 0.0]]))
+    assert codes.tolist() == [[127, -76, 0]] and float(scale) == pytest.approx(1e-8 / 127)
+
+
 def test_a_row_of_zeros_stays_zeros() -> None:
     codes, scale = rounded(torch.zeros(2, 3))
     assert not codes.any() and bool((scale > 0).all())

@@ -130,6 +130,9 @@ def test_what_is_no_reward_model_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "mean" / "reward_head.json").write_text('{"pool": "middle"}')
     with pytest.raises(DataError, match="its reward head is damaged"):
         read_reward_model(str(tmp_path / "mean"), tiny())
+    (tmp_path / "mean" / "reward_head.json").write_text(json.dumps({"classes": 10**12}))
+    with pytest.raises(DataError, match="belongs to another head"):
+        read_reward_model(str(tmp_path / "mean"), tiny())
 
 
 def test_a_reward_model_that_transformers_trained_scores_the_same_here(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def test_it_is_known_by_its_config_and_a_model_is_not_one(base: Path, tmp_path: 
     found = saved_adapter(written_by_peft(base, tmp_path / "a"))
     assert found is not None and found.base == str(base) and found.lora.rank == 3
     assert saved_adapter(base) is None and saved_adapter(tmp_path / "nothing") is None
+    again = saved_adapter(changed(tmp_path / "a", use_rslora=1, init_lora_weights="gaussian"))
+    assert again is not None and again.lora.rslora, "PEFT takes any true value"
 
 
 def test_dropout_is_switched_off_and_said(base: Path, tmp_path: Path) -> None:
@@ -124,6 +126,8 @@ def test_another_adapter_than_the_saved_one_is_refused(base: Path, tmp_path: Pat
         ({"target_modules": ["(a+)+$"]}, "a list of names"),
         ({"target_modules": []}, "at least one layer"),
         ({"some_new_setting": True}, "some_new_setting"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
     ],
 )
 def test_strange_settings_are_refused(base: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:

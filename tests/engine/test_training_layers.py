@@ -104,11 +104,23 @@ class _OneLeftOut(Products):
         return lacking[0], *whole[1:]
 
 
+class _NoNumber(Products):
+    """Its gradient of the last weight is NaN."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *first, weight, bias = Products.backward(ctx, *grads)
+        return *first, None if weight is None else weight * float("nan"), bias
+
+
+@pytest.mark.parametrize("wrong", [_OneLeftOut, _NoNumber])
 @pytest.mark.parametrize("arch", FUSED)
-def test_a_gradient_that_lacks_one_product_is_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_of_a_product_is_refused(
+    arch: str, wrong: type[Products], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = model(arch)
     assert isinstance(fused_read_out(made, read_out(made)), FusedReadOut)
-    monkeypatch.setattr(products, "Products", _OneLeftOut)
+    monkeypatch.setattr(products, "Products", wrong)
     with pytest.raises(EngineError, match=r"differ from its own .* set model\.kernels=reference"):
         fused_read_out(made, read_out(made))
 

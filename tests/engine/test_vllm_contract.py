@@ -4,11 +4,14 @@ hold."""
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,11 +21,14 @@ from posttrain.config.engines import VLLM, Embedded
 from posttrain.config.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
+from posttrain.engine.vllm import launch, spawn_server
 from posttrain.engine.vllm.launch import NEEDED, arguments
 from posttrain.engine.vllm.sampler_requests import UpdateGate
 from posttrain.engine.vllm.sampling_parameters import BANNED, Answer, Capabilities, check, fields, said
+from posttrain.engine.vllm.spawn_server import SpawnedServer
 from posttrain.system.errors import ConfigError, EngineError
 from posttrain.system.machine import is_linux
+from tests.verifier.http_parts import reply, server
 
 LIMITS = Capabilities(vocabulary=50, context=32, eos=49, sequences=True)
 OVER_HTTP = replace(LIMITS, sequences=False)
@@ -184,6 +190,38 @@ def test_a_server_is_started_with_what_is_needed() -> None:
     assert ("--no-enable-chunked-prefill" in made) == (not torch.cuda.is_available()), "CPUs cannot take back a draw"
     with pytest.raises(ConfigError, match="leave it out"):
         arguments(["--logprobs-mode=raw_logprobs"])
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_both_spellings_of_a_flag_are_heard(dash: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's own parser takes them."""
+    entry = "vllm.entrypoints.launchers.api_server.entry"
+    for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.launchers", "vllm.entrypoints.launchers.api_server"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, entry, cast("Any", SimpleNamespace(main=lambda: None)))
+    monkeypatch.setattr(launch, "installed", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["launch", f"--enable{dash}lora", f"--enforce{dash}eager"])
+    names = "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "TORCHDYNAMO_DISABLE"
+    for name in (*names, "VLLM_SERVER_DEV_MODE", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"):
+        monkeypatch.setenv(name, "0")
+    launch.main()
+    assert [os.environ[name] for name in names] == ["1", "1"]
+
+
+async def test_a_server_of_this_machine_is_asked_without_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not speak HTTP is no server yet."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    made = SpawnedServer.__new__(SpawnedServer)
+    made.ended, made.folder = lambda: "", tmp_path  # type: ignore[method-assign]
+    async with server(reply(200, {})) as (made.url, _):
+        await asyncio.to_thread(made._wait)
+    monkeypatch.setattr(spawn_server, "START", 0.0)
+    (tmp_path / "log").write_text("loading\n")
+    async with server(b"SSH-2.0\r\n\r\n") as (made.url, _):
+        with pytest.raises(EngineError, match="did not answer in 0 s. Its last words:\nloading"):
+            await asyncio.to_thread(made._wait)
 
 
 HANGS = """

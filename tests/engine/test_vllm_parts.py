@@ -179,6 +179,14 @@ def test_weights_in_files_are_those_that_were_sent(tmp_path: Path, monkeypatch: 
     assert list((tmp_path / "share").iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    staged = StagedTensors(tmp_path / "file" / "share", "version-1")
+    with pytest.raises(EngineError, match=r"cannot be written to .*file/share .*another folder in engine\.share"):
+        staged.write(iter(given()))
+    staged.remove()
+
+
 def test_no_more_than_a_bucket_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_parts, "BUCKET", 4 * 400)
     alive: list[weakref.ref[Tensor]] = []

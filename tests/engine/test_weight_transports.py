@@ -30,6 +30,7 @@ from posttrain.engine.transfer.parcel import (
     ParcelError,
     ParcelGoneError,
     ParcelTimeoutError,
+    ParcelWriteError,
 )
 from posttrain.engine.transfer.receiver import ParcelReceiver
 from posttrain.engine.transfer.sender import ParcelSender, this_process
@@ -220,6 +221,16 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(ParcelError, match="given twice"):
         sender.publish(2, [*numbered(2), *numbered(2)])
     assert [p.name for p in tmp_path.iterdir() if p.name != "lock"] == [path.name]
+
+
+def test_a_file_that_gets_no_name_is_no_parcel(tmp_path: Path) -> None:
+    carrier = FolderCarrier(tmp_path)
+    sink = carrier.begin(3)
+    next(tmp_path.glob(".*.part")).unlink()
+    with pytest.raises(ParcelWriteError, match="weights of version 3: .* could not be written"):
+        sink.announce()
+    sink.drop()
+    carrier.close()
 
 
 def test_a_folder_has_one_sender_and_the_next_one_removes_what_a_dead_one_left(tmp_path: Path) -> None:

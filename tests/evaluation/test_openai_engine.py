@@ -144,6 +144,14 @@ async def test_training_is_admitted_only_where_log_probs_are_those_of_the_draws(
         monkeypatch.setattr(u.engine, "generate", raw)
         with pytest.raises(ConfigError, match="not those of the distribution it draws from.*processed_logprobs"):
             await sampler.for_training(Sampling(stop_ids=()))
+        nothing = Top(np.int32([[1, 2, 3]]), np.float32([[-1, np.nan, -2]]))
+
+        async def no_number(*given: Any) -> SampledTurn:
+            return SampledTurn(np.int32([1]), np.float32([-1]), np.int32([0]), Stop.LENGTH, None, nothing)
+
+        monkeypatch.setattr(sampler, "generate", no_number)
+        with pytest.raises(ConfigError, match="not those of the distribution it draws from"):
+            await sampler.for_training(Sampling(stop_ids=()))
 
 
 async def test_truncation_is_asked_for_and_never_believed(model: Path) -> None:
@@ -350,6 +358,15 @@ def answer(**changes: Any) -> bytes:
     return reply(200, {"choices": [choice | changes], "usage": {"completion_tokens": 2}})
 
 
+def counted(tokens: Any) -> bytes:
+    return reply(200, {"choices": [{}], "usage": {"completion_tokens": tokens}})
+
+
+def alternatives(token: int, logp: Any) -> dict[str, Any]:
+    return {"token_logprobs": [-1, -2], "top_logprobs": [{f"token_id:{token}": logp}, {"token_id:5": -2.0}]}
+
+
+NUMBERLESS = ("a", "-1", None, float("nan"), float("-inf"), 10**400)
 GOOD = Sampling(max_tokens=2, stop_ids=(9,))
 BROKEN: list[tuple[bytes, Sampling, str]] = [
     (answer(token_ids=None), GOOD, "returned no token_ids, so what was said is known as text only"),
@@ -370,6 +387,13 @@ BROKEN: list[tuple[bytes, Sampling, str]] = [
     (reply(200, {"choices": []}), GOOD, "without exactly one choice"),
     (reply(200, [1]), GOOD, "without exactly one choice"),
     (reply(200, {"choices": [{}]}), GOOD, "without usage.completion_tokens"),
+    (counted(-2), GOOD, "without usage.completion_tokens"),
+    (counted(True), GOOD, "without usage.completion_tokens"),
+    (answer(token_ids=[4, 2**40]), GOOD, "returned no token_ids"),
+    (answer(token_ids=[4, -5]), GOOD, "returned no token_ids"),
+    *((answer(logprobs={"token_logprobs": [-1.0, x]}), GOOD, "no log-prob for each of 2") for x in NUMBERLESS),
+    *((answer(logprobs=alternatives(4, x)), replace(GOOD, top=1), "with their log-probs") for x in NUMBERLESS),
+    (answer(logprobs=alternatives(10**30, -1.0)), replace(GOOD, top=1), "their ids are not known"),
 ]
 
 
@@ -390,6 +414,15 @@ async def test_answers_that_cannot_be_right_are_refused() -> None:
     )
     async with server(answer(finish_reason="stop")) as (url, _), endpoint(url) as e:
         assert (await TokenSampler(e, SEEN).generate(np.int32([1]), replace(GOOD, stop=("x",)), 0)).stop is Stop.STRING
+
+
+async def test_log_probs_of_a_prompt_that_are_no_numbers_are_refused() -> None:
+    for logp in NUMBERLESS:
+        rows = [None, {"2": {"logprob": logp}}]
+        said = reply(200, {"choices": [{"prompt_logprobs": rows}], "usage": {"completion_tokens": 1}})
+        async with server(said) as (url, _), endpoint(url) as e:
+            with pytest.raises(EndpointError, match="a log-prob is no number"):
+                await TokenSampler(e, SEEN).score(np.int32([1, 2]))
 
 
 async def test_text_answers_that_cannot_be_right() -> None:
@@ -415,6 +448,11 @@ async def test_text_answers_that_cannot_be_right() -> None:
     assert (await say(text(finish_reason="content_filter"))).stop is Stop.ERROR
     with pytest.raises(EndpointError, match="reason 'tool_calls'; known are"):
         await say(text(finish_reason="tool_calls"))
+    for strange, says in ((["stop"], r"reason \['stop'\]"), (None, "reason None")):
+        with pytest.raises(EndpointError, match=says):
+            await say(text(finish_reason=strange))
+    with pytest.raises(EndpointError, match="its message is no object but str"):
+        await say(text(message="hi"))
     with pytest.raises(EndpointError, match="no text but list"):
         await say(text(message={"content": []}))
 

@@ -63,7 +63,7 @@ def test_outputs_and_gradients_are_those_of_float64(
     ids, lengths = np.concatenate(parts), np.array([len(x) for x in parts])
     tree = SharedTree.of(ids, lengths)
     layout = TreeLayout(tree) if shared else PackedLayout(lengths)
-    *rows, by = rows_of(layout.runs.positions, heads, widths, seed)
+    *rows, by = rows_of(layout.tokens, heads, widths, seed)
     found = made(layout, rows, by, window)
     right = made(layout, [x.double() for x in rows], by.double(), window)
     for ours, wanted in zip(found, right, strict=True):

@@ -31,7 +31,7 @@ from posttrain.config.run import BUILT_CONTEXT, MIXTURES, Run
 from posttrain.core.gauge import Step
 from posttrain.core.ports import Environment
 from posttrain.diagnose.next_steps import asked_words
-from posttrain.engine.files.check_folder import read_config
+from posttrain.engine.files.check_folder import read_object
 from posttrain.engine.model.architecture_kinds import refuse_same_bits, refuse_vllm
 from posttrain.engine.model.locate_model import check_source, locate
 from posttrain.engine.vllm import installed
@@ -293,7 +293,7 @@ def _check_architecture(run: Run, own: Path | None) -> None:
     file = (kept / MODEL if kept is not None else Path(locate(run.model.path))) / "config.json"
     # For a hub id the file may not be here yet. The same is checked again before vLLM starts.
     if file.is_file():
-        (refuse_same_bits if same_bits else refuse_vllm)(read_config(file))
+        (refuse_same_bits if same_bits else refuse_vllm)(read_object(file))
 
 
 def check_installed(run: Run) -> None:

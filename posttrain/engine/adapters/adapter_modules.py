@@ -23,7 +23,7 @@ from posttrain.config.model_settings import ALL_LINEAR, Lora
 from posttrain.core.batch import Packed
 from posttrain.engine.adapters.quantise import float_layer, make_float, saved_bytes
 from posttrain.engine.head.readout import read_out
-from posttrain.system.errors import ConfigError, EngineError
+from posttrain.system.errors import ConfigError, EngineError, first_line
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -60,7 +60,7 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
         except ValueError as error:
             raise ConfigError(
                 f"model.lora.targets={','.join(lora.targets)}: PEFT puts no such adapters into {type(module).__name__}"
-                f" ({str(error).splitlines()[0]}). Its linear layers are {', '.join(names)}"
+                f" ({first_line(error)}). Its linear layers are {', '.join(names)}"
             ) from error
     # PEFT's ParamWrapper is an adapter over a bare parameter, the form in which experts are stored: it is refused.
     # Under all-linear a linear layer that got no adapter is refused as well, because the setting promises all layers.

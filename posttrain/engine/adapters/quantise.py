@@ -27,7 +27,7 @@ LARGEST = 127
 """Largest absolute value of a stored 8-bit number."""
 NF4_BLOCK, NF4_SCALES = 64, 256
 """Numbers that share a scale of nf4, and scales that share a scale of their own (at most)."""
-LEAST = torch.finfo(torch.float32).eps
+LEAST = torch.finfo(torch.float32).tiny
 """Scale of a row of zeros."""
 
 
@@ -42,6 +42,9 @@ class QuantisedLinear(nn.Linear):
     def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[out, in]: what the held numbers stand for."""
         raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {quantised_as(self)}"
 
 
 class Int8Linear(QuantisedLinear):
@@ -73,9 +76,6 @@ class Int8Linear(QuantisedLinear):
         """s q, computed in float64."""
         # In float64 the product is exact, so the type that is asked for is rounded to once.
         return (self.weight.double() * self.scale.double()[:, None]).to(dtype)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, int8"
 
 
 class Nf4Linear(QuantisedLinear):
@@ -123,9 +123,6 @@ class Nf4Linear(QuantisedLinear):
 
         parts = {n: getattr(self, "weight" if n == "quantized_data" else n).detach() for n in self._names}
         return NF4Tensor.__tensor_unflatten__(parts, self._kind, None, None)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, nf4"
 
 
 class _Product(torch.autograd.Function):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config.model_settings import ALL_LINEAR, Lora
+from posttrain.engine.files.check_folder import read_object
 from posttrain.system import read_untrusted
 from posttrain.system.errors import ConfigError, DataError
 
@@ -27,6 +28,8 @@ KNOWN = {
     *("revision", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
 }
 """Settings that are read, or that change nothing once the weights are there. Any other must be empty."""
+INITS = (None, False, True, "gaussian", "eva", "mica", "orthogonal")
+"""Values of init_lora_weights for which the weights beneath stay as they are. PEFT changes them for any other."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,13 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
     if not (folder / CONFIG).is_file() or (folder / "config.json").exists():
         return None
     file = folder / CONFIG
-    config = read_untrusted.parse_object(
-        read_untrusted.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError
-    )
+    config = read_object(file, LARGEST_CONFIG)
     if config.get("peft_type") != "LORA":
         raise DataError(f"{file}: peft_type={str(config.get('peft_type'))[:40]!r}; only LORA adapters can be loaded")
     # A setting that is not known may change what the adapter computes. It is let through only where it is empty, so
     # that files of newer versions of PEFT, which list new settings at their off value, can be read.
     strange = [k for k, v in config.items() if k not in KNOWN and v not in (None, False, 0, [], {}, "")]
+    strange += ["init_lora_weights"] * (config.get("init_lora_weights") not in INITS)
     if strange or config.get("bias", "none") != "none":
         raise DataError(
             f"{file}: it uses {', '.join((strange or ['bias'])[:4])}, which is not offered here. Merge the adapter into"
@@ -83,8 +85,8 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
             rank=rank,
             alpha=float(alpha),
             targets=_targets(file, config),
-            rslora=config.get("use_rslora") is True,
-            dora=config.get("use_dora") is True,
+            rslora=bool(config.get("use_rslora")),
+            dora=bool(config.get("use_dora")),
         )
     # float() of a whole number with hundreds of digits raises OverflowError.
     except (ConfigError, OverflowError) as error:

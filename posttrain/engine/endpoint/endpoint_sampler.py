@@ -161,7 +161,7 @@ class EndpointSampler:
         # The count is needed because ids of a turn in text are made up to this number, and turns in ids are checked by
         # it.
         count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if not isinstance(count, int):
+        if type(count) is not int or count < 0:  # JSON's true is an int in Python
             raise self.broken(
                 f"{path} answered without usage.completion_tokens, so the length of what was said is not known"
             )

@@ -136,7 +136,10 @@ class TextSampler(EndpointSampler):
             self._body(sampling, place, chat=chat) | content,
             sampling.max_tokens,
         )
-        text = (choice.get("message") or {}).get("content") if chat else choice.get("text")
+        message: Any = choice.get("message") or {}
+        if not isinstance(message, dict):
+            raise self.broken(f"its message is no object but {type(message).__name__}")
+        text = message.get("content") if chat else choice.get("text")
         if text is not None and not isinstance(text, str):
             raise self.broken(f"what it said is no text but {type(text).__name__}")
         # A turn has as many ids as tokens were counted, so that lengths and budgets of the rollout are right, although
@@ -193,6 +196,6 @@ class TextSampler(EndpointSampler):
         """The reason for the end of a turn, from the endpoint's finish_reason."""
         # An answer that was filtered is no answer of the model, so it does not count as one that ended by itself.
         stops = {"stop": Stop.SAID, "length": Stop.LENGTH, "content_filter": Stop.ERROR}
-        if reason not in stops:
+        if not isinstance(reason, str) or reason not in stops:
             raise self.broken(f"a turn ended with reason {reason!r}; known are {', '.join(stops)}")
         return stops[reason]

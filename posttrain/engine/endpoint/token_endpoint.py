@@ -100,7 +100,10 @@ class TokenSampler(EndpointSampler):
             raise self.broken("it returned no prompt_logprobs, so it cannot score")
         try:
             # The first row is null, because nothing comes before the first token.
-            return np.array([row[str(i)]["logprob"] for row, i in zip(rows[1:], prompt[1:], strict=True)], np.float32)
+            logp = [row[str(i)]["logprob"] for row, i in zip(rows[1:], prompt[1:], strict=True)]
+            if not all(map(_finite, logp)):
+                raise TypeError("a log-prob is no number")
+            return np.array(logp, np.float32)
         except (KeyError, TypeError) as error:
             raise self.broken(
                 f"its prompt_logprobs do not hold the prompt's own tokens ({type(error).__name__}: {error})"
@@ -137,7 +140,8 @@ class TokenSampler(EndpointSampler):
         a, b = (np.array([x[i] for i in sorted(warm)]) for x in (warm, cold))
         # Differences to one token of the three. The bound grows with them, because 16-bit logits round in proportion.
         a, b = a - a[0], b - b[0]
-        if np.abs(b - 2 * a).max() > LOOSE + 0.05 * np.abs(a).max():
+        # Written as `not <=`, so that NaN is refused as well.
+        if not np.abs(b - 2 * a).max() <= LOOSE + 0.05 * np.abs(a).max():
             raise ConfigError(
                 "this endpoint's samples cannot be trained on: at temperature 0.5 its log-probs are not those of the"
                 f" distribution it draws from (differences {b[1:].round(3).tolist()}, should be"
@@ -146,7 +150,7 @@ class TokenSampler(EndpointSampler):
 
     def _ids(self, x: Any, name: str) -> list[int]:
         """A list of token ids of an answer, checked; EndpointError where it is none."""
-        if not isinstance(x, list) or not all(type(i) is int for i in x):
+        if not isinstance(x, list) or not all(type(i) is int and 0 <= i < 2**31 for i in x):
             raise self.broken(
                 f"it returned no {name}, so what was said is known as text only (vLLM returns them since 0.10.2)"
             )
@@ -156,7 +160,7 @@ class TokenSampler(EndpointSampler):
         """float32 [n]: the log-prob of each said token."""
         logprobs = choice.get("logprobs")
         values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-        if not isinstance(values, list) or len(values) != n or not all(isinstance(x, int | float) for x in values):
+        if not isinstance(values, list) or len(values) != n or not all(map(_finite, values)):
             raise self.broken(f"it returned no log-prob for each of {n} tokens")
         return np.array(values, np.float32)
 
@@ -166,21 +170,21 @@ class TokenSampler(EndpointSampler):
         if (
             not isinstance(tables, list)
             or len(tables) != n
-            or any(not isinstance(t, dict) or len(t) < k for t in tables)
+            or any(not isinstance(t, dict) or len(t) < k or not all(map(_finite, t.values())) for t in tables)
         ):
-            raise self.broken(f"it returned fewer than {k} alternatives for a token")
+            raise self.broken(f"it returned fewer than {k} alternatives with their log-probs for a token")
         try:
             rows = [
                 # A table may have one row more than was asked for: the drawn token, where it is not among the best.
                 sorted(((int(name.removeprefix("token_id:")), p) for name, p in t.items()), key=lambda x: -x[1])[:k]
                 for t in tables
             ]
-        except ValueError:
+            ids = np.array([[i for i, _ in row] for row in rows], np.int32).reshape(n, k)
+        except (ValueError, OverflowError):
             raise self.broken(
                 "it names alternatives by their text (return_tokens_as_token_ids has no effect), so their ids are not"
                 " known"
             ) from None
-        ids = np.array([[i for i, _ in row] for row in rows], np.int32).reshape(n, k)
         return Top(ids, np.array([[p for _, p in row] for row in rows], np.float32).reshape(n, k))
 
     def _stop(self, reason: Any, said: list[int], s: Sampling, most: int) -> Stop:
@@ -197,3 +201,9 @@ class TokenSampler(EndpointSampler):
             f"a turn of {len(said)} tokens ended with reason {reason!r}, which neither its last token nor its length"
             " explains"
         )
+
+
+def _finite(x: Any) -> bool:
+    """Returns whether x is a number that float32 holds."""
+    # Comparisons with NaN are false, and those of a whole number with hundreds of digits are exact.
+    return isinstance(x, int | float) and abs(x) < 3e38

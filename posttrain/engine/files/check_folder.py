@@ -54,19 +54,14 @@ def examine(folder: Path) -> None:
         # The file is parsed here once only to refuse it. transformers treats some config files that it cannot parse as
         # absent.
         if path.name.endswith("config.json"):
-            read_untrusted.parse_object(
-                read_untrusted.read_bytes(path, LARGEST_CONFIG, DataError), str(path), DataError
-            )
+            read_object(path)
         if path.name.endswith(INDEX):
             weight_files(path)
 
 
 def weight_files(index: Path) -> dict[str, str]:
     """The file of each weight, by its name, as an index says; DataError where it names files outside its folder."""
-    listed: Any = read_untrusted.parse_object(
-        read_untrusted.read_bytes(index, LARGEST[".json"], DataError), str(index), DataError
-    )
-    listed = listed.get("weight_map")
+    listed: Any = read_object(index, LARGEST[".json"]).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise DataError(f"{index} is damaged: weight_map must give the file of each weight. Copy or download it again")
     file_of_weight = cast("dict[str, str]", listed)
@@ -84,7 +79,7 @@ def check_layers(folder: Path) -> None:
     """DataError where config.json has more layers than the weights have tensors. Building them would
     take hours and all memory."""
     file = folder / "config.json"
-    config = read_config(file)
+    config = read_object(file)
     # A layer has at least one tensor, so a file with fewer tensors than layers belongs to another config. This is seen
     # from the headers alone, before a module is built.
     most = _tensors(folder)
@@ -104,12 +99,12 @@ def check_layers(folder: Path) -> None:
 
 def check_state(folder: Path) -> None:
     """EngineError where config.json names an architecture with a recurrent state that cannot be trained."""
-    keeps_state(read_config(folder / "config.json"))
+    keeps_state(read_object(folder / "config.json"))
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """A model's config.json; DataError where it is none."""
-    return read_untrusted.parse_object(read_untrusted.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError)
+def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
+    """The JSON object in a file of a model; DataError where there is none, or the file has more than `most` bytes."""
+    return read_untrusted.parse_object(read_untrusted.read_bytes(file, most, DataError), str(file), DataError)
 
 
 def _tensors(folder: Path) -> float:

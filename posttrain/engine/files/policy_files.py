@@ -23,7 +23,7 @@ from posttrain.engine.layers import attention
 from posttrain.engine.model.policy_model import Policy, named_tensors, prepared, with_adapter
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.engine.model.tiny_models import quiet
-from posttrain.system.errors import DataError
+from posttrain.system.errors import DataError, first_line
 
 GENERATION = "generation_config.json"
 BASE = "base.safetensors"
@@ -88,9 +88,8 @@ def kept(
             if (config / GENERATION).exists():
                 built.generation_config = GenerationConfig.from_pretrained(config)
     except Exception as error:  # broken files raise any error of their parser
-        first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise DataError(
-            f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first_line})"
+            f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first_line(error)})"
         ) from error
     module: PreTrainedModel = built
     # Parameters come from the checkpoint. A persistent buffer would keep the value of a new model and change what is

@@ -23,7 +23,7 @@ from posttrain.engine.layers import attention
 from posttrain.engine.model.architecture_kinds import WANTED, keeps_state
 from posttrain.engine.model.locate_model import locate
 from posttrain.engine.model.tiny_models import quiet
-from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError
+from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError, first_line
 
 
 def read_pretrained(
@@ -67,16 +67,22 @@ def read_tokenizer(
     # A folder with a tokenizer alone is enough here. `locate` would ask for a model in it.
     where = str(folder.resolve()) if folder.is_dir() else locate(path)
     tokenizer = _tokenizer(where, trust_remote_code)
-    # The first that can be read: the file, else what the model's config implies. A folder of a tokenizer has neither.
-    for read in (GenerationConfig.from_pretrained, _implied):
-        with suppress(OSError, ValueError):
-            return tokenizer, read(where)
-    return tokenizer, None
+    if (generation := read_generation(where)) is None:
+        with suppress(OSError, ValueError):  # a folder of a tokenizer has no config either
+            generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(where))
+    return tokenizer, generation
 
 
-def _implied(where: str) -> GenerationConfig:
-    """The generation config that transformers derives from config.json."""
-    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(where))
+def read_generation(where: str) -> GenerationConfig | None:
+    """The generation config of a directory or hub id; None where there is none, and DataError where it is wrong."""
+    try:
+        return GenerationConfig.from_pretrained(where)
+    except OSError:
+        return None
+    except Exception as error:  # whatever its values lead to
+        raise DataError(
+            f"{where}: generation_config.json cannot be read ({type(error).__name__}: {first_line(error)}). Correct it"
+        ) from error
 
 
 def _config(where: str, trust: bool) -> PreTrainedConfig:
@@ -86,19 +92,21 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
     # transformers raises OSError both for a file that it cannot read here and for a hub id that it cannot fetch.
     except OSError as error:
         if Path(where).is_dir():
-            raise DataError(f"{where}/config.json cannot be read: {_first(error)}") from error
+            raise DataError(f"{where}/config.json cannot be read: {first_line(error)}") from error
         raise ConfigError(
             f"model.path={where} is neither a directory here nor a model that could be fetched from the hub"
-            f" ({_first(error)}). Check the spelling; offline, download it first (hf download {where}) and give its"
+            f" ({first_line(error)}). Check the spelling; offline, download it first (hf download {where}) and give its"
             " directory"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own"
-            " code, set model.trust_remote_code=true"
+            f"{where}: config.json names no architecture this transformers knows ({first_line(error)}). If it ships"
+            " its own code, set model.trust_remote_code=true"
         ) from error
     except Exception as error:  # a config's own checks raise their own classes
-        raise DataError(f"{where}/config.json describes no model ({type(error).__name__}: {_first(error)})") from error
+        raise DataError(
+            f"{where}/config.json describes no model ({type(error).__name__}: {first_line(error)})"
+        ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise DataError(
             f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one"
@@ -128,7 +136,7 @@ def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
     except Exception as error:  # broken files raise any error of their parser
         raise DataError(
-            f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with"
+            f"{where}: the tokenizer cannot be read ({type(error).__name__}: {first_line(error)}). Save it again with"
             " tokenizer.save_pretrained"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -158,14 +166,12 @@ def _weights(
         # Architectures that pick their attention from a table of their own raise KeyError with the name that is not in
         # it.
         if error.args != (attention.NAME,):
-            raise DataError(f"{where}: no causal LM could be loaded (KeyError: {_first(error)})") from error
+            raise DataError(f"{where}: no causal LM could be loaded (KeyError: {first_line(error)})") from error
         raise EngineError(
             f"{where}: {config.model_type} computes attention in code of its own and takes no other. {WANTED}"
         ) from error
-    except (OSError, ValueError, RuntimeError, AssertionError, IndexError) as error:
-        raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:
-        raise _unreadable(where, error) from error
+        raise unreadable(where, error) from error
     # from_pretrained loads an adapter that it finds beside the weights, so the model would not be the one of the
     # weights.
     if getattr(module, "_hf_peft_config_loaded", False):
@@ -186,7 +192,7 @@ def _weights(
     return module
 
 
-def _unreadable(where: str, error: Exception) -> PosttrainError:
+def unreadable(where: str, error: Exception) -> PosttrainError:
     """The error for weights that raised something while they were read. Broken files raise
     whatever their parser raises."""
     # A refusal of our own (the attention's, for instance) says more than any wrapping of it.
@@ -198,10 +204,5 @@ def _unreadable(where: str, error: Exception) -> PosttrainError:
             " is not read. Ask for safetensors, or save it again with save_pretrained on a machine that trusts it"
         )
     if isinstance(error, EOFError) or type(error).__name__ == "SafetensorError":
-        return DataError(f"{where}: its weights are damaged ({_first(error)}). Copy or download them again")
-    return DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})")
-
-
-def _first(error: BaseException) -> str:
-    """The first line of a message, without its final period."""
-    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(". ")
+        return DataError(f"{where}: its weights are damaged ({first_line(error)}). Copy or download them again")
+    return DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {first_line(error)})")

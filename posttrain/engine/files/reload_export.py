@@ -20,7 +20,7 @@ from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.engine.model.tiny_models import digest, quiet
-from posttrain.system.errors import DataError, InvariantError
+from posttrain.system.errors import DataError, InvariantError, first_line
 
 if TYPE_CHECKING:
     from posttrain.engine.model.policy_model import Policy
@@ -111,9 +111,8 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
                 adapted: Any = PeftModel.from_pretrained(model, str(folder))
                 inner, module = adapted.base_model.model, adapted
     except Exception as error:  # files that cannot be read raise any error of their parser
-        first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise DataError(
-            f"{folder}: what was exported cannot be read back ({type(error).__name__}: {first_line})"
+            f"{folder}: what was exported cannot be read back ({type(error).__name__}: {first_line(error)})"
         ) from error
     module.to(policy.device).eval()
     config = model.generation_config

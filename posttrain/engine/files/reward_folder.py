@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain.config.run import Model
 from posttrain.config.stages.reward_model_settings import HeadShape
+from posttrain.engine.files.check_folder import read_object
 from posttrain.engine.files.pretrained_files import read_pretrained
 from posttrain.engine.files.reward_form import LARGEST, SHAPE, TENSORS, form_of
 from posttrain.engine.files.safetensors_rows import load_tensors
@@ -33,8 +34,8 @@ from posttrain.engine.layers import attention
 from posttrain.engine.model.policy_model import Policy, load_policy, prepared
 from posttrain.engine.model.stop_tokens import resolve_stops
 from posttrain.engine.model.tiny_models import quiet
-from posttrain.system import dataclass_json, read_untrusted
-from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError
+from posttrain.system import dataclass_json
+from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError, first_line
 from posttrain.system.files import share
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -74,8 +75,7 @@ def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
             classifier: Any = AutoModelForSequenceClassification.from_config(config)
     except (ValueError, KeyError) as error:
         raise EngineError(
-            f"transformers has no sequence classification for {type(policy.module).__name__}"
-            f" ({str(error).splitlines()[0]})"
+            f"transformers has no sequence classification for {type(policy.module).__name__} ({first_line(error)})"
         ) from error
     score = getattr(classifier, "score", None)
     if not isinstance(score, nn.Linear) or score.bias is not None or score.out_features != 1:
@@ -160,16 +160,17 @@ def read_reward_model(path: str, model: Model, most: int | None = None) -> Polic
 
 def _with_head(policy: Policy, folder: Path) -> Policy:
     """The policy with the head that lies beside it in `SHAPE` and `TENSORS`."""
-    name = folder / SHAPE
-    data = read_untrusted.parse_object(read_untrusted.read_bytes(name, LARGEST, DataError), str(name), DataError)
+    data = read_object(folder / SHAPE, LARGEST)
     try:
         shape = dataclass_json.from_plain(HeadShape, data)
         loaded = load_tensors(folder / TENSORS)
     except (PosttrainError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: its reward head is damaged ({error}). Copy the whole folder again") from error
-    head = _new_head(policy, shape)
-    parameters = dict(head.named_parameters())
-    if set(parameters) != set(loaded) or any(parameters[n].shape != loaded[n].shape for n in parameters):
+    # The width first: a head is made only where the file has its numbers, however many its shape asks for.
+    score = loaded.get("score.weight")
+    head = _new_head(policy, shape) if score is not None and score.shape[:1] == (shape.width,) else None
+    parameters = dict[str, nn.Parameter]() if head is None else dict(head.named_parameters())
+    if head is None or set(parameters) != set(loaded) or any(p.shape != loaded[n].shape for n, p in parameters.items()):
         raise DataError(f"{folder / TENSORS} belongs to another head than {SHAPE} says. Copy the whole folder again")
     with torch.no_grad():
         for n, p in parameters.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from posttrain.system import read_untrusted
-from posttrain.system.errors import ConfigError, DataError
+from posttrain.engine.files.check_folder import read_object
+from posttrain.system.errors import ConfigError
 
 SHAPE, TENSORS = "reward_head.json", "reward_head.safetensors"
 """The two files of a reward head, which lie beside a causal LM."""
@@ -32,9 +32,7 @@ def form_of(folder: Path) -> str:
             f"{folder} is no reward model: it has no config.json. Give a directory that posttrain export or"
             " save_pretrained wrote"
         )
-    settings = read_untrusted.parse_object(
-        read_untrusted.read_bytes(config, 16 * LARGEST, DataError), str(config), DataError
-    )
+    settings = read_object(config)
     kinds: Any = settings.get("architectures")
     names = [str(k) for k in kinds] if isinstance(kinds, list) else []
     if not names or not names[0].endswith(CLASSIFIER):

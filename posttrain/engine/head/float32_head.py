@@ -62,11 +62,11 @@ def prove_logits(out: ReadOut) -> None:
     """InvariantError where the sampler's head is narrower than float32."""
     width = out.weight.shape[1]
     hidden = torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0)).to(out.weight)
-    ours, gap, largest = out.logits(hidden).double().cpu(), 0.0, 1.0
+    ours, gap, largest = out.logits(hidden).double().cpu(), torch.zeros(()).double(), torch.ones(()).double()
     for first, z in _exact(out, hidden):
-        gap = max(gap, float((ours[:, first : first + z.shape[1]] - z).abs().max()))
-        largest = max(largest, float(z.abs().max()))
-    _refuse("the sampler's", gap / largest)
+        gap = torch.maximum(gap, (ours[:, first : first + z.shape[1]] - z).abs().max())  # `max` would pass over NaN
+        largest = torch.maximum(largest, z.abs().max())
+    _refuse("the sampler's", float(gap / largest))
 
 
 def _exact(out: ReadOut, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:

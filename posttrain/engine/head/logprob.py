@@ -135,9 +135,9 @@ def most_probable(
     takes the whole vocabulary."""
     transform = _transform(hidden.device, **contract)
     single = _ids(weight) == weight.shape[0]
-    k = k or weight.shape[0]
-    values: list[Tensor] = []
-    indices: list[Tensor] = []
+    k = min(k or weight.shape[0], weight.shape[0])
+    values = [hidden.new_zeros((0, k), dtype=logit_dtype(weight.dtype))]  # empty parts first, as in `energies`
+    indices = [values[0].long()]
     for _, blocks in _scored(hidden, weight, bias, transform):
         best, best_ids = list[Tensor](), list[Tensor]()
         # `best` holds at most k log-probs per token of the earlier blocks, and k of this block. The best k of both go

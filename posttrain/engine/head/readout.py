@@ -6,6 +6,7 @@ Axis letters: N packed positions, M of them read out, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -120,7 +121,7 @@ def read_out(module: PreTrainedModel) -> ReadOut:
     for name, divides in SCALES.items():
         value = getattr(config, name, None)
         if value is not None:
-            scale = scale / float(value) if divides else scale * float(value)
+            scale = scale / (float(value) or math.nan) if divides else scale * float(value)
     softcap = next((c for c in (getattr(config, name, None) for name in CAPS) if c is not None), None)
     return ReadOut(decoder, head, scale, None if softcap is None else float(softcap), LookUp.of(decoder, head))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posttrain.engine.head import tiles
 from posttrain.engine.head.tiles import TileForm
-from posttrain.system.errors import EngineError
+from posttrain.system.errors import EngineError, first_line
 
 COLUMNS = 4096
 """Scores of a row that a program reads at once. A power of 2."""
@@ -129,9 +129,8 @@ def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
         # More than one piece of columns and a ragged last one, so that the loop and the masks are compared too.
         gap = tiles.largest_gap(TRITON, device, dtype, COLUMNS + 37)
     except Exception as error:  # a compiler and a driver raise errors of any kind
-        first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise EngineError(
-            f"the head's Triton kernels do not run on {device} ({type(error).__name__}: {first_line}). Set"
+            f"the head's Triton kernels do not run on {device} ({type(error).__name__}: {first_line(error)}). Set"
             " model.kernels=torch to compute without them"
         ) from error
     # Written as `not <=`, so that NaN is refused as well.

@@ -302,8 +302,6 @@ class PackedLayout(RunsLayout):
         self._lengths_S, self._groups = lengths_S, buckets(lengths_S, waste)
         self.shapes = [(len(group), int(lengths_S[group[0]])) for group in self._groups]
         """(B, L) of each bucket."""
-        self.computed = sum(count * longest for count, longest in self.shapes)
-        """Positions a layer's attention computes by buckets, padding included."""
         # Both are made by the first layer that asks for them. Compiled code reads runs and asks for neither.
         self._placed: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}

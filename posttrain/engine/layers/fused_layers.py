@@ -354,13 +354,13 @@ def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     largest number of all of them. Gradients that are zero but for rounding are compared with the hidden states."""
 
     def largest(parts: Sequence[Tensor]) -> float:
-        return max((float(x.abs().max()) for x in parts), default=0.0)
+        return float(np.max([float(x.abs().max()) for x in parts], initial=0.0))  # `max` would pass over NaN
 
     apart = [a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]
     states = max(largest(theirs[:1]), 1e-30)
     # One scale for all gradients: a weight whose gradient is zero but for rounding would fail by a scale of its own.
     gradients = max(largest(theirs[1:]), 1e-6 * states)
-    return max(largest(apart[:1]) / states, largest(apart[1:]) / gradients)
+    return float(np.max([largest(apart[:1]) / states, largest(apart[1:]) / gradients]))
 
 
 add_forms(

@@ -40,7 +40,6 @@ class Runs:
     """
 
     def __init__(self, start: np.ndarray, length: np.ndarray, above: Sequence[np.ndarray] = ()) -> None:
-        self.positions = int(length.sum())
         # Threads take trees in this order, in the backward pass one head of one tree at a time. The costliest come
         # first, so that no thread begins a long one when the others are done.
         deep = np.array([len(a) for a in above], np.int64) if above else np.zeros(len(start), np.int64)

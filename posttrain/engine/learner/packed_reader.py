@@ -95,7 +95,7 @@ class PackedReader:
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""
         out = self.out
-        if not self._proved and out.weight.dtype.itemsize < 4:
+        if not self._proved and out.weight.dtype.itemsize < 4 and len(hidden):
             prove_logprobs(out, hidden, self.kernels)
             self._proved = True
         return logprobs(

@@ -9,7 +9,7 @@ from pathlib import Path
 from posttrain.engine.adapters.saved_adapter import saved_adapter
 from posttrain.engine.files.check_folder import check_layers, check_state, examine
 from posttrain.record.certificate import verify_certificate
-from posttrain.system.errors import ConfigError, DataError
+from posttrain.system.errors import ConfigError, DataError, first_line
 
 # A folder with one of these files holds a tokenizer.
 TOKENIZER_FILES = (
@@ -59,7 +59,7 @@ def check_source(setting: str, path: str) -> None:
             return
         hub.get_hf_file_metadata(hub.hf_hub_url(located, "config.json"), timeout=PATIENCE)
     except errors.HFValidationError as error:
-        raise ConfigError(f"{here} this is no hub id ({_first(error)}). Check the spelling") from error
+        raise ConfigError(f"{here} this is no hub id ({first_line(error)}). Check the spelling") from error
     except errors.GatedRepoError as error:
         raise ConfigError(
             f"{described}: the hub gives this model only to those who accepted its terms. Accept them on its page,"
@@ -74,19 +74,14 @@ def check_source(setting: str, path: str) -> None:
         raise DataError(f"{here} the hub's {located} has no config.json, so it is no transformers model") from error
     except Exception as error:  # of whichever library carries the request
         raise ConfigError(
-            f"{here} the hub cannot be reached ({_first(error)}). Check the spelling; offline, download it first where"
-            f" there is a network (hf download {located} --local-dir FOLDER) and give that directory"
+            f"{here} the hub cannot be reached ({first_line(error)}). Check the spelling; offline, download it first"
+            f" where there is a network (hf download {located} --local-dir FOLDER) and give that directory"
         ) from error
 
 
 def _named(setting: str, path: str) -> str:
     """Returns the path as a message names it: with its setting where there is one."""
     return f"{setting}={path}" if setting else path
-
-
-def _first(error: BaseException) -> str:
-    """The first line of a message, without its final period."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 def locate(path: str, setting: str = "model.path") -> str:

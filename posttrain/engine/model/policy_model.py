@@ -31,7 +31,7 @@ from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.model.stop_tokens import resolve_stops, turn_end
 from posttrain.engine.model.supported_models import accept
 from posttrain.engine.model.tiny_models import build_module, characters, digest, quiet, raw_bytes
-from posttrain.system.errors import ConfigError, DataError, InvariantError
+from posttrain.system.errors import ConfigError, DataError, InvariantError, first_line
 from posttrain.system.files import share
 
 __all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out"]
@@ -174,7 +174,7 @@ class Policy:
     def _check_greedy(self, again: PreTrainedModel, folder: Path) -> None:
         """Check that the model read back, with transformers' own attention, gives our greedy tokens the highest
         logits, up to rounding."""
-        start = torch.arange(min(4, self.context - 1), device=self.device)
+        start = torch.arange(min(4, self.context - 1), device=self.device) % _embedding_rows(self.module)
         greedy_ids = self.greedy(start, min(GREEDY_TOKENS, self.context - len(start)))
         # One pass over prompt and answer gives the logits for each said token: position t predicts token t + 1.
         logits = again(input_ids=greedy_ids[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
@@ -316,7 +316,8 @@ def prepared(
             part.padding_idx = None
     notes = [*notes, *_check_vocabulary(tokenizer, module), *turn_end(tokenizer, stop_ids)]
     # What is saved from this module ends its turns where the policy did.
-    module.generation_config.eos_token_id = list(stop_ids)
+    if module.generation_config is not None:  # code of a model's own may have none
+        module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
     if _emulated(module):
         notes += [_EMULATED]
@@ -416,7 +417,7 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name, dtype=torch.float64).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         unknown = isinstance(error, NotImplementedError)  # torch then lists all of its operators
-        reason = "torch is built without it" if unknown else str(error).splitlines()[0]
+        reason = "torch is built without it" if unknown else first_line(error)
         raise ConfigError(
             f"model.device={name!r} cannot be used here ({reason}). Use model.device=cpu, or a device torch can see"
         ) from error

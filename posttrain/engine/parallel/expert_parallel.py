@@ -96,8 +96,9 @@ def whole_experts(policy: Policy, world: int) -> dict[str, str]:
         for name, p in decoder.named_parameters()
         if any(style == "grouped_gemm" and fnmatch.fnmatch(name, pattern) for pattern, style in plan.items())
     }
-    if not counts or any(n % world for n in counts):
+    uneven = [n for n in counts if n % world]
+    if uneven or not counts:
         raise ConfigError(
-            f"{world} ranks cannot share {min(counts, default=0)} experts of {name} evenly: give a divisor of them"
+            f"{world} ranks cannot share {min(uneven, default=0)} experts of {name} evenly: give a divisor of them"
         )
     return plan

@@ -14,15 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from posttrain.config.model_settings import check_frozen
 from posttrain.config.run import Model
 from posttrain.core.exchange.ranks import check_same
 from posttrain.engine.adapters.adapter_modules import attach
 from posttrain.engine.adapters.saved_adapter import saved_adapter
-from posttrain.engine.files.policy_files import GENERATION
-from posttrain.engine.files.pretrained_files import read_skeleton
+from posttrain.engine.files.pretrained_files import read_generation, read_skeleton, unreadable
 from posttrain.engine.files.safetensors_rows import RowFiles
 from posttrain.engine.layers import attention
 from posttrain.engine.learner.learner import HFLearner
@@ -82,15 +81,17 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
     files = RowFiles(folder)
     config, tokenizer, notes = read_skeleton(str(folder), model.trust_remote_code)
     attention.register()
-    with freed_at_once(), without_memory():
-        module = AutoModelForCausalLM.from_config(
-            config,
-            dtype=getattr(torch, model.dtype),
-            attn_implementation=attention.NAME,
-            trust_remote_code=model.trust_remote_code,
-        )
-    if (folder / GENERATION).is_file():
-        module.generation_config = GenerationConfig.from_pretrained(folder)
+    try:
+        with freed_at_once(), without_memory():
+            module = AutoModelForCausalLM.from_config(
+                config,
+                dtype=getattr(torch, model.dtype),
+                attn_implementation=attention.NAME,
+                trust_remote_code=model.trust_remote_code,
+            )
+    except Exception as error:  # of a config that describes no model
+        raise unreadable(str(folder), error) from error
+    module.generation_config = read_generation(str(folder)) or module.generation_config
     stops = resolve_stops(tokenizer, module.generation_config)
     parts_of_policy = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
     policy = BlankPolicy(files=files, **{f.name: getattr(parts_of_policy, f.name) for f in fields(Policy)})

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from posttrain.config.run import Checkpointing
-from posttrain.core.exchange.ranks import check_same
+from posttrain.core.exchange.ranks import check_same, joint_norm
 from posttrain.core.exchange.shards import Shard
 from posttrain.engine.adapters.quantise import is_quantised
 from posttrain.engine.learner.learner import HFLearner
@@ -132,7 +132,7 @@ class TensorLearner(HFLearner):
         cut_norm, whole_norm = (float(torch.nn.utils.get_total_norm(part)) for part in (cut, uncut))
         table = self.holders.every((cut_norm, whole_norm))
         self._of_one_way(table[0][1], [abs(w - table[0][1]) for _, w in table])
-        return math.sqrt(math.fsum([x * x for x, _ in table] + [table[0][1] ** 2]))
+        return joint_norm([*(x for x, _ in table), table[0][1]])
 
     def agree(self, gradients: Mapping[str, Tensor]) -> None:
         """Overwrite the gradients of weights that every rank holds whole with those of the first rank.
@@ -246,6 +246,6 @@ def columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
         )
     # A head cannot be cut, and key-value heads may be fewer than query heads, so both must divide.
     heads = {int(getattr(config, n, None) or world) for n in ("num_attention_heads", "num_key_value_heads")}
-    if any(n % world for n in heads):
-        raise ConfigError(f"{world} ranks cannot share {min(heads)} heads of {name} evenly: give a divisor of them")
+    if uneven := [n for n in heads if n % world]:
+        raise ConfigError(f"{world} ranks cannot share {min(uneven)} heads of {name} evenly: give a divisor of them")
     return plan

@@ -81,16 +81,14 @@ async def _serve(connection: Connection) -> None:
 
 
 async def _answer(hosted: WorkerMethods, connection: Connection, number: int, method: str, given: Any) -> None:
-    """Make one call and send its answer. A cancelled call has no answer."""
+    """Make one call and send its answer, or the error of an answer that cannot be sent. A cancelled call has none."""
     try:
-        value, report = await hosted.answer(method, given)
+        _send(connection, number, *await hosted.answer(method, given))
     # Nobody waits for the answer of a call that was cancelled.
     except asyncio.CancelledError:
         return
     except BaseException as error:
         _send(connection, number, None, error)
-    else:
-        _send(connection, number, value, report)
 
 
 def _send(connection: Connection, number: int, value: Any, last: EngineReport | BaseException | None) -> None:
@@ -238,23 +236,27 @@ class ProcessHost(CallingHost):
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             return f"it closed its connection and goes on as process {self.pid}{self._last_words()}"
-        end = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {_signal(-code)}"
+        end = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal_name(-code)}"
         return f"{self._killed or end}{self._last_words()}"
 
     def _last_words(self) -> str:
         """The last reading of the process's memory, and the last lines that it printed, as the end of a message."""
-        memory = self._calls.memory
-        with contextlib.suppress(OSError):
-            if lines := self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
-                return f"{memory}. Its last words:\n" + "\n".join(lines)
-        return memory
+        return self._calls.memory + last_words(self._log)
 
     @property
     def _log(self) -> Path:
         return Path(self._folder.name) / "log"
 
 
-def _signal(number: int) -> str:
+def last_words(log: Path) -> str:
+    """The last lines of a file with what a process printed, as the end of a message; '' where there are none."""
+    with contextlib.suppress(OSError):
+        if lines := log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
+            return ". Its last words:\n" + "\n".join(lines)
+    return ""
+
+
+def signal_name(number: int) -> str:
     """The name of a signal, for a message."""
     try:
         name = signal.Signals(number).name

@@ -75,6 +75,8 @@ def all_started(kind: str, new: NewHost, count: int, timeout: float) -> tuple[li
             try:
                 facts.append(started.result(timeout))
             except TimeoutError:
+                if started.done():  # a process that ended with such an error of its own
+                    raise
                 host.kill(f"it did not start in {timeout:g} s (placement.timeout)")
                 raise EngineError(f"{kind} {len(facts)} did not start: {host.died}") from None
             except EngineDied as death:

@@ -81,12 +81,12 @@ class FolderSink:
         assert self._fd is not None
         with self._writing():
             os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = None
-        # Both names are held while the file is renamed: whenever the process ends, the file is removed under the name
-        # that it has.
-        self._held.add(self._path)
-        os.replace(self._part, self._path)
+            os.close(self._fd)
+            self._fd = None
+            # Both names are held while the file is renamed: whenever the process ends, the file is removed under the
+            # name that it has.
+            self._held.add(self._path)
+            os.replace(self._part, self._path)
         self._held.discard(self._part)
         return str(self._path)
 

@@ -145,11 +145,12 @@ def main() -> None:
     # vLLM has its control routes in this mode only: remote calls, updates of weights, the emptying of the cache.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "3600")
-    if "--enable-lora" in sys.argv:
+    given = {a.replace("_", "-") for a in sys.argv}  # vLLM's parser takes both spellings
+    if "--enable-lora" in given:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     # vLLM's own setting still lets it compile small functions of its sampler, which took 51 s at the first request with
     # log-probs.
-    if "--enforce-eager" in sys.argv:
+    if "--enforce-eager" in given:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     with ending_with_parent():
         from vllm.entrypoints.launchers.api_server.entry import main as serve

@@ -12,9 +12,11 @@ import sys
 import tempfile
 import time
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.pool.engine_process import last_words
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.adapter_load import BASE, check_served
 from posttrain.engine.vllm.launch import FOLDER, PARENT
@@ -22,8 +24,6 @@ from posttrain.engine.vllm.start_vllm import START, arguments, describe, folder_
 from posttrain.system.errors import EngineError
 
 ROLE = "the rollout engine (a vLLM server of this run)"
-LOG_LINES = 12
-"""Last lines of the server's log that an error message quotes."""
 STOP_SECONDS = 20.0
 """Seconds that the server has to end after a signal."""
 
@@ -83,7 +83,7 @@ class SpawnedServer:
         """Returns the reason why the server has ended, with the end of its log; '' while it runs. The files that it
         left are removed."""
         if not self._why and (code := self._process.poll()) is not None:
-            self._why = f"it has ended with exit code {code}. Its last words:\n{self._log()}"
+            self._why = f"it has ended with exit code {code}{last_words(self.folder / 'log')}"
             self.close()
         return self._why
 
@@ -113,23 +113,18 @@ class SpawnedServer:
 
     def _wait(self) -> None:
         """Wait until the server answers. EngineError where it ends before, or takes more than `START` seconds."""
-        until = time.monotonic() + START
+        # Without the proxies of the environment, which cannot reach this machine's own address.
+        direct, until = urllib.request.build_opener(urllib.request.ProxyHandler({})), time.monotonic() + START
         while True:
             # The end of the server is reported at once, with its last words, and not after the whole time.
             if why := self.ended():
                 raise EngineError(f"{ROLE} did not start: {why}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            with contextlib.suppress(OSError, HTTPException), direct.open(f"{self.url}/health", timeout=5) as answer:
                 if answer.status == 200:
                     return
             if time.monotonic() > until:
-                raise EngineError(f"{ROLE} did not answer in {START:g} s. Its last words:\n{self._log()}")
+                raise EngineError(f"{ROLE} did not answer in {START:g} s{last_words(self.folder / 'log')}")
             time.sleep(0.2)
-
-    def _log(self) -> str:
-        """The last lines of the server's log."""
-        with contextlib.suppress(OSError):
-            return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LOG_LINES:])
-        return ""
 
 
 def _free_port() -> int:

@@ -34,7 +34,7 @@ from posttrain.engine.vllm.sampler_requests import (
 )
 from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
 from posttrain.engine.vllm.start_vllm import limits
-from posttrain.engine.vllm.worker_parts import StagedTensors
+from posttrain.engine.vllm.worker_parts import StagedTensors, written_in
 from posttrain.system.errors import ConfigError, EndpointError, EngineError
 from posttrain.verifier.http_client import Endpoint
 
@@ -116,7 +116,7 @@ class VLLMServer(VLLMSampler):
             spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
             answer = Answer(choice["token_ids"], rows, choice["finish_reason"], choice["stop_reason"], spans)
             cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise self._broken(f"its answer lacks {error}: is it vLLM 0.32 or newer?") from error
         result = said(answer, o.sampling, o.limit, o.end, self._limits)
         self._counters.delivered(result, o.ids, cached)
@@ -209,9 +209,9 @@ class VLLMServer(VLLMSampler):
         the last one is unloaded.
         """
         path, last = self._share / name, self._adapter
-        self._share.mkdir(parents=True, exist_ok=True)
         try:
-            self._counters.pushed(await asyncio.to_thread(hot.write, path, given))
+            with written_in(self._share):
+                self._counters.pushed(await asyncio.to_thread(hot.write, path, given))
             await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path.resolve())}, plain=True)
         finally:
             # The server has read the files when it answers.

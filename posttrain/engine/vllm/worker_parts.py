@@ -9,6 +9,7 @@ No module of vLLM is imported here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,20 @@ def buckets(given: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[dict
         yield bucket
 
 
+@contextmanager
+def written_in(folder: Path) -> Iterator[None]:
+    """Inside, weights are written into the folder, which is made where it is not there. EngineError where they cannot
+    be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except (SafetensorError, OSError) as error:
+        raise EngineError(
+            f"weights for vLLM cannot be written to {folder} ({error}): it needs room for a copy of them. Make room"
+            " there, or name another folder in engine.share"
+        ) from error
+
+
 class StagedTensors:
     """The tensors of one version in safetensors files, until `remove`.
 
@@ -180,17 +195,11 @@ class StagedTensors:
         Nothing else may run in this process meanwhile. The tensors may come from several ranks, which wait for each
         other: another order to them would be taken for the next part.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         for bucket in buckets(tensors):
             path = self._folder / f"{self._name}-{len(self.files)}.safetensors"
-            self.files.append(path)
-            try:
+            with written_in(self._folder):
+                self.files.append(path)
                 save_file(bucket, path)
-            except (SafetensorError, OSError) as error:
-                raise EngineError(
-                    f"weights for vLLM cannot be written to {self._folder} ({error}): it needs room for a copy of them."
-                    " Make room there, or name another folder in engine.share"
-                ) from error
             self._of |= dict.fromkeys(bucket, path)
             # Digests are taken while the tensors are here; the files are read again only where workers hold parts.
             self._digests |= fingerprints(bucket.items())

@@ -10,7 +10,7 @@
 
 #define LANES 16
 #define TILE 16
-/* Rows of a cache block, as in `blocks.py`. */
+/* Rows of a cache block, as in `cache_blocks.py`. */
 #define BLOCK 16
 /* Elements below which waking other threads costs more than they save. */
 #define SMALL 32768

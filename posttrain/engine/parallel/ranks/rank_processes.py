@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import subprocess
 import tempfile
 import time
@@ -20,14 +19,13 @@ from typing import Any
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from posttrain.engine.parallel.ranks.signed_messages import fresh_key
+from posttrain.engine.pool.engine_process import last_words, signal_name
 from posttrain.system.child_lifetime import begun
 
 COMMAND = "from {module} import serve; serve({rank}, {world}, {path!r}, **{told})"
 """The Python program of a rank's process."""
 KEY = "key"
 """The name of the ranks' key in their store."""
-LOG_LINES = 12
-"""Last lines of a process's output that an error message quotes."""
 END_SECONDS = 20.0
 """Seconds that a process has to end by itself."""
 
@@ -78,8 +76,8 @@ class RankProcesses:
         if code is None:
             return ""
         # Popen gives a process that was ended by a signal the negative number of the signal.
-        end = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-        return f"{end}{self._last_words(rank)}"
+        end = f"it was killed by {signal_name(-code)}" if code < 0 else f"it ended with exit code {code}"
+        return f"{end}{last_words(self._log(rank))}"
 
     def stopped(self, rank: int) -> bool:
         """Returns whether the process lives and is stopped (SIGSTOP), as far as this system says."""
@@ -107,13 +105,6 @@ class RankProcesses:
     def _killed(self) -> None:
         """End the processes at once: what runs at the exit of the interpreter."""
         self.close(kill=True)
-
-    def _last_words(self, rank: int) -> str:
-        """The last lines that a rank printed, as the end of a message; '' where there are none."""
-        with contextlib.suppress(OSError):
-            if lines := self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]:
-                return ". Its last words:\n" + "\n".join(lines)
-        return ""
 
     def _log(self, rank: int) -> Path:
         """The file with what a rank prints."""
