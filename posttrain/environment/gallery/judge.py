@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judgements, Judging
+from posttrain.core.content import conversation
 from posttrain.core.judgements import Label, Pair
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.seeds import generator
@@ -28,9 +29,9 @@ from posttrain.environment.judged.judge_rules import (
     judge_format,
     judge_prompt,
 )
-from posttrain.environment.judged.judged_world import conversation_text, inner_world
+from posttrain.environment.judged.judged_world import inner_world
 from posttrain.environment.single import HELDOUT_SEED, SingleTurn, require
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError
 from posttrain.verifier.integers import last_integer
 
 OTHER_ORDER = "other order"
@@ -156,7 +157,7 @@ class Judge(GeneratedTasks):
         """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown."""
         return Task(
             id=name,
-            prompt=self.asked(conversation_text(self._inner(index)), texts),
+            prompt=self.asked(conversation(self._inner(index).prompt), texts),
             answer=self.form.ends[gold if self.form.sides == 2 else 1 - gold],
             info={"pair": name, "index": index, "completions": list(texts), "gold": gold, "best": best},
         )
@@ -267,8 +268,7 @@ class Judge(GeneratedTasks):
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, judgement). A wrong critique ends in the verdict that does not follow from it."""
-        if style not in self.styles:
-            raise ConfigError(f"judge cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         false = bool(rng.random() < wrong)
         if style == "verdict":
             return str(task.prompt), (self.distractor if false else self.gold)(task)[0]

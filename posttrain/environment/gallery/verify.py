@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judging
+from posttrain.core.content import conversation
 from posttrain.core.measure.answer_steps import steps_of_text
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import SOLVED, Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.judged.judge_rules import chosen, right_or_nothing
-from posttrain.environment.judged.judged_world import conversation_text, inner_world
+from posttrain.environment.judged.judged_world import inner_world
 from posttrain.environment.judged.verify_rules import RIGHT, WRONG, VerifyFormat, verify_format, verify_prompt
 from posttrain.environment.single import SingleTurn, require
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError
 
 WORLD_SEED = 20_261_126
 """Seed of the world's tasks. Which answers there are to verify does not depend on the run's seed."""
@@ -134,7 +135,7 @@ class VerifySteps(GeneratedTasks):
         """A task. `good` is 1 where all steps are right, and is not shown."""
         return Task(
             id=name,
-            prompt=self.asked(conversation_text(self._inner(index)), (beginning,)),
+            prompt=self.asked(conversation(self._inner(index).prompt), (beginning,)),
             answer=self.form.ends[1 - good],
             info={"index": index, "beginning": beginning, "good": good},
         )
@@ -185,8 +186,7 @@ class VerifySteps(GeneratedTasks):
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, verification). A wrong one ends in the verdict that does not follow."""
-        if style not in self.styles:
-            raise ConfigError(f"verify cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         verdict = (self.distractor if rng.random() < wrong else self.gold)(task)[0]
         return str(task.prompt), verdict if style == "verdict" else f"{self.critique(task)} {verdict}"
 
