@@ -167,11 +167,12 @@ def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dic
                 f"env.args.{key}: environment {name!r} has no such setting: {nearest(key, cls.settings())}"
             )
         wanted = hints[key]
+        kind = getattr(wanted, "__name__", wanted)  # several types have no name
         # The exact type is compared, because True would also be an instance of int.
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         if not fits:
             raise ConfigError(
-                f"env.args.{key}={value!r}: environment {name!r} wants {wanted.__name__}, got {type(value).__name__}"
+                f"env.args.{key}={value!r}: environment {name!r} wants {kind}, got {type(value).__name__}"
             )
         settings[key] = float(value) if wanted is float else value
     return settings

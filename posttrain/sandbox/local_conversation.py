@@ -13,7 +13,6 @@ import re
 import selectors
 import socket
 import time
-from dataclasses import asdict
 from typing import Any
 
 from posttrain.sandbox.cell.cells import LENGTH
@@ -58,7 +57,7 @@ class LocalConversation:
             self._wire.setblocking(False)
             # In place of the pipe for a result, the job gets the socket that brings the pieces. Source and call are
             # empty.
-            request = json.dumps({"limits": asdict(limits), "session": True, "followed": False}).encode()
+            request = json.dumps({"limits": limits.plain(), "session": True, "followed": False}).encode()
             try:
                 worker.begin(request, [nothing(), silent(held), *writers, theirs.fileno(), nothing()])
             except BaseException:

@@ -17,7 +17,7 @@ import select
 import socket
 import ssl
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -169,7 +169,7 @@ class RemoteWorker(SandboxWorker):
     def run(self, job: Job) -> Ran:
         self.jobs += 1
         texts = {"program": packed(job.program), "stdin": packed(job.stdin), "call": packed(job.call)}
-        return self.asked("/run", {**texts, "limits": asdict(job.limits)}, job.limits)
+        return self.asked("/run", {**texts, "limits": job.limits.plain()}, job.limits)
 
     def asked(self, path: str, body: dict[str, Any], limits: ProgramLimits) -> Ran:
         """The outcome of a program that the executor runs. `stop` ends the wait for it."""
@@ -184,7 +184,7 @@ class RemoteWorker(SandboxWorker):
     def converse(self, limits: ProgramLimits) -> RemoteConversation:
         """Begin a session on the executor."""
         self.jobs += 1
-        answer = self.ask("POST", "/session", {"limits": asdict(limits)}, PATIENCE)
+        answer = self.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
         if not isinstance(answer.get("session"), str):
             raise SandboxBroken(f"{self.backend.url}: began no session: {str(answer)[:200]}")
         return RemoteConversation(self, limits, answer["session"])

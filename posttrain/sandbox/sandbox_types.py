@@ -64,6 +64,10 @@ class ProgramLimits:
             if not fits:
                 raise ConfigError(f"sandbox limit {name}={value!r} must be {wanted}")
 
+    def plain(self) -> dict[str, Any]:
+        """The limits as the process inside reads them."""
+        return asdict(self)
+
 
 @dataclass(frozen=True)
 class Call:

@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.sandbox.backends import Backend
@@ -181,7 +181,7 @@ class SandboxWorker:
                 stack.callback(os.close, reader)
                 ends.append(writer)
                 readers[reader] = PipeReader(name, bytes_kept)
-            request = json.dumps({"limits": asdict(job.limits), "session": False, "followed": job.followed}).encode()
+            request = json.dumps({"limits": job.limits.plain(), "session": False, "followed": job.followed}).encode()
             try:
                 self.begin(request, [*inputs, *ends, sealed(job.call, stack) if job.call else nothing()])
             finally:
