@@ -119,11 +119,6 @@ class Verifiers(SingleTurn):
         held_keys = {self.key(t) for t in self.heldout}
         return Listed(tuple(t for t in self._tasks["train"] if self.key(t) not in held_keys))
 
-    @cached_property
-    def alphabet(self) -> str:
-        """Not used: messages need a chat template, and so a tokenizer that already exists."""
-        return "".join(map(chr, range(32, 127))) + "\n"
-
     def key(self, task: Task) -> str:
         """Prompt, answer and info together. Environments with hidden information give all tasks the same prompt."""
         return task.info["key"]

@@ -18,7 +18,7 @@ from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import SOLVED, Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.judged.judge_rules import chosen, right_or_nothing
-from posttrain.environment.judged.judged_world import inner_world
+from posttrain.environment.judged.judged_world import inner_world, task_at
 from posttrain.environment.judged.verify_rules import RIGHT, WRONG, VerifyFormat, verify_format, verify_prompt
 from posttrain.environment.single import SingleTurn, require
 from posttrain.system.errors import ConfigError
@@ -93,11 +93,6 @@ class VerifySteps(GeneratedTasks):
         further = "\n " + self.separator + RIGHT + WRONG + string.digits + self.instruction + "".join(self.form.ends)
         return "".join(dict.fromkeys(self.verified_world.alphabet + further))
 
-    def _inner(self, index: int) -> Task:
-        """The task of the verified world at this place of its source."""
-        source = self.verified_world.train
-        return source.task(index if source.count is None else index % source.count)
-
     def _steps(self, inner: Task, text: str) -> tuple[bool, ...]:
         """Returns for each step of this answer, in order, whether the world judges it right."""
         attempt = Attempt(inner, (text,), Stop.SAID, lambda characters: characters)
@@ -118,7 +113,7 @@ class VerifySteps(GeneratedTasks):
         """(place of a task of the world, an answer to it up to the end of a step); None where the steps of the answer
         are not as wanted."""
         index = int(rng.integers(2**40))
-        inner, world = self._inner(index), self.verified_world
+        inner, world = task_at(self.verified_world, index), self.verified_world
         text = str(world.demonstrate(inner, world.judged_style, rng, self.wrong)[1])
         steps, right = steps_of_text(text, self.separator), self._steps(inner, text)
         upto = 1 + int(rng.integers(len(steps)))
@@ -135,7 +130,7 @@ class VerifySteps(GeneratedTasks):
         """A task. `good` is 1 where all steps are right, and is not shown."""
         return Task(
             id=name,
-            prompt=self.asked(conversation(self._inner(index).prompt), (beginning,)),
+            prompt=self.asked(conversation(task_at(self.verified_world, index).prompt), (beginning,)),
             answer=self.form.ends[1 - good],
             info={"index": index, "beginning": beginning, "good": good},
         )
@@ -192,7 +187,7 @@ class VerifySteps(GeneratedTasks):
 
     def critique(self, task: Task) -> str:
         """Returns the text that is written before the verdict."""
-        inner, world = self._inner(task.info["index"]), self.verified_world
+        inner, world = task_at(self.verified_world, task.info["index"]), self.verified_world
         rng = np.random.default_rng(0)  # the right answer does not depend on what is drawn
         solution: Any = world.demonstrate(inner, world.judged_style, rng, 0.0)[1]
         shown, right_steps = (self._bare(t) for t in (task.info["beginning"], solution))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from posttrain.config.env import Env, Scalar
 from posttrain.config.values import read
+from posttrain.core.types import Task
 from posttrain.environment.single import SingleTurn
 from posttrain.system.errors import ConfigError
 
@@ -31,3 +32,9 @@ def inner_world(
         return environment(Env(name=name, args={**settings, **(more or {})}, heldout=heldout), seed=seed)
     except ConfigError as error:
         raise ConfigError(f"env {env}: world={words!r}: {error}{hint}") from error
+
+
+def task_at(world: SingleTurn, index: int) -> Task:
+    """The training task at this place of the world's source, which is begun again at its end."""
+    source = world.train
+    return source.task(index if source.count is None else index % source.count)

@@ -114,10 +114,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         if not self.mixed:
             return Listed(lists[0])
         if empty := [rows[0].place for rows, tasks in zip(self._sets, lists, strict=True) if not tasks]:
-            raise ConfigError(
-                f"{empty[0]}: all prompts of this data set are held out, so that none is left to train on: lower"
-                " env.heldout, or leave the set out of env.mix"
-            )
+            raise ConfigError(f"{empty[0]}: all prompts of this data set are held out: lower env.heldout")
         return MixedTasks(tuple(lists), tuple(w for _, w in self.mixed), self.seed)
 
     @cached_property

@@ -141,13 +141,9 @@ class WorkerPool:
         self._shared.count("queue", late)
         return call.future
 
-    async def ask(self, request: Any) -> Verdict:
-        """The verdict on the one attempt of a request, without blocking the event loop. A request that is cancelled
+    async def ask(self, request: Any) -> WorkerAnswer:
+        """The verdicts on the attempts of a request, without blocking the event loop. A request that is cancelled
         while it waits is never run."""
-        return (await self.ask_all(request)).one
-
-    async def ask_all(self, request: Any) -> WorkerAnswer:
-        """The same for a request that holds several attempts."""
         return await asyncio.wrap_future(self.submit(request))
 
     def gauges(self) -> Gauges:
