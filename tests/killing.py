@@ -29,7 +29,7 @@ from posttrain.core.verdict import Verdict
 from posttrain.engine.transfer import collective
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.sandbox.choose_backend import opened
+from posttrain.sandbox.choose_backend import open_sandbox
 from posttrain.sandbox.sandbox_pool import Sandbox
 from posttrain.sandbox.sandbox_types import SandboxBroken, SandboxUnavailableError
 from posttrain.stages.interrupt import Interrupted
@@ -56,7 +56,7 @@ class Checked(Arithmetic):
 
     @cached_property
     def _programs(self) -> Sandbox:
-        return opened(self.sandbox, workers=2, packages=())
+        return open_sandbox(self.sandbox.name, workers=2, packages=(), token=self.sandbox.token)
 
     async def verdict(self, attempt: Attempt) -> Verdict:
         try:

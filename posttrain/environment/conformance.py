@@ -98,6 +98,8 @@ async def _scores(
 
 async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
     """Tries each of the five most common final answers on every held-out task."""
+    if not held:
+        return Check("constant answer earns its share", False, "0 tasks")
     answers = Counter(env.gold(t)[-1] for t in held)
     share = answers.most_common(1)[0][1] / len(held)
     best_answer, best = "", 0.0
@@ -163,7 +165,8 @@ def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) ->
 
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
     """Checks that the alphabet has every character of these tasks."""
-    wrong_answer = env.distractor if env.abilities.rows is None else lambda _: ()  # the user's prompts have none
+    # Not every environment has wrong answers, and those of prompts of the user's are no texts of theirs.
+    wrong_answer = env.distractor if env.knows_distractor and env.abilities.rows is None else lambda _: ()
     texts = [x for t in _known(env, tasks) for x in (t.prompt, *env.gold(t), *wrong_answer(t)) if isinstance(x, str)]
     used = {c for text in texts for c in text}
     outside = "".join(sorted(used - set(env.alphabet))) if env.alphabet else ""

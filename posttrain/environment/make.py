@@ -43,7 +43,8 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
         DataError: the user's prompts cannot be read.
     """
     # A class of the user's is loaded first, because only the class shows whether the environment reads rows.
-    own_class = _own(config.name) if is_own(config.name) else None
+    own = ":" in config.name and not is_inline(config.name) and not config.name.startswith(("gym:", "verifiers:"))
+    own_class = _own(config.name) if own else None
     if config.name == "prompts" or config.data or own_class is not None:
         from posttrain.environment.rows.own_prompts import PromptsEnv, read_tasks
 
@@ -78,11 +79,6 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
         suggestion = suggestion if like_data else nearest(config.name, names())
         raise ConfigError(f"env.name={config.name!r} is no environment: {suggestion}")
     return cls(**checked(config.name, cls, config.args), **common)
-
-
-def is_own(name: str) -> bool:
-    """Returns whether this names a class in a file of the user: `path.py:Class`."""
-    return ":" in name and not is_inline(name) and not name.startswith(("gym:", "verifiers:"))
 
 
 def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
@@ -167,11 +163,12 @@ def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dic
                 f"env.args.{key}: environment {name!r} has no such setting: {nearest(key, cls.settings())}"
             )
         wanted = hints[key]
+        kind = getattr(wanted, "__name__", wanted)  # several types have no name
         # The exact type is compared, because True would also be an instance of int.
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         if not fits:
             raise ConfigError(
-                f"env.args.{key}={value!r}: environment {name!r} wants {wanted.__name__}, got {type(value).__name__}"
+                f"env.args.{key}={value!r}: environment {name!r} wants {kind}, got {type(value).__name__}"
             )
         settings[key] = float(value) if wanted is float else value
     return settings

@@ -11,10 +11,14 @@ from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 
 
+class ScriptEnded(IndexError):
+    """The environment asks for more turns than the script has."""
+
+
 class ScriptedPolicy:
     """A `Talk` whose policy says `turns` in order. `stop` is the stop reason of all turns, or one for each turn.
 
-    `seen` holds what the environment showed. `seats` has the turns of the other seats, by name. IndexError if the
+    `seen` holds what the environment showed. `seats` has the turns of the other seats, by name. ScriptEnded if the
     environment asks for more turns than the script has.
     """
 
@@ -43,7 +47,7 @@ class ScriptedPolicy:
         """The next turn. It is cut after `most` characters, because a character counts as a token."""
         turn = len(self.said)
         if turn == len(self._turns):
-            raise IndexError(f"the environment asked for turn {turn + 1}, but the script has {turn}")
+            raise ScriptEnded(f"the environment asked for turn {turn + 1}, but the script has {turn}")
         text = self._turns[turn][:most]
         self.said.append(text)
         return Utterance(text, self._stops[turn] if len(text) == len(self._turns[turn]) else Stop.LENGTH, len(text))

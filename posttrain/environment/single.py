@@ -23,7 +23,7 @@ from posttrain.core.stop import EpisodeLimits, StepNumber
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.judged.synthetic_preferences import judgements_of
-from posttrain.system.errors import ConfigError
+from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.reward_source import BatchSource, Checked, ContainedSource, Source, SourceWithProcesses
 
 HELDOUT_SEED = 20_240_229
@@ -186,6 +186,11 @@ class SingleTurn(ABC):
         raise ConfigError(
             f"environment {self.name!r} writes no demonstrations: give its class styles and demonstrate()"
         )
+
+    def _check_style(self, style: str) -> None:
+        """ConfigError if the environment does not write this style."""
+        if style not in self.styles:
+            raise ConfigError(f"{self.name} cannot write style {style!r}: {nearest(style, self.styles)}")
 
     def hinted(self, task: Task) -> str | tuple[Message, ...] | None:
         """The prompt of a task with its answer as a hint (`core.abilities.Abilities.hint`); None where it has none."""

@@ -7,7 +7,6 @@ import functools
 import warnings
 from collections.abc import Callable
 
-from posttrain.config.env import SandboxSettings
 from posttrain.sandbox.backends import ALLOW, Backend, Landlock, Namespaces, Unconfined
 from posttrain.sandbox.remote import TOKEN, RemoteExecutor
 from posttrain.sandbox.sandbox_pool import SESSIONS, Sandbox
@@ -60,22 +59,8 @@ def open_sandbox(
         SandboxUnavailableError: no sandbox works. The message has the reason for each and what to change.
     """
     backend = choose(name, packages, interpreter, token)
-    many = workers or (REMOTE_WORKERS if isinstance(backend, RemoteExecutor) else None)
+    many = REMOTE_WORKERS if workers is None and isinstance(backend, RemoteExecutor) else workers
     return Sandbox(backend, workers=many, limits=limits, sessions=sessions)
-
-
-def opened(
-    where: SandboxSettings,
-    *,
-    workers: int | None = None,
-    limits: ProgramLimits | None = None,
-    packages: tuple[str, ...] = ("numpy",),
-    sessions: int = SESSIONS,
-) -> Sandbox:
-    """The sandbox that a run is configured with."""
-    return open_sandbox(
-        where.name, workers=workers, limits=limits, packages=packages, sessions=sessions, token=where.token
-    )
 
 
 def choose(

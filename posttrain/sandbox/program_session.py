@@ -159,7 +159,7 @@ class _SharedSession:
         """Wait for the next piece. None when the session has ended."""
         with self.changed:
             # Without a piece for `idle` seconds the session ends, so that others can use the sandbox.
-            if not self.changed.wait_for(lambda: self.pieces or self.ended, self.idle):
+            if not self.changed.wait_for(lambda: self.pieces or self.ended, min(self.idle, threading.TIMEOUT_MAX)):
                 self.ended = f"this session was ended, as nothing was asked of it for {self.idle:g} s"
             return self.pieces.popleft() if self.pieces and not self.ended else None
 

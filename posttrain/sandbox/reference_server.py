@@ -88,8 +88,8 @@ class Executor(ThreadingHTTPServer):
         connections: int = CONNECTIONS,
         per_address: int = PER_ADDRESS,
     ) -> None:
-        if len(token) < SHORTEST_TOKEN:
-            raise ConfigError(f"the token must have at least {SHORTEST_TOKEN} characters")
+        if len(token) < SHORTEST_TOKEN or not (token.isascii() and token.isprintable()):
+            raise ConfigError(f"the token must have at least {SHORTEST_TOKEN} characters, all of printable ASCII")
         if min(connections, per_address) < 1:
             raise ConfigError("connections and per_address are at least 1")
         self.sandbox, self.token = sandbox, token
@@ -363,22 +363,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             "--host other than this machine needs --certificate and --key, or --plain behind something that speaks TLS"
         )
-    if not os.environ.get(o.token):
+    token = os.environ.get(o.token, "").strip()
+    if not token:
         parser.error(f"set the environment variable {o.token} to a long random text: {o.token}=$(openssl rand -hex 16)")
     try:
         packages = tuple(p for p in o.packages.split(",") if p)
         box = open_sandbox("auto", workers=o.workers, packages=packages, sessions=o.sessions)
         # Every connection needs a file descriptor. Some are kept free, so that sandboxes can be started.
         most = min(o.connections, max(1, raise_file_limit() - SPARE_FILES))
-        executor = Executor(box, os.environ[o.token], o.host, o.port, connections=most, per_address=o.per_address)
+        executor = Executor(box, token, o.host, o.port, connections=most, per_address=o.per_address)
+        if o.certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(o.certificate, o.key)
+            # The thread of a connection does the handshake. In the accepting loop one silent caller would block all.
+            executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
     except PosttrainError as error:
         tell(str(error), file=sys.stderr)
         return error.exit_code
-    if o.certificate:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(o.certificate, o.key)
-        # The thread of a connection does the handshake. In the accepting loop one silent caller would block all others.
-        executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
+    except (OSError, OverflowError) as error:  # the address is taken or is none; a file is missing or is no certificate
+        tell(f"cannot listen at {o.host}:{o.port} with certificate {o.certificate}: {error}", file=sys.stderr)
+        return ConfigError.exit_code
     for number in (signal.SIGINT, signal.SIGTERM):  # also where the parent process ignored them
         signal.signal(number, _end)
     tell(f"{box.name} at {o.host}:{executor.server_address[1]}")

@@ -13,6 +13,7 @@ import http.client
 import json
 import math
 import os
+import select
 import socket
 import ssl
 import threading
@@ -52,8 +53,11 @@ class RemoteExecutor:
     processes: bool = True
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        more = parts.query or parts.fragment or parts.username
+        try:
+            parts, _ = urlsplit(self.url), urlsplit(self.url).port
+        except ValueError:  # half of an IPv6 address, or a port that is none
+            parts = urlsplit("")
+        more = parts.query or parts.fragment or "@" in parts.netloc
         if parts.scheme not in ("http", "https") or not parts.hostname or more:
             raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
         # Anybody who reads the token on the way could run programs there.
@@ -85,10 +89,12 @@ class RemoteWorker(SandboxWorker):
         self._sock: socket.socket | None = None
         # The settings have only the name of the variable, because they are recorded with the run, and a token must not
         # be.
-        token = os.environ.get(backend.token, "")
-        if not token:
+        token = os.environ.get(backend.token, "").strip()
+        # Another text is no header, and the error of `http.client` would quote it.
+        if not token or not (token.isascii() and token.isprintable()):
             raise SandboxUnavailableError(
-                f"{backend.url}: the environment variable {backend.token} with its token is not set"
+                f"{backend.url}: the environment variable {backend.token} with its token is not set, or no line of"
+                " ASCII"
             )
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         parts = urlsplit(backend.url)
@@ -124,6 +130,12 @@ class RemoteWorker(SandboxWorker):
         limit.start()
         try:
             self._wire.timeout = seconds
+            # An executor closes a connection that was silent for long, and then there is its end to read.
+            if (silent := self._wire.sock) is not None:
+                end = select.poll()
+                end.register(silent, select.POLLIN)
+                if end.poll(0):
+                    self._wire.close()
             if self._wire.sock is None:
                 self._wire.connect()
             self._sock = wire = self._wire.sock

@@ -26,6 +26,7 @@ from posttrain.sandbox.sandbox_types import (
     SandboxUnavailableError,
 )
 from posttrain.sandbox.sandbox_worker import Job, SandboxWorker, begin
+from posttrain.system.errors import ConfigError
 from posttrain.system.machine import cores
 from posttrain.system.worker_threads import WorkerThreads, settle
 
@@ -80,6 +81,8 @@ class Sandbox:
         limits: ProgramLimits | None = None,
         sessions: int = SESSIONS,
     ) -> None:
+        if workers is not None and workers < 1:
+            raise ConfigError(f"sandbox: workers={workers} must be 1 or more")
         self.backend = backend
         self.limits = limits or ProgramLimits()
         self.network = NetworkAttempts()
@@ -216,9 +219,9 @@ class _Programs:
             try:
                 used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
                 ran = used.run(replace(asked.job, followed=bool(self.threads.waiting), dropped=lambda: asked.dropped))
-            # A ValueError or KeyError means that the sandbox's reply is malformed. All of these errors are failures of
-            # the sandbox, so the job is tried in another one. Failures of the program are in `ran` and raise nothing.
-            except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
+            # Whatever is raised is a failure of the sandbox, so another one is tried. What the program did is in `ran`.
+            # An error that left this thread would leave the job without an answer.
+            except Exception as error:
                 lost = error
                 with self.threads.lock:
                     self.counts.lost += 1

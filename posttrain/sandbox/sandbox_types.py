@@ -16,6 +16,8 @@ from posttrain.system.errors import ConfigError, PosttrainError
 KIB, MIB = 1024, 1024**2
 MOST_SAID = 4 * MIB
 """Upper bound of `ProgramLimits.output` and `ProgramLimits.result`, in bytes."""
+MOST_SECONDS = 1_000_000
+"""Upper bound of `ProgramLimits.cpu` and `ProgramLimits.wall`: the kernel waits for 2**31 ms at most."""
 
 Why = Literal["ok", "error", "timeout", "memory", "output", "crashed"]
 """ok: it ended with status 0. error: with another status, or an exception. timeout: cpu or wall. memory: MemoryError.
@@ -54,9 +56,13 @@ class ProgramLimits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not (value > 0 or (name == "processes" and value == 0)):
-                least = "0 or more" if name == "processes" else "more than 0"
-                raise ConfigError(f"sandbox limit {name}={value!r} must be {least}")
+            if name in ("cpu", "wall"):
+                fits, wanted = 0 < value <= MOST_SECONDS, f"more than 0 and at most {MOST_SECONDS:,} seconds"
+            else:
+                fits = isinstance(value, int) and value >= (name != "processes")
+                wanted = "a whole number of 0 or more" if name == "processes" else "more than 0, and whole"
+            if not fits:
+                raise ConfigError(f"sandbox limit {name}={value!r} must be {wanted}")
 
     def plain(self) -> dict[str, Any]:
         """The limits as the process inside reads them."""

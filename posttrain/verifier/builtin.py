@@ -43,7 +43,7 @@ def contains(task: Task, text: str) -> Verdict:
 def answers(task: Task) -> tuple[str, ...]:
     """The texts that are right answers to a task. DataError if its answer is not text, a number or a list of them."""
     if task.answer is None:
-        raise ValueError(f"task {task.id!r} has no answer to compare with")
+        raise DataError(f"task {task.id!r} has no answer to compare with")
     listed = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
     if not listed or not all(
         isinstance(x, str | int | float) and not isinstance(x, bool) and str(x).strip() for x in listed

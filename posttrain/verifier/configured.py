@@ -10,7 +10,7 @@ from pathlib import Path
 from posttrain.config.env import Reward, SandboxSettings
 from posttrain.core.types import Task
 from posttrain.record.runtime_objects import INLINE, RuntimeObjects, is_inline
-from posttrain.sandbox.choose_backend import opened
+from posttrain.sandbox.choose_backend import open_sandbox
 from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.builtin import BUILTIN, NAMES
 from posttrain.verifier.code.code_reward import Code
@@ -65,7 +65,7 @@ def _source(reward: Reward, where: SandboxSettings, given: RuntimeObjects) -> Ch
     if name == "math":
         return math_source(reward.weight, reward.workers, reward.timeout)
     if name in ("code", "code_fraction"):
-        box = opened(where, workers=reward.workers or None)
+        box = open_sandbox(where.name, workers=reward.workers or None, token=where.token)
         scoring = "all" if name == "code" else "fraction"
         return Code(box, scoring=scoring, seconds=reward.timeout or 60.0, name=name, weight=reward.weight, owned=True)
     if name in BUILTIN:

@@ -86,7 +86,10 @@ def _calls(listed: Any) -> Calls:
         if not isinstance(entry, Mapping) or set(entry) != {"name", "arguments"}:
             raise Unreadable("a call is an object with name and arguments")
         name, arguments = read_data.object_call(dict(entry), "name", "arguments")
-        calls[name, json.dumps(arguments, sort_keys=True)] += 1
+        try:  # arguments of a row may be Python values that JSON does not have
+            calls[name, json.dumps(arguments, sort_keys=True, allow_nan=False)] += 1
+        except (TypeError, ValueError) as error:
+            raise Unreadable(f"arguments of {name} are no JSON: {error}") from None
     return calls
 
 

@@ -55,7 +55,7 @@ class Patience:
 
         `failed`: tries that failed so far. `asked`: the seconds of the server's `Retry-After`, None without it.
         """
-        seconds = min(self.longest, self.first * 2 ** (failed - 1)) * random.uniform(0.5, 1)
+        seconds = min(self.longest, self.first * 2 ** min(failed - 1, 64)) * random.uniform(0.5, 1)
         return seconds if asked is None else min(self.longest, max(seconds, asked))
 
 
@@ -87,7 +87,10 @@ class Endpoint:
         connections: int = 1024,
         silent: float | None = None,
     ) -> None:
-        parts = urlsplit(url)
+        try:
+            parts, _ = urlsplit(url), urlsplit(url).port
+        except ValueError:  # half of an IPv6 address, or a port that is none
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{role}: {url!r} is no address of a server; write it like http://127.0.0.1:8000/v1")
         if parts.username is not None or parts.password is not None or parts.query:
@@ -100,6 +103,9 @@ class Endpoint:
         self._key = os.environ.get(key_env, "").strip() if key_env else ""
         if key_env and not self._key:
             raise ConfigError(f"{role}: environment variable {key_env} is empty; put the key of {self.url} there")
+        # Another text is no header, and the errors of the client would quote it.
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise ConfigError(f"{role}: environment variable {key_env} holds no key: a key is one line of ASCII")
         if key_env and in_the_clear(url):
             raise ConfigError(
                 f"{role}: {url!r} would send the key in {key_env} in the clear; use https, or a tunnel to 127.0.0.1"
@@ -215,9 +221,11 @@ class Endpoint:
         # httpx limits each read alone, so a server that sends one byte a second would never be late. Therefore a limit
         # of the whole try is put around it.
         limits = httpx2.Timeout(None, connect=patience.connect)
+        # Escaped, so that half of a surrogate pair in a text can be sent too.
+        sent = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         try:
             async with asyncio.timeout(patience.answer):
-                async with client.stream(method, self.url + path, json=body, timeout=limits) as response:
+                async with client.stream(method, self.url + path, content=sent, timeout=limits) as response:
                     received = await _read_answer(response)
         except TimeoutError:
             raise _TransientError(f"no answer in {patience.answer:g} s") from None
@@ -263,7 +271,8 @@ class Endpoint:
                 )
             self._loop, self._places = loop, asyncio.Semaphore(self._connections)
             self._client = httpx2.AsyncClient(
-                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+                headers={"Content-Type": "application/json"}
+                | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
                 limits=httpx2.Limits(max_connections=self._connections, max_keepalive_connections=64),
                 trust_env=self._proxied,
             )

@@ -20,19 +20,9 @@ _NUMBER = re.compile(
 )
 
 
-def canonical(sign: str | None, digits: str) -> str:
-    """The one spelling of an integer: no separators, no leading zeros, no plus, no negative zero.
-
-    >>> canonical("-", "0,012"), canonical("+", "000")
-    ('-12', '0')
-    """
-    bare = re.sub(r"[^0-9]", "", digits).lstrip("0") or "0"
-    return "-" + bare if sign == "-" and bare != "0" else bare
-
-
 def last_integer(text: str) -> str | None:
-    """The last number of a text outside its thoughts, in its canonical spelling. None if there is no number or
-    it is not an integer.
+    """The last number of a text outside its thoughts, without separators, plus and leading zeros. None if there is no
+    number, or it is not an integer.
 
     Accepts a sign that is not an operator, Unicode minus signs, leading zeros, full-width digits and thousands
     separators (comma, apostrophe, underscore, narrow or fixed space). `12.0` is 12, and `12.5` is not an integer. The
@@ -46,4 +36,5 @@ def last_integer(text: str) -> str | None:
     number = last_match[0] if last_match else None
     if number is None or (number["fraction"] or "").strip("0"):
         return None
-    return canonical(number["sign"], number["whole"])
+    digits = re.sub(r"[^0-9]", "", number["whole"]).lstrip("0") or "0"
+    return f"-{digits}" if number["sign"] == "-" and digits != "0" else digits

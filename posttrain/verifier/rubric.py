@@ -99,7 +99,7 @@ class Rubric:
         """The text that the judge reads about an attempt. The policy's text is put in last, and names in braces in it
         are not replaced."""
         task = attempt.task
-        asked = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
+        asked = conversation(task.prompt)
         # The marks around the answer contain a hash of all that is shown. A policy cannot write a text that contains
         # its own hash, so no answer can end its part early and speak to the judge.
         mark = hashlib.blake2b(f"{asked}\0{attempt.turns}\0{attempt.state}".encode(errors="replace"), digest_size=6)
@@ -162,7 +162,7 @@ def _of_json(text: str) -> tuple[float | None, str]:
     # `true` is no score, but in Python it is an int.
     if isinstance(score, bool) or not isinstance(score, int | float):
         return None, ""
-    return float(score), str(answer.get("reason", ""))
+    return score, str(answer.get("reason", ""))
 
 
 def _response(attempt: Attempt, mark: str) -> str:

@@ -47,6 +47,11 @@ async def _within(timeout: float, awaitable: Any) -> Any:
     try:
         async with limit:
             return await awaitable
+    except (SystemExit, asyncio.CancelledError) as raised:  # in the event loop they would end the run
+        task = asyncio.current_task()
+        if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # this call was cancelled, and the function did not raise it of its own
+        raise Raised(raised) from raised
     except TimeoutError:
         # A TimeoutError may also be the function's own, which is an error like any other.
         if limit.expired():

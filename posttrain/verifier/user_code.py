@@ -100,7 +100,9 @@ def user_module(path: Path, what: str) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        at = f"{path.name}:{error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else where(error)
+        at = where(error)
+        if isinstance(error, SyntaxError):  # of a file that this one imports, perhaps
+            at = f"{Path(error.filename or path).name}:{error.lineno}: {error.msg}"
         raise ConfigError(f"{what} file {path} cannot be imported: {at}") from error
     return module
 

@@ -15,6 +15,9 @@ from posttrain.core.ports import Attempt, Environment, Talk, TaskSource, Utteran
 from posttrain.core.stop import Stop
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.rows.columns import JudgedColumns
+from posttrain.environment.rows.data_rows import read_rows
+from posttrain.environment.rows.row_reader import PromptRow
 from posttrain.system.errors import InvariantError
 
 MARKS = "POSTTRAIN_TEST_PLAYED_MARKS"
@@ -118,3 +121,8 @@ class WrittenTalk:
 
     def leave(self, state: Any) -> None:
         self.state = state
+
+
+def read(path: str, columns: JudgedColumns | None = None) -> tuple[PromptRow, ...]:
+    """The rows of the user's data."""
+    return read_rows(path, columns).rows

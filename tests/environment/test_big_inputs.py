@@ -14,11 +14,11 @@ import pytest
 
 from posttrain.engine.model.tiny_models import characters, raw_bytes
 from posttrain.environment.rows import data_files
-from posttrain.environment.rows.data_rows import read
 from posttrain.environment.templates.chat_template import SHIELD
 from posttrain.environment.templates.renderer import PIECE, Renderer
 from posttrain.system.errors import DataError
 from tests.engine.run_parts import mine
+from tests.environment.environment_parts import read
 from tests.vocabularies import train_bpe, train_byte_level, train_unigram
 
 MEASURE = """

@@ -18,8 +18,8 @@ import posttrain
 from posttrain.build.preflight_checks import rewards_tell, split_is_clean
 from posttrain.cli import main
 from posttrain.config.run import Env
-from posttrain.core.ports import Attempt
-from posttrain.core.types import Task
+from posttrain.core.ports import Attempt, Talk
+from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.check import PROBES, RATE, CheckReport, Mark, ProbeResult, Subject, check, workings
 from posttrain.environment.check.workings import WORKINGS, sandboxes
@@ -484,6 +484,12 @@ class KeyedByName(Unsplit):
         return task.id
 
 
+class Trips(Arithmetic):
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        await super().play(task, talk)
+        raise IndexError("of its own")
+
+
 class Words(Arithmetic):
     def paraphrases(self, task: Task) -> tuple[tuple[str, ...], ...]:
         return ((f"{task.answer}.",), ("it is " + "twelve",))
@@ -500,6 +506,11 @@ class Words(Arithmetic):
 )
 async def test_a_broken_environment_is_found_by_its_probe(cls: type[Arithmetic], probe: str) -> None:
     assert probe in (await check(cls(heldout_count=60), tasks=16, rate=1.0)).marked(Mark.FAIL)
+
+
+async def test_an_error_of_the_world_is_no_end_of_the_script() -> None:
+    with pytest.raises(IndexError, match="of its own"):
+        await Subject(Trips(heldout_count=4), (), 1.0).judge(Arithmetic().train.task(0), ("7",))
 
 
 async def test_a_sandbox_with_a_hole_fails_the_check(tmp_path: Path) -> None:

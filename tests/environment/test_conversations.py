@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 import posttrain
 from posttrain.config.run import Model
 from posttrain.core.conversation import LearnedConversation
 from posttrain.core.types import Message
-from posttrain.engine.model.tiny_models import build_module
+from posttrain.engine.model.tiny_models import EOS, PAD, build_module, wrap
 from posttrain.environment.templates.chat_template import WEATHER
+from posttrain.environment.templates.renderer import Renderer
 from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
 from posttrain.system.errors import DataError
@@ -180,6 +182,12 @@ def test_a_turn_may_weigh_and_be_masked() -> None:
     assert runs == [(0, r.chat(TWO[:3], generate=True)), (1, "bye<|im_end|>")]
     with pytest.raises(DataError, match="no message of the assistant counts"):
         r.conversation(LearnedConversation(TWO, (0, 0, 0, 0)))
+
+
+def test_a_text_of_which_no_character_has_a_token_is_refused() -> None:
+    letters = wrap(Tokenizer(models.BPE(vocab={EOS: 0, PAD: 1, "a": 2}, merges=[])))
+    with pytest.raises(DataError, match="has no token to learn"):
+        Renderer(letters, [0]).conversation(LearnedConversation("\u00e9", (1.0,)))
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3-coder", "llama3", "mistral", "glm"])

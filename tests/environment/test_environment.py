@@ -25,9 +25,10 @@ from posttrain.environment.expression import evaluate
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import CalculatorEnv, result
 from posttrain.environment.generated import GeneratedTasks
-from posttrain.environment.make import environment
+from posttrain.environment.make import checked, environment
 from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.environment.scripted_policy import ScriptedPolicy, attempt, judged
+from posttrain.environment.single import SingleTurn
 from posttrain.system.errors import ConfigError
 from posttrain.verifier.integers import last_integer
 
@@ -326,6 +327,23 @@ def test_an_environment_without_known_answers_needs_neither_gold_nor_alphabet() 
     assert found.gold.known(env.heldout) == []
     report = asyncio.run(check(env, tasks=4))
     assert not [f for f in report.findings if f.mark is Mark.FAIL and "raised" in f.detail]
+
+
+def test_an_environment_may_know_right_answers_and_no_wrong_ones() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Unmistaken(Arithmetic):
+        distractor = SingleTurn.distractor
+
+    assert all(c.passed for c in asyncio.run(claims(Unmistaken(heldout_count=4), samples=4)))
+
+
+def test_a_setting_of_several_types_is_refused_in_a_sentence() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Either(Arithmetic):
+        level: int | None = None
+
+    with pytest.raises(ConfigError, match=r"wants int \| None, got str"):
+        checked("either", Either, {"level": "high"})
 
 
 def test_rows_that_are_chats_have_no_alphabet_and_keep_their_claims(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import operator
+import time
 from collections import Counter
 from fractions import Fraction
 
@@ -84,6 +85,10 @@ class Unsplit(Arithmetic):
 )
 async def test_a_broken_task_is_found_out(cls: type[Arithmetic], failing: str) -> None:
     assert failing in {c.name for c in await prove(cls(), samples=500) if not c.passed}
+
+
+async def test_nothing_is_proved_without_tasks() -> None:
+    assert not any(c.passed for c in (await prove(Arithmetic(heldout_count=0), samples=5))[2:5])
 
 
 def test_an_unknown_gallery_name_gets_the_nearest() -> None:
@@ -224,6 +229,9 @@ async def test_gym_tasks_prove_themselves_and_read_answer_tags() -> None:
     task = env.train.task(0)
     tagged = Attempt(task=task, turns=(f"<answer>0.5</answer> no: <answer> {task.answer} </answer>",), stop=Stop.SAID)
     assert (await env.judge(tagged))[0].verdict.score == 1.0
+    begun = time.process_time()
+    assert isinstance(env, Gym) and env._asked(Attempt(task, ("<answer>" * 20_000,), Stop.SAID)).answer[:3] == "<an"
+    assert time.process_time() - begun < 2.0  # linear in the length
 
 
 def test_gym_training_goes_on_beyond_a_chunk_and_is_a_function_of_the_seed() -> None:

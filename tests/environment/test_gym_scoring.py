@@ -16,6 +16,7 @@ from posttrain.core.verdict import State, Verdict
 from posttrain.environment.adapters import gym_scoring
 from posttrain.environment.adapters.gym_scoring import FORMULAS, ScoringRequest, evaluate_literals_only, handler, scored
 from posttrain.environment.adapters.reasoning_gym import Gym
+from posttrain.verifier.workers.worker_pool import WorkerAnswer
 
 ASKED = ScoringRequest("basic_arithmetic", (), 0, {}, "said", "gold")
 
@@ -59,8 +60,8 @@ async def test_what_ends_the_scorer_is_the_answers_fault_if_the_right_answer_is_
     """Another item's answer, which is all that a pool knows by itself, says nothing about this item's scorer."""
 
     class Workers:
-        async def ask(self, asked: ScoringRequest) -> Verdict:
-            return gold if asked.answer == "gold" else said
+        async def ask(self, asked: ScoringRequest) -> WorkerAnswer:
+            return WorkerAnswer((gold if asked.answer == "gold" else said,))
 
     found = await gym_scoring.verdict(Workers(), ASKED)  # type: ignore[arg-type]
     assert found.state is state and found.kind == said.kind

@@ -208,8 +208,9 @@ def test_settings_out_of_range(args: Mapping[str, float], says: str) -> None:
 
 
 def test_a_taste_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="with the sum 1"):
-        Taste(features=features, weights={"correctness": 0.5})
+    for weight in (0.5, float("nan")):
+        with pytest.raises(ConfigError, match="with the sum 1"):
+            Taste(features=features, weights={"correctness": weight})
     same = Taste(features=features, weights={"length": 1.0}).judgements(lambda task, rng: "7")
     with pytest.raises(ConfigError, match="1 of 2 that differ for the judge"):
         same.draw(TASK, "pair", np.random.default_rng(0))

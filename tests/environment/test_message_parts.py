@@ -15,12 +15,12 @@ from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Message, SampledTurn, Stop, Task
-from posttrain.environment.rows.data_rows import read
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.record.step_format import from_columns, of_groups, to_columns
 from posttrain.role.episode_conversation import without_secrets
 from posttrain.system.errors import DataError
 from posttrain.verifier.user_functions import source
+from tests.environment.environment_parts import read
 from tests.environment.template_parts import CHATML, Family, tokenizer
 
 READS = (

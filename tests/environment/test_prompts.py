@@ -22,12 +22,12 @@ from posttrain.config.env import Reward
 from posttrain.config.run import Env, Reinforce
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.make import environment
-from posttrain.environment.rows.data_rows import read
 from posttrain.environment.rows.own_prompts import PromptsEnv
 from posttrain.environment.rows.row_reader import PromptRow
 from posttrain.environment.scripted_policy import judged
 from posttrain.recipe.recipes import recipe
 from posttrain.system.errors import ConfigError, DataError
+from tests.environment.environment_parts import read
 
 EXACT = (Reward(function="exact"),)
 
@@ -208,6 +208,20 @@ def test_one_prompt_cannot_be_split_but_may_be_trained_on(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"env\.heldout=0"):
         _ = env(path).heldout
     assert env(path, heldout=0).train.count == 3 and env(path, heldout=0).heldout == ()
+
+
+def test_a_mixed_set_whose_prompts_are_all_held_out_is_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "answer": "1"} for i in range(20)]
+    whole = write(tmp_path / "p.jsonl", rows)
+    held = [{"prompt": t.prompt, "answer": "1"} for t in env(whole, heldout=4).heldout]
+    mixed = env(whole, heldout=4, mix=((write(tmp_path / "few.jsonl", held[:2]), 0.1),))
+    with pytest.raises(ConfigError, match=r"few.jsonl:1: all prompts of this data set are held out"):
+        _ = mixed.train
+
+
+def test_a_zero_and_an_answer_of_several_lines_are_in_the_alphabet(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": ["x\ny"]}]
+    assert {"0", "\n", "x"} <= set(env(write(tmp_path / "p.jsonl", rows), heldout=0).alphabet)
 
 
 def test_messages_and_their_last_assistant_turn(tmp_path: Path) -> None:

@@ -225,6 +225,11 @@ def test_where_a_reward_is_missing_the_line_is_said(
         ({"prompt": "a", "completion": [bot("b"), user("c"), bot("d")]}, "write the prompt as messages too"),
         ({"prompt": [user("a")], "completion": [bot("b"), user("c")]}, "it must be the assistant's"),
         ({"text": "  "}, "no column 'prompt'"),
+        (
+            {"messages": [user("a"), bot("b")], "completion": "c"},
+            "ends with an assistant's message, and 'completion' is another",
+        ),
+        ({"messages": [user("a"), bot("b")], "tools": 100_000 * "["}, "'tools' is text that is no JSON"),
     ],
 )
 def test_a_bad_row_is_refused_in_a_sentence(row: Any, says: str) -> None:

@@ -20,7 +20,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.model.tiny_models import build_module
-from posttrain.environment.templates.chat_template import WEATHER
+from posttrain.environment.templates.chat_template import WEATHER, Chat
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.rollout import Rollout
@@ -48,6 +48,11 @@ def test_tools_that_move_behind_the_last_question_rewrite_history() -> None:
     assert template.proof("user") == "" and template.proof("tool") == ""
     why = template.proof("user", tools=[WEATHER])
     assert "rewrites history" in why and "AVAILABLE_TOOLS" in why
+
+
+def test_a_stop_token_without_a_text_ends_no_turn() -> None:
+    chat = Chat(tokenizer(FAMILIES["qwen2.5"]), ["", "<|im_end|>"])
+    assert chat.stops == ("<|im_end|>",) and chat.format == "hermes"
 
 
 def test_a_template_that_writes_differently_each_time_proves_nothing() -> None:

@@ -103,6 +103,7 @@ def test_a_call_as_an_object_may_be_imitated(tmp_path: Path, form: str) -> None:
     [
         ([called([1])], r"rows\.jsonl:1: .* the arguments of a call of 'look' are \[1\], wanted an object"),
         ([called("{")], r"the arguments of a call of 'look' are '\{', wanted an object, or an object in JSON text"),
+        ([called(100_000 * "[")], r"the arguments of a call of 'look' are '\[+, wanted an object"),
         ([{"role": "assistant", "content": f"a{MARK}[]"}], r"rows\.jsonl:1: .* has the character U\+FDD1"),
         (f"a{MARK}[]", r"rows\.jsonl:1: .* has the character U\+FDD1"),
     ],

@@ -142,6 +142,8 @@ async def test_long_results_keep_their_ends_and_secrets_stay_out(monkeypatch: py
         and seen.text.endswith("efgh")
         and "4900 characters left out" in seen.text
     )
+    for wrong in (ToolCall("add", {5000 * "x": 1}), ToolCall(5000 * "x", {}), Malformed("{", 5000 * "x")):
+        assert len((await Odd().call(wrong, replace(LIMITS, observation=100))).text) <= 100
     monkeypatch.setenv("JUDGE_API_KEY", "abcdefghijkl")
     assert (await Odd().call(ToolCall("much", {"n": 14}), LIMITS)).text == "[JUDGE_API_KEY]mn"
 
@@ -363,6 +365,17 @@ async def test_whatever_a_policy_makes_of_its_tables_can_be_looked_at() -> None:
         for sql in ('CREATE TABLE "a""b" (x)', 'INSERT INTO "a""b" VALUES (1)'):
             assert (await call(box, "query", sql=sql))[0] == "ok", sql
         assert box.state() == {'a"b': [[1]]}
+
+
+async def test_columns_that_are_computed_fill_no_memory() -> None:
+    """A database is small, and what a query makes of it may be of any size."""
+    many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 40)"
+    async with Database("CREATE TABLE t (a, b AS (zeroblob(900000))); CREATE TABLE u (a);") as box:
+        assert await call(box, "query", sql=f"{many} INSERT INTO t SELECT i FROM n") == ("ok", "40 rows changed")
+        assert box.state() == {"t": [], "u": []}
+        kind, text = await call(box, "query", sql="SELECT * FROM t")
+        assert kind == "refused" and "more than 16777216 bytes" in text
+        assert (await call(box, "query", sql="DROP TABLE t"))[0] == "ok" and box.state() == {"u": []}
 
 
 async def test_a_full_database_says_so() -> None:

@@ -24,7 +24,7 @@ from posttrain.sandbox.sandbox_types import Call, ProgramLimits, SandboxBroken
 from posttrain.system.errors import ConfigError, DataError
 from posttrain.verifier.code.code_reward import Code
 from posttrain.verifier.code.fences import blocks_of, last_of
-from posttrain.verifier.code.program_tests import CallTest, WeakTest, rewritten
+from posttrain.verifier.code.program_tests import CallTest, InputTest, WeakTest, rewritten
 from posttrain.verifier.code.program_tests import tests_of as read_tests
 from tests.sandbox.sandbox_parts import backend
 
@@ -297,6 +297,11 @@ REFUSED = [
     (({"function": "f", "expect": 3},), "did you mean 'expected'"),
     (({"function": "f"},), "lacks 'expected'"),
     (({"stdin": "1", "stdout": " \n"},), "empty output"),
+    (({"stdin": "1", "stdout": "1", "tolerance": "some"},), "tolerance is 'some', wanted a number"),
+    (({"function": "f", "expected": 1, "tolerance": -1},), "tolerance is -1, wanted a number"),
+    (({"function": "f", "args": "12", "expected": 1},), "args is a list and kwargs an object, not '12'"),
+    (({"function": "f", "kwargs": ["a"], "expected": 1},), "args is a list and kwargs an object"),
+    ((f"assert f({5000 * '-'}1) == 1",), "cannot be read as Python: RecursionError"),
     (({"function": "f", "expected": object()},), "plain built-in values"),
     ((3,), "a test is an object or a text"),
     (({"input": "1", "output": "1", "testtype": "functional"},), "give fn_name"),
@@ -311,6 +316,19 @@ def test_tests_that_prove_nothing_are_refused_before_the_run(tests: tuple[Any, .
         read_tests(task(*tests))
     with pytest.raises(DataError, match="2 inputs and 1 outputs"):
         read_tests(Task("t", "", info={"tests": {"inputs": ["1", "2"], "outputs": ["1"]}}))
+
+
+def test_the_tolerance_and_the_sequences_of_a_test_are_those_it_names() -> None:
+    (test,) = read_tests(task({"function": "f", "expected": [1e10], "tolerance": 1e-6, "any_sequence": True}))
+    assert isinstance(test, CallTest) and test.how == Comparison(1e-6, relative=True, any_sequence=True)
+
+
+def test_empty_fields_of_a_table_are_absent() -> None:
+    empty = dict.fromkeys(("function", "args", "kwargs", "tolerance", "public"))
+    (call,) = read_tests(task({**empty, "function": "f", "args": [1], "expected": None, "stdin": None, "stdout": None}))
+    assert call == CallTest(Call("f", (1,)), None)
+    (printed,) = read_tests(task({**empty, "expected": None, "stdin": "1", "stdout": "2"}))
+    assert isinstance(printed, InputTest) and (printed.stdin, printed.wanted) == ("1", "2")
 
 
 def test_the_lint_finds_tests_that_an_empty_program_passes(sandbox: Sandbox) -> None:

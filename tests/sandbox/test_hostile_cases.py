@@ -18,7 +18,6 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.environment.make import environment
-from posttrain.environment.rows.data_rows import read
 from posttrain.sandbox.choose_backend import open_sandbox
 from posttrain.sandbox.sandbox_types import ProgramLimits, SandboxUnavailableError
 from posttrain.sandbox.sandbox_worker import Job, SandboxWorker
@@ -26,6 +25,7 @@ from posttrain.sandbox.selftest import attacks, bait
 from posttrain.system.errors import ConfigError, DataError
 from posttrain.verifier.builtin import BUILTIN
 from posttrain.verifier.reward_source import as_verdict
+from tests.environment.environment_parts import read
 from tests.sandbox.sandbox_parts import backend, gone, living, ran
 
 ROOT = Path(__file__).parents[2]

@@ -126,6 +126,15 @@ def test_a_backend_that_breaks_in_mid_run_is_our_failure_and_never_a_weaker_sand
         sandbox.run_sync("print(1)")
 
 
+def test_whatever_goes_wrong_outside_of_a_sandbox_is_an_answer() -> None:
+    class Confused(Unconfined):
+        def start(self, control: int, limits: ProgramLimits) -> Start:
+            raise OverflowError("too large a number")
+
+    with Sandbox(Confused(), workers=1) as sandbox, pytest.raises(SandboxBroken, match="OverflowError: too large"):
+        sandbox.run_sync("print(1)")
+
+
 def test_a_job_that_cannot_be_confined_does_not_run(tmp_path: Path) -> None:
     """Our failure while locking the doors is told from the program's own, which no program can imitate."""
     backend("namespaces")
@@ -321,8 +330,18 @@ def test_without_a_sandbox_only_by_two_switches_and_never_as_root(monkeypatch: p
         assert isinstance(choose("none"), Unconfined)
     with pytest.raises(ConfigError, match="did you mean 'namespaces'"):
         choose("namespace")
-    with pytest.raises(ConfigError, match="memory=0 must be more than 0"):
-        ProgramLimits(memory=0)
+    for limits, says in (
+        ({"memory": 0}, "memory=0 must be more than 0"),
+        ({"memory": 1.5e9}, "memory=1500000000.0 must be more than 0, and whole"),
+        ({"processes": -1}, "processes=-1 must be a whole number of 0 or more"),
+        ({"wall": float("inf")}, "wall=inf must be more than 0 and at most 1,000,000 seconds"),
+        ({"cpu": float("nan")}, "cpu=nan must be more than 0"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ProgramLimits(**limits)  # type: ignore[arg-type]
+    for workers in (0, -1):
+        with pytest.raises(ConfigError, match=f"workers={workers} must be 1 or more"):
+            Sandbox(Unconfined(), workers=workers)
 
 
 def test_no_sandbox_outlives_a_killed_harness() -> None:

@@ -22,7 +22,8 @@ import pytest
 
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.sandbox import reference_server, remote
+from posttrain.sandbox import executor_callers, reference_server, remote
+from posttrain.sandbox.backends import Unconfined
 from posttrain.sandbox.choose_backend import choose, examined
 from posttrain.sandbox.comparison import heard, same
 from posttrain.sandbox.reference_server import Executor
@@ -91,6 +92,20 @@ def test_sessions_live_over_there(far: Sandbox, executor: Executor) -> None:
         assert executor.sessions == {} and executor.sandbox.sessions.alive == 0
 
     asyncio.run(main())
+
+
+def test_a_connection_that_was_silent_for_long_is_made_anew(far: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor closes it, and the session and its definitions stay."""
+    monkeypatch.setitem(executor_callers.SECONDS, "idle", 0.1)
+
+    async def main() -> None:
+        async with far.session() as session:
+            assert (await session.run("x = 6")).why == (await far.run("1")).why == "ok"
+            await asyncio.sleep(1.2)
+            assert (await session.run("x")).said == "6\n" and (await far.run("1")).why == "ok"
+
+    asyncio.run(main())
+    assert far.counts.lost == 0
 
 
 def test_programs_are_judged_over_there(far: Sandbox) -> None:
@@ -242,11 +257,36 @@ def test_addresses_that_would_tell_the_token_are_refused() -> None:
         ("http://10.0.0.1:80", "in the clear"),
         ("ftp://127.0.0.1", "no address of an executor"),
         ("https://", "no address"),
+        ("https://[::1", "no address"),
+        ("https://example.com:99999", "no address"),
         ("https://user@example.com", "no address"),
+        ("https://:password@example.com", "no address"),
         ("https://example.com/?x=1", "no address"),
     ):
         with pytest.raises(ConfigError, match=says):
             choose(url)
+
+
+@pytest.mark.parametrize("token", ["a-token-of\nsome-length", "a-t\u00f6ken-of-some-length"])
+def test_a_token_that_is_no_header_is_refused_and_never_told(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, token)
+    (why,) = selftest(RemoteExecutor("http://127.0.0.1:9"))
+    assert "no line of ASCII" in why and "some-length" not in why
+    with pytest.raises(ConfigError, match="all of printable ASCII"):
+        Executor(Sandbox(Unconfined()), token)
+
+
+def test_a_server_that_cannot_listen_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], executor: Executor
+) -> None:
+    monkeypatch.setenv(TOKEN, SECRET)
+    for words in (
+        ["--port", str(executor.server_address[1])],
+        ["--port", "70000"],
+        ["--port", "0", "--certificate", "/no/file"],
+    ):
+        assert reference_server.main([*words, "--packages", ""]) == ConfigError.exit_code
+        assert "cannot listen at 127.0.0.1:" in capsys.readouterr().err
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -316,6 +316,16 @@ def test_sessions_one_after_another_leave_nothing() -> None:
     assert mine() == others
 
 
+def test_one_may_be_kept_for_ever(box: Sandbox) -> None:
+    async def main() -> None:
+        async with box.session(idle=float("inf")) as session:
+            await session.run("x = 6")
+            await asyncio.sleep(0.1)
+            assert (await session.run("x")).said == "6\n"
+
+    asyncio.run(main())
+
+
 def test_what_cannot_be_asked_is_refused(box: Sandbox) -> None:
     with pytest.raises(ConfigError, match="cannot have processes"):
         box.session(limits=ProgramLimits(processes=1))

@@ -23,6 +23,11 @@ async def test_what_passes_is_tried_again() -> None:
         assert all(text.endswith('{"a":1}') for text in asked)
 
 
+async def test_half_of_a_surrogate_pair_in_a_text_is_sent_too() -> None:
+    async with server(reply(200, {"ok": 1})) as (url, asked), Endpoint(url, "judge", patience=QUICK) as e:
+        assert await e.post("/x", {"a": "\ud800"}) == {"ok": 1} and asked[0].endswith('{"a":"\\ud800"}')
+
+
 async def test_the_last_try_says_who_failed_and_how() -> None:
     async with (
         server(reply(503, {"error": {"message": "no worker"}})) as (url, asked),
@@ -129,12 +134,16 @@ async def test_a_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_addresses_that_cannot_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    monkeypatch.setenv("TWO_LINES", "a secret\nb")
     for url, key, message in (
         ("127.0.0.1:8000", None, "no address of a server"),
         ("http://", None, "no address of a server"),
+        ("http://[::1/v1", None, "no address of a server"),
+        ("http://host:99999/v1", None, "no address of a server"),
         ("http://me:secret@host/v1", None, "would be recorded"),
         ("http://host/v1?key=secret", None, "would be recorded"),
         ("http://host/v1", "NO_SUCH_KEY", "NO_SUCH_KEY is empty"),
+        ("http://host/v1", "TWO_LINES", "TWO_LINES holds no key"),
         ("http://10.0.0.7:8000/v1", "PATH", "would send the key in PATH in the clear"),
     ):
         with pytest.raises(ConfigError, match=message) as failed:
@@ -156,4 +165,4 @@ def test_pauses_grow_and_are_bounded() -> None:
     p = Patience(first=1, longest=5)
     for failed, most in ((1, 1), (2, 2), (3, 4), (4, 5), (9, 5)):
         assert most / 2 <= p.pause(failed, None) <= most
-    assert p.pause(1, 3.0) == 3 and p.pause(1, 100.0) == 5
+    assert p.pause(1, 3.0) == 3 and p.pause(1, 100.0) == 5 and p.pause(5000, None) <= 5

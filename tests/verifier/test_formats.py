@@ -93,6 +93,8 @@ def test_what_is_wanted_is_read_before_the_run() -> None:
         Task("x", "p", answer="f(1)"),
         Task("x", "p", answer='{"name": "f"}'),
         Task("x", "p", info={"calls": [{"name": 1}]}),
+        Task("x", "p", info={"calls": [{"name": "f", "arguments": {"a": {1}}}]}),
+        Task("x", "p", info={"calls": [{"name": "f", "arguments": {"a": float("nan")}}]}),
     ):
         with pytest.raises(DataError, match="task 'x': reward 'tool_call' wants a column 'calls'"):
             source.check([bad])  # type: ignore[attr-defined]
@@ -207,4 +209,6 @@ def test_long_texts_take_linear_time() -> None:
         score(text)
         think_format(Task("t", "p"), text)
         answer_format(Task("t", "p"), text)
+    for block, fence in (("a ```py\nx```\n", "~~~\n"), ("a ````py\nx````\n", "```\n")):
+        assert len(blocks_of(500 * block + 50_000 * fence)) == 500
     assert time.process_time() - begun < 5.0

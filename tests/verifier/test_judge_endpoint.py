@@ -91,6 +91,7 @@ def test_a_score_is_paid_in_proportion_and_its_reason_is_kept(tmp_path: Path) ->
         ('{"score": true}', "json", None),
         ('{"score": 11}', "json", None),
         ('{"score": NaN}', "json", None),
+        ('{"score": 1' + 400 * "0" + "}", "json", None),
         ('{"score": 1, "score": 10}', "json", None),
         ('The score is {"score": 7}', "json", None),
         ("7", "json", None),

@@ -380,8 +380,8 @@ def rows(tmp_path: Path, *answers: object) -> Env:
 
 
 def test_a_gold_answer_that_cannot_be_read_is_refused_at_load(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"answers of 2 of 4 tasks.*'row1'.*'row3'"):
-        environment(rows(tmp_path, "3", "", r"\sqrt{2}", r"\frac{1}{"), 0)
+    with pytest.raises(DataError, match=r"answers of 3 of 5 tasks.*'row1'.*'row3'"):
+        environment(rows(tmp_path, "3", "", r"\sqrt{2}", r"\frac{1}{", r"\frac{1}{"), 0)
     with pytest.raises(ConfigError, match="requires column 'answer', which task 'row1'"):
         environment(rows(tmp_path, "3", None), 0)
 

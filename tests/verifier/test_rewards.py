@@ -39,6 +39,14 @@ async def slow_async(task: Task, text: str) -> float:
     return 0.25
 
 
+async def gives_up(task: Task, text: str) -> float:
+    raise asyncio.CancelledError("of its own")
+
+
+async def leaves(task: Task, text: str) -> float:
+    raise SystemExit(4)
+
+
 class Judge:
     def __call__(self, task: Task, text: str) -> float:
         return float(task.answer == text)
@@ -132,6 +140,8 @@ def test_none_abstains(function: Any) -> None:
         (lambda task, text: 1 / 0, "raised", r"ZeroDivisionError: division by zero \(test_rewards.py:\d+\)"),
         (lambda task, text: next(iter(())), "raised", "StopIteration"),
         (lambda task, text: exit(3), "raised", "SystemExit: 3"),
+        (leaves, "raised", "SystemExit: 4"),
+        (gives_up, "raised", "CancelledError: of its own"),
         (lambda task, text: (_ for _ in ()).throw(TimeoutError("its own")), "raised", "TimeoutError: its own"),
         (lambda task, text: int("x" + text), "raised", r"ValueError.*test_rewards.py"),
     ],
@@ -222,10 +232,11 @@ def test_every_argument_of_trl_is_there() -> None:
 @pytest.mark.parametrize(
     ("content", "function", "message"),
     [
-        (None, "absent.py:reward", r"absent.py:reward: no such file; .* has other.py"),
+        (None, "absent.py:reward", r"absent.py:reward: no such file; .* has broken_neighbour.py, other.py"),
         ("def reword(task, text): return 1", "r.py:reward", "did you mean 'reword'"),
         ("reward = 3", "r.py:reward", "is a int, not a function"),
         ("def reward(task, text) return 1", "r.py:reward", r"cannot be imported: r.py:1: expected ':'"),
+        ("import broken_neighbour", "r.py:reward", r"cannot be imported: broken_neighbour.py:3: invalid syntax"),
         ("import nowhere_to_be_found", "r.py:reward", r"ModuleNotFoundError.*\(r.py:1\)"),
         ("raise SystemExit('no')", "r.py:reward", r"SystemExit: no \(r.py:1\)"),
     ],
@@ -234,6 +245,7 @@ def test_a_reward_that_cannot_be_found_says_what_exists(
     tmp_path: Path, content: str | None, function: str, message: str
 ) -> None:
     (tmp_path / "other.py").write_text("")
+    (tmp_path / "broken_neighbour.py").write_text("x = 1\n\nx = = 1\n")
     if content is not None:
         (tmp_path / "r.py").write_text(content)
     with pytest.raises(ConfigError, match=message):

@@ -110,10 +110,10 @@ async def verdict(pool: WorkerPool, asked: ScoringRequest) -> Verdict:
     """The scorer's verdict. An answer that ended the process scores 0 only if the gold answer can be scored after
     it."""
     try:
-        scored_answer = await pool.ask(asked)
+        scored_answer = (await pool.ask(asked)).one
         if scored_answer.kind in ("timeout", "memory", "crash") and scored_answer.score is not None:
             # If the right answer ends the process too, the scorer is broken, and the answer is not to blame.
-            scored_gold = await pool.ask(asked._replace(answer=asked.gold))
+            scored_gold = (await pool.ask(asked._replace(answer=asked.gold))).one
             if scored_gold.state is State.FAILED or scored_gold.kind == scored_answer.kind:
                 return Verdict.failed(
                     scored_answer.kind,

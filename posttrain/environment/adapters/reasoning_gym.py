@@ -168,7 +168,8 @@ class Gym(SingleTurn):
         """The request that scores an attempt, with the gold answer or, without one, a wrong answer."""
         place = attempt.task.info
         entry = self._entry(place["side"], place["chunk"], place["item"])
-        tagged = _ANSWER.findall(attempt.text)
+        # Behind the last end tag nothing can match, and a search there would begin anew at each begin tag.
+        tagged = _ANSWER.findall(attempt.text[: attempt.text.rfind("</answer>") + len("</answer>")])
         answer = (tagged[-1] if tagged else attempt.text).strip()
         (gold,) = self.gold(attempt.task) if self.knows_gold(attempt.task) else self.distractor(attempt.task)
         return ScoringRequest(

@@ -23,14 +23,7 @@ from posttrain.config.env import Scalar
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.adapters.verifiers_judge import (
-    rebuilt_state,
-    recordable,
-    rubrics,
-    score,
-    unstorable,
-    weights,
-)
+from posttrain.environment.adapters.verifiers_judge import rebuilt_state, recordable, rubrics, score, weights
 from posttrain.environment.adapters.verifiers_talk import PolicyClient, bounded, from_package
 from posttrain.environment.rows.own_prompts import HELDOUT_SHARE
 from posttrain.environment.single import Listed, SingleTurn
@@ -126,11 +119,6 @@ class Verifiers(SingleTurn):
         held_keys = {self.key(t) for t in self.heldout}
         return Listed(tuple(t for t in self._tasks["train"] if self.key(t) not in held_keys))
 
-    @cached_property
-    def alphabet(self) -> str:
-        """Not used: messages need a chat template, and so a tokenizer that already exists."""
-        return "".join(map(chr, range(32, 127))) + "\n"
-
     def key(self, task: Task) -> str:
         """Prompt, answer and info together. Environments with hidden information give all tasks the same prompt."""
         return task.info["key"]
@@ -177,7 +165,7 @@ class Verifiers(SingleTurn):
         # its entries could be stored.
         record, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
-            if missing := unstorable(attempt.state):
+            if isinstance(attempt.state, Mapping) and (missing := attempt.state["lost"]):
                 why = f"its state held {', '.join(missing)}, which no record can keep, so it is judged once, as it ends"
                 broken = Judged(self.name, 1.0, Verdict.failed("state", why), measured=self.measured)
                 return (broken, *await self.added(attempt))
@@ -282,6 +270,3 @@ def _signals_stay() -> Iterator[None]:
         yield
     finally:
         module.signal = real_signal  # type: ignore[attr-defined]
-
-
-__all__ = ["Verifiers", "package"]

@@ -51,11 +51,6 @@ def recordable(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"completion": conversation, "state": entries, "lost": not_stored}
 
 
-def unstorable(left: Any) -> list[str]:
-    """Names of the entries of a state that could not be stored."""
-    return list(left["lost"]) if isinstance(left, Mapping) else []
-
-
 async def rebuilt_state(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
     """The state at the end of the episode, rebuilt from its record. It opens nothing: the environment's own set-up
     (`setup_state`) does not run."""

@@ -19,7 +19,7 @@ from posttrain.core.types import Stop, Task
 from posttrain.environment.check.probe import Dependence, JudgedAnswer, dependences, questions
 from posttrain.environment.check.probe_answers import SHAPES
 from posttrain.environment.rows.row_reader import answer_text
-from posttrain.environment.scripted_policy import ScriptedPolicy
+from posttrain.environment.scripted_policy import ScriptedPolicy, ScriptEnded
 from posttrain.environment.single import SingleTurn
 from posttrain.system.errors import EndpointError
 
@@ -75,7 +75,7 @@ class Subject:
             outages = [j for j in (await subject.judge(task, ("?",))).judged if j.verdict.kind == "outage"]
             if outages:
                 raise EndpointError(f"{outages[0].source} judges nothing: {outages[0].verdict.why}", "judge")
-        answerable = [t for t in tasks if subject.knows(t)]
+        answerable = [t for t in tasks if env.knows_gold(t)]
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(answerable[:SHAPED])
         for turns, verdicts in ((subject.right, subject.gold), (subject.near, subject.wrong)):
@@ -97,7 +97,7 @@ class Subject:
 
     async def _dependences(self) -> dict[str, Dependence]:
         """What each of the user's rewards depends on, from pairs of tasks with different answers."""
-        answerable = [t for t in self.tasks if self.knows(t)]
+        answerable = [t for t in self.tasks if self.env.knows_gold(t)]
         pairs = [(a, b) for a, b in pairwise(answerable) if self.core(a) != self.core(b)]
         rounds = questions([(a, b, (self.right(a), self.right(b))) for a, b in pairs])
         judged = [await self.judge_all(round_, repeat=True) for round_ in rounds]
@@ -109,9 +109,6 @@ class Subject:
     def known(self) -> tuple[Task, ...]:
         """Tasks with a right answer that earns more than a wrong one with some source."""
         return tuple(t for t in self.tasks if t.id in self.gold and self.deciding(t))
-
-    def knows(self, task: Task) -> bool:
-        return self.env.knows_gold(task)
 
     @cached_property
     def completions(self) -> Mapping[str, str]:
@@ -139,7 +136,7 @@ class Subject:
         if self.env.vouches_for_gold and self.env.knows_distractor:
             return self.env.distractor(task)
         right = self.core(task)
-        others = [t for t in self.tasks if self.knows(t) and self.core(t) != right]
+        others = [t for t in self.tasks if self.env.knows_gold(t) and self.core(t) != right]
         # The right answer of another task whose length is nearest: neither form nor length shows that it is wrong.
         nearest = min(others, key=lambda t: abs(len(self.core(t)) - len(right)), default=None)
         return (f"{right}?",) if nearest is None else self.right(nearest)
@@ -162,7 +159,7 @@ class Subject:
         talk = ScriptedPolicy([*turns, *tuple(turns[-1:]) * (TURNS if repeat else 0)])
         try:
             stop = await self.env.play(task, talk)
-        except IndexError:  # it asks for more turns
+        except ScriptEnded:
             stop = Stop.TURNS
         attempt = Attempt(task, tuple(talk.said), stop, int, talk.state)
         return JudgedAnswer(task, attempt.turns, (*await self.env.judge(attempt), *talk.paid))

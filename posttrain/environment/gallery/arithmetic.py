@@ -14,7 +14,6 @@ from posttrain.core.seeds import generator
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, require
-from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.integers import last_integer
 from posttrain.verifier.reward_source import graded
 
@@ -165,8 +164,7 @@ class Arithmetic(SingleTurn):
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). With probability `wrong` the result is off by a small amount. A chain of sums then has
         one wrong step and is consistent after it, so that its end is wrong too."""
-        if style not in self.styles:
-            raise ConfigError(f"arithmetic cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         terms, false = _terms(task), rng.random() < wrong
         sums = _running(terms)
         if style == "document":

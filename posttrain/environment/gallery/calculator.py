@@ -16,7 +16,6 @@ from posttrain.core.verdict import Verdict
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import HELDOUT_SEED, require
-from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.integers import last_integer
 from posttrain.verifier.reward_source import graded
 
@@ -113,8 +112,7 @@ class CalculatorEnv(GeneratedTasks):
     ) -> tuple[str, tuple[str, ...]]:
         """(prompt, turns). A wrong one either asks about another number and repeats the result, or changes one digit
         of the right result."""
-        if style not in self.styles:
-            raise ConfigError(f"calculator cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         op, a, b = task.info["op"], task.info["left"], task.info["right"]
         if rng.random() >= wrong:
             return str(task.prompt), self.gold(task)

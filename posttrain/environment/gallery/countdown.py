@@ -14,7 +14,7 @@ from posttrain.core.verdict import Verdict
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError
 from posttrain.verifier.reward_source import graded
 
 # (the given numbers in sorted order, the target)
@@ -116,8 +116,7 @@ class Countdown(GeneratedTasks):
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). A false answer uses the right numbers and misses the target."""
-        if style not in self.styles:
-            raise ConfigError(f"countdown cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         false, solution, target = rng.random() < wrong, str(task.answer), task.info["target"]
         if style == "document":
             shown = target + (int(rng.integers(1, 4)) if false else 0)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judgements, Judging
+from posttrain.core.content import conversation
 from posttrain.core.judgements import Label, Pair
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.seeds import generator
@@ -28,9 +29,9 @@ from posttrain.environment.judged.judge_rules import (
     judge_format,
     judge_prompt,
 )
-from posttrain.environment.judged.judged_world import conversation_text, inner_world
+from posttrain.environment.judged.judged_world import inner_world, task_at
 from posttrain.environment.single import HELDOUT_SEED, SingleTurn, require
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError
 from posttrain.verifier.integers import last_integer
 
 OTHER_ORDER = "other order"
@@ -102,14 +103,9 @@ class Judge(GeneratedTasks):
     @property
     def alphabet(self) -> str:
         ends = "".join(self.form.ends)
-        letters = "".join(_initials(self._features(self._inner(0), "")).values())
+        letters = "".join(_initials(self._features(task_at(self.judged_world, 0), "")).values())
         further = "AB:\n =;,." + string.digits + self.instruction + letters + ends
         return "".join(dict.fromkeys(self.judged_world.alphabet + further))
-
-    def _inner(self, index: int) -> Task:
-        """The task of the judged world at this place of its source."""
-        source = self.judged_world.train
-        return source.task(index if source.count is None else index % source.count)
 
     def _features(self, task: Task, text: str) -> Mapping[str, float]:
         features = self._offered.features
@@ -127,7 +123,7 @@ class Judge(GeneratedTasks):
         """A task from a random place of the judged world; None if the drawn completions do not fit."""
         # The place of the inner task in the endless source of the world. A task stores only this number.
         index = int(rng.integers(2**40))
-        inner = self._inner(index)
+        inner = task_at(self.judged_world, index)
         # `wanted` is drawn first, and a completion that does not fit is refused (None), so that half of the completions
         # are good whatever the world writes.
         if self.form.sides == 1:
@@ -156,7 +152,7 @@ class Judge(GeneratedTasks):
         """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown."""
         return Task(
             id=name,
-            prompt=self.asked(conversation_text(self._inner(index)), texts),
+            prompt=self.asked(conversation(task_at(self.judged_world, index).prompt), texts),
             answer=self.form.ends[gold if self.form.sides == 2 else 1 - gold],
             info={"pair": name, "index": index, "completions": list(texts), "gold": gold, "best": best},
         )
@@ -267,8 +263,7 @@ class Judge(GeneratedTasks):
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, judgement). A wrong critique ends in the verdict that does not follow from it."""
-        if style not in self.styles:
-            raise ConfigError(f"judge cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         false = bool(rng.random() < wrong)
         if style == "verdict":
             return str(task.prompt), (self.distractor if false else self.gold)(task)[0]
@@ -277,7 +272,7 @@ class Judge(GeneratedTasks):
     def critique(self, task: Task, false: bool = False) -> str:
         """A judgement: the world's own answer, what each side answers, its features and score, and the verdict. A false
         one ends in the verdict that does not follow."""
-        inner = self._inner(task.info["index"])
+        inner = task_at(self.judged_world, task.info["index"])
         texts = task.info["completions"]
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)
         sides = [f"{_answered(inner, t)}{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]

@@ -15,9 +15,8 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require
-from posttrain.sandbox.choose_backend import choose, opened
+from posttrain.sandbox.choose_backend import choose, open_sandbox
 from posttrain.sandbox.sandbox_types import ProgramLimits
-from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.code.code_reward import Code
 
 Steps = tuple[tuple[str, int], ...]
@@ -68,7 +67,9 @@ class Programs(GeneratedTasks):
     @cached_property
     def code(self) -> Code:
         """The verifier with its sandboxes, made when the first answer is judged."""
-        return Code(opened(self.sandbox, workers=self.workers, limits=LIMITS, packages=()), name=self.name, owned=True)
+        name, token = self.sandbox.name, self.sandbox.token
+        box = open_sandbox(name, workers=self.workers, limits=LIMITS, packages=(), token=token)
+        return Code(box, name=self.name, owned=True)
 
     @cached_property
     def contained(self) -> tuple[str, ...]:
@@ -121,8 +122,7 @@ class Programs(GeneratedTasks):
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). A false one lacks parentheses, or has a wrong operator or digit, or two steps in the
         wrong order."""
-        if style not in self.styles:
-            raise ConfigError(f"programs cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         steps, false = _steps(task), rng.random() < wrong
         if style == "document":
             return "", written(self._drawn(rng))

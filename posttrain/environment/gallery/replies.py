@@ -18,7 +18,6 @@ from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.judged.synthetic_preferences import Taste
 from posttrain.environment.single import require
-from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.integers import last_integer
 
 # (the numbers in sorted order, whether the task asks for the order too)
@@ -162,8 +161,7 @@ class Replies(GeneratedTasks):
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion)."""
-        if style not in self.styles:
-            raise ConfigError(f"replies cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         if rng.random() >= wrong:
             return str(task.prompt), best_reply(task)
         while True:

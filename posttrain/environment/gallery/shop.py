@@ -24,7 +24,7 @@ from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require
 from posttrain.environment.tools.tool import Observation, Toolbox, ToolError, tool
 from posttrain.environment.tools.tool_world import ToolWorld
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import nearest
 from posttrain.verifier.reward_source import graded
 
 ITEMS = ("tea", "rye", "oil", "jam", "nut", "fig", "egg", "ham")
@@ -170,8 +170,7 @@ class Shop(GeneratedTasks, ToolWorld):
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str, tuple[str, ...]]:
         """(prompt, turns). In a wrong one, other things are bought and booked than asked for."""
-        if style not in self.styles:
-            raise ConfigError(f"shop cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         looked, done = task.info, task.info
         if rng.random() < wrong:
             for seen, did in self._slips(task.info, rng):

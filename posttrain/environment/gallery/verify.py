@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities, Judging
+from posttrain.core.content import conversation
 from posttrain.core.measure.answer_steps import steps_of_text
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import SOLVED, Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.judged.judge_rules import chosen, right_or_nothing
-from posttrain.environment.judged.judged_world import conversation_text, inner_world
+from posttrain.environment.judged.judged_world import inner_world, task_at
 from posttrain.environment.judged.verify_rules import RIGHT, WRONG, VerifyFormat, verify_format, verify_prompt
 from posttrain.environment.single import SingleTurn, require
-from posttrain.system.errors import ConfigError, nearest
+from posttrain.system.errors import ConfigError
 
 WORLD_SEED = 20_261_126
 """Seed of the world's tasks. Which answers there are to verify does not depend on the run's seed."""
@@ -92,11 +93,6 @@ class VerifySteps(GeneratedTasks):
         further = "\n " + self.separator + RIGHT + WRONG + string.digits + self.instruction + "".join(self.form.ends)
         return "".join(dict.fromkeys(self.verified_world.alphabet + further))
 
-    def _inner(self, index: int) -> Task:
-        """The task of the verified world at this place of its source."""
-        source = self.verified_world.train
-        return source.task(index if source.count is None else index % source.count)
-
     def _steps(self, inner: Task, text: str) -> tuple[bool, ...]:
         """Returns for each step of this answer, in order, whether the world judges it right."""
         attempt = Attempt(inner, (text,), Stop.SAID, lambda characters: characters)
@@ -117,7 +113,7 @@ class VerifySteps(GeneratedTasks):
         """(place of a task of the world, an answer to it up to the end of a step); None where the steps of the answer
         are not as wanted."""
         index = int(rng.integers(2**40))
-        inner, world = self._inner(index), self.verified_world
+        inner, world = task_at(self.verified_world, index), self.verified_world
         text = str(world.demonstrate(inner, world.judged_style, rng, self.wrong)[1])
         steps, right = steps_of_text(text, self.separator), self._steps(inner, text)
         upto = 1 + int(rng.integers(len(steps)))
@@ -134,7 +130,7 @@ class VerifySteps(GeneratedTasks):
         """A task. `good` is 1 where all steps are right, and is not shown."""
         return Task(
             id=name,
-            prompt=self.asked(conversation_text(self._inner(index)), (beginning,)),
+            prompt=self.asked(conversation(task_at(self.verified_world, index).prompt), (beginning,)),
             answer=self.form.ends[1 - good],
             info={"index": index, "beginning": beginning, "good": good},
         )
@@ -185,14 +181,13 @@ class VerifySteps(GeneratedTasks):
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, verification). A wrong one ends in the verdict that does not follow."""
-        if style not in self.styles:
-            raise ConfigError(f"verify cannot write style {style!r}: {nearest(style, self.styles)}")
+        self._check_style(style)
         verdict = (self.distractor if rng.random() < wrong else self.gold)(task)[0]
         return str(task.prompt), verdict if style == "verdict" else f"{self.critique(task)} {verdict}"
 
     def critique(self, task: Task) -> str:
         """Returns the text that is written before the verdict."""
-        inner, world = self._inner(task.info["index"]), self.verified_world
+        inner, world = task_at(self.verified_world, task.info["index"]), self.verified_world
         rng = np.random.default_rng(0)  # the right answer does not depend on what is drawn
         solution: Any = world.demonstrate(inner, world.judged_style, rng, 0.0)[1]
         shown, right_steps = (self._bare(t) for t in (task.info["beginning"], solution))

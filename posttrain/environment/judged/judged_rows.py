@@ -306,7 +306,7 @@ def tools_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> tuple[M
     if isinstance(column, str) and column.strip():
         try:
             column = json.loads(column)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: {c.tools_column!r} is text that is no JSON ({error}): write a list") from None
     if column is None or column in ([], ""):
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from posttrain.config.env import Env, Scalar
-from posttrain.core.content import conversation
+from posttrain.config.values import read
 from posttrain.core.types import Task
 from posttrain.environment.single import SingleTurn
 from posttrain.system.errors import ConfigError
@@ -27,29 +27,14 @@ def inner_world(
     from posttrain.environment.make import environment
 
     name, *pairs = words.split() or [""]
-    settings = {k: scalar(v) for k, _, v in (w.partition("=") for w in pairs)}
+    settings = {k: read(Scalar, v, f"env.args.{k}") for k, _, v in (w.partition("=") for w in pairs)}
     try:
         return environment(Env(name=name, args={**settings, **(more or {})}, heldout=heldout), seed=seed)
     except ConfigError as error:
         raise ConfigError(f"env {env}: world={words!r}: {error}{hint}") from error
 
 
-def conversation_text(task: Task) -> str:
-    """The question of a task, as a judge reads it."""
-    return task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
-
-
-def scalar(word: str) -> Scalar:
-    """A setting's value: true, false, a number, or a word.
-
-    >>> scalar("true"), scalar("3"), scalar("0.5"), scalar("+-")
-    (True, 3, 0.5, '+-')
-    """
-    if word in ("true", "false"):
-        return word == "true"
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
+def task_at(world: SingleTurn, index: int) -> Task:
+    """The training task at this place of the world's source, which is begun again at its end."""
+    source = world.train
+    return source.task(index if source.count is None else index % source.count)

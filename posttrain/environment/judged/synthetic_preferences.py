@@ -68,7 +68,7 @@ class Taste:
         def wrong(said: str) -> ConfigError:
             return ConfigError(f"Taste: {said}")
 
-        if not self.weights or min(self.weights.values()) < 0 or abs(sum(self.weights.values()) - 1) > 1e-9:
+        if not self.weights or min(self.weights.values()) < 0 or not abs(sum(self.weights.values()) - 1) <= 1e-9:
             raise wrong(f"weights={dict(self.weights)}: weights of at least one feature, none below 0, with the sum 1")
         if not 0 <= self.noise <= 0.5:
             raise wrong(f"noise={self.noise}: the share of flipped judgements, in 0..0.5 (0.5 says nothing)")

@@ -55,13 +55,6 @@ def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> Data
     return DataRows(tuple(rows), without, tuple((len(data_set.rows), weight) for data_set, (_, weight) in sizes))
 
 
-def read(
-    path: str, columns: JudgedColumns | None = None, given: RuntimeObjects = RuntimeObjects()
-) -> tuple[PromptRow, ...]:
-    """The rows of `read_rows`."""
-    return read_rows(path, columns, given).rows
-
-
 def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObjects = RuntimeObjects()) -> DataRows:
     """All rows of a JSONL or JSON file, a parquet file, a saved data set, one on the hub, or handed by a program.
 

@@ -111,7 +111,11 @@ class PromptsEnv(JudgedColumns, SingleTurn):
             tuple(self._with_tools(r.task) for r in rows if r.key not in self._held)
             for rows in (self._sets if self.mixed else [self.rows])
         ]
-        return MixedTasks(tuple(lists), tuple(w for _, w in self.mixed), self.seed) if self.mixed else Listed(lists[0])
+        if not self.mixed:
+            return Listed(lists[0])
+        if empty := [rows[0].place for rows, tasks in zip(self._sets, lists, strict=True) if not tasks]:
+            raise ConfigError(f"{empty[0]}: all prompts of this data set are held out: lower env.heldout")
+        return MixedTasks(tuple(lists), tuple(w for _, w in self.mixed), self.seed)
 
     @cached_property
     def alphabet(self) -> str:
@@ -121,7 +125,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         # A character tokenizer is built from this alphabet, so the text of the hint has to be in it too.
         texts = self.hint.split("{answer}")
         for r in self.rows:
-            texts += [*texts_of(r.task.prompt), str(r.task.answer or ""), r.completion or ""]
+            answer = "" if (a := r.task.answer) is None else f"{a}{answer_text(a)}"
+            texts += [*texts_of(r.task.prompt), answer, r.completion or ""]
             texts += r.judged.completions if r.judged is not None else ()
         return "".join(sorted(set("".join(texts))))
 

@@ -112,7 +112,12 @@ def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     # writes (`turns`).
     turns = () if completion is None else (_last(place, column or "", prompt_value),)
     if (written := data.get(c.completion_column)) is not None:
-        completion, turns = completion_of(place, written, c), _said(place, written, c)
+        last, completion, turns = completion, completion_of(place, written, c), _said(place, written, c)
+        if last not in (None, completion):
+            raise DataError(
+                f"{place}: {column!r} ends with an assistant's message, and {c.completion_column!r} is another text:"
+                " take the message out, or put it before the text"
+            )
         # If the row has a completion of its own, nothing of the prompt is learned, not even the assistant's messages in
         # it.
         weights = (*(0.0 for _ in prompt), *weights_of(place, c.completion_column, written))

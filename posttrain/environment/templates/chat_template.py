@@ -76,7 +76,8 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self.stops = tuple(stops)
+        # A token without a text ends no turn that could be found in a text.
+        self.stops = tuple(s for s in stops if s)
         # Longer names come first. One name may contain another, and with a shield inside the shorter one the longer one
         # would not be found.
         self._specials = sorted(

@@ -94,7 +94,7 @@ def _text(render: Renderer, text: str, weight: float) -> Weighed:
     """A text that is learned whole, except the tokens that the tokenizer puts before it; without these, its first
     token."""
     ids = render.text_ids(text).tolist()
-    ids += render.stop_ids[:1] if ids[-1] not in render.stop_ids else ()
+    ids += () if ids and ids[-1] in render.stop_ids else render.stop_ids[:1]
     weight_T = np.full(len(ids), weight)
     # The first token has no position before it that could predict it.
     weight_T[: max(1, len(render.leading))] = 0.0
@@ -127,7 +127,7 @@ def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) 
     # The turn ends at the first stop token behind `before`. Without one, only the last turn has an end, the end of the
     # text.
     body = whole[len(before) :]
-    at, stop = min(((body.find(s), s) for s in chat.stops if s and s in body), default=(len(body), ""))
+    at, stop = min(((body.find(s), s) for s in chat.stops if s in body), default=(len(body), ""))
     if not stop and not last:
         return "the chat template ends no turn with a stop token, so it is not known where a turn ends: set turns=last"
     turn, content = WrittenTurn(before, body[:at], stop), text_of(message["content"])
@@ -217,4 +217,4 @@ def _argument_spans(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, 
 def _turn_text(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, tools: Tools) -> str:
     """The last turn of `messages` as the template writes it, without the stop token."""
     body = chat.render(messages, generate=False, tools=tools)[len(turn.before) :]
-    return body[: min((body.find(s) for s in chat.stops if s and s in body), default=len(body))]
+    return body[: min((body.find(s) for s in chat.stops if s in body), default=len(body))]

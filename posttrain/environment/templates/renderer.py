@@ -47,7 +47,8 @@ class Renderer:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self.context, self.history = context, history
-        self._leading = leading_ids(tokenizer)
+        self.leading = leading_ids(tokenizer)
+        """Special ids that the tokenizer puts before plain text, usually BOS. Prompts do not get those after it."""
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         """The Rust tokenizer inside a fast tokenizer. It gives the same ids at a tenth of the wrapper's cost."""
         if self._backend is not None:
@@ -59,11 +60,6 @@ class Renderer:
         """Replaces characters of observations that this tokenizer has no token for."""
         self.template = Chat(tokenizer, [self.decode([i]) for i in self.stop_ids])
         self._proofs: dict[tuple[str, bool], str] = {}
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        """Special ids that the tokenizer puts before plain text, usually BOS. Prompts do not get those after it."""
-        return self._leading
 
     def prompt(self, prompt: Content, task: str = "", tools: Tools = ()) -> np.ndarray:
         """int32 [T] of a first prompt. Plain text gets the leading special tokens exactly once. Messages are rendered
@@ -95,8 +91,8 @@ class Renderer:
     def start(self) -> np.ndarray:
         """int32 [n >= 1]: the first ids of a document without a prompt. The leading special tokens, else BOS, else the
         first stop id."""
-        if self._leading:
-            return np.array(self._leading, np.int32)
+        if self.leading:
+            return np.array(self.leading, np.int32)
         bos = self.tokenizer.bos_token_id
         if bos is None and not self.stop_ids:
             raise ConfigError(
@@ -294,10 +290,10 @@ class Renderer:
     def text_ids(self, text: str) -> np.ndarray:
         """int32 [T] of a plain text, with the leading special tokens exactly once."""
         ids = self.encode(text)
-        n = len(self._leading)
+        n = len(self.leading)
         # The text may begin with the BOS token already.
-        written = n > 0 and tuple(ids[:n].tolist()) == self._leading
-        return ids if written or not n else np.concatenate([np.array(self._leading, np.int32), ids])
+        written = n > 0 and tuple(ids[:n].tolist()) == self.leading
+        return ids if written or not n else np.concatenate([np.array(self.leading, np.int32), ids])
 
 
 class RenderedDialogue:

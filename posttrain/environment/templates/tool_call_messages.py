@@ -38,7 +38,7 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     inner = call["function"]
     given = inner.get("arguments")
     if isinstance(given, str) and given.strip():
-        with suppress(ValueError):  # it is refused below
+        with suppress(ValueError, RecursionError):  # it is refused below
             given = json.loads(given)
     if given is not None and given != "" and not isinstance(given, Mapping):
         raise DataError(

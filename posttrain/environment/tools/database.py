@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 import threading
 import time
@@ -99,10 +100,9 @@ class Database(Toolbox):
         c, changes = self._connection, self._connection.total_changes
         try:
             cursor = c.execute(sql)
-            # One row more than is shown tells whether there are more. `fetchmany` also bounds the memory of the
-            # answer.
+            # One row more than is shown tells whether there are more.
             has_rows = cursor.description is not None
-            rows = cursor.fetchmany(MOST_ROWS + 1) if has_rows else []
+            rows = _fetched(cursor, MOST_ROWS + 1) if has_rows else []
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
             # The tables are read after an error too. It may have rolled back a transaction, or kept the changes before
@@ -111,10 +111,12 @@ class Database(Toolbox):
             raise ToolError(str(error) or type(error).__name__) from None
         # The tables are read unless nothing changed. A query with rows may change some (RETURNING), and a change of the
         # schema is no query and changes no row.
-        if not has_rows or c.total_changes != changes:
+        changed = c.total_changes - changes
+        if not has_rows or changed:
             self._state = self._read()
         if not has_rows:
-            return f"{max(cursor.rowcount, 0)} rows changed"
+            # Python counts no rows of a statement that begins with WITH.
+            return f"{changed if cursor.rowcount < 0 else cursor.rowcount} rows changed"
         lines = [
             " | ".join(column[0] for column in cursor.description),
             *(" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS]),
@@ -166,7 +168,8 @@ class Database(Toolbox):
         # The policy chooses the names of tables, so a name may contain a quote.
         quoted = table.replace('"', '""')
         try:
-            return [list(row) for row in self._connection.execute(f'SELECT * FROM "{quoted}"').fetchmany(MOST_KEPT)]
+            cursor = self._connection.execute(f'SELECT * FROM "{quoted}"')
+            return [list(row) for row in _fetched(cursor, MOST_KEPT)]
         except (sqlite3.Error, MemoryError):
             return []
 
@@ -175,6 +178,20 @@ class Database(Toolbox):
             self._job.stop()
             await asyncio.wait([self._job.done])
         self._connection.close()
+
+
+def _fetched(cursor: sqlite3.Cursor, most: int) -> list[Sequence[Any]]:
+    """The first rows of a query, at most `most`. MemoryError where they are larger than a whole database: a column may
+    be computed, of any size."""
+    rows: list[Sequence[Any]] = []
+    size = 0
+    for row in itertools.islice(cursor, most):
+        size += sum(len(value) for value in row if isinstance(value, str | bytes))
+        if size > MOST_BYTES:
+            cursor.close()
+            raise MemoryError(f"the rows have more than {MOST_BYTES} bytes")
+        rows.append(row)
+    return rows
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: Any) -> int:

@@ -15,7 +15,7 @@ from posttrain.environment.tools.database import Database
 from posttrain.environment.tools.library_tools import Calculator, Files, KeyValue
 from posttrain.environment.tools.python import AT_ONCE, InterpreterSlots, Python
 from posttrain.environment.tools.tool import Toolbox, Toolboxes, ToolError
-from posttrain.sandbox.choose_backend import choose, opened
+from posttrain.sandbox.choose_backend import choose, open_sandbox
 from posttrain.system.errors import ConfigError, DataError, nearest
 
 NAMES = ("calculator", "python", "files", "database", "store")
@@ -55,7 +55,8 @@ class OfferedTools:
     @cached_property
     def interpreters(self) -> InterpreterSlots:
         """The slots in which Python runs; opened once."""
-        return InterpreterSlots(opened(self.where, sessions=AT_ONCE), self.seconds)
+        box = open_sandbox(self.where.name, sessions=AT_ONCE, token=self.where.token)
+        return InterpreterSlots(box, self.seconds)
 
     def box(self, task: Task) -> Toolbox:
         """The tools of one episode, with the initial content that the task gives."""

@@ -135,20 +135,11 @@ class Toolbox:
 
     async def call(self, call: ToolCall | Malformed, limits: EpisodeLimits) -> Observation:
         """The result of a call. It does not raise, whatever the policy wrote."""
-        if isinstance(call, Malformed):
-            return Observation("", f"error: this is no call: {call.why}", "malformed")
-        chosen = self.tools.get(call.name)
-        if chosen is None:
-            return Observation(call.name, f"error: no tool {call.name!r}: {nearest(call.name, self.tools)}", "unknown")
-        try:
-            arguments = chosen.arguments.model_validate(dict(call.arguments))
-        except ValidationError as error:
-            return Observation(call.name, f"error: {_wrong(error)}", "arguments")
-        begun = time.monotonic()
+        begun, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
+        text, kind = await _answered(self.tools, call, limits.tool_seconds)
         # The text goes into a prompt and into the record, so known secrets are removed. This comes before the text is
-        # shortened, which could cut a secret in half.
-        text, kind = await _run(chosen, arguments, limits.tool_seconds)
-        return Observation(call.name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
+        # shortened, which could cut a secret in half. Errors are shortened too: they quote what the policy wrote.
+        return Observation(name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
 
 
 class Toolboxes(Toolbox):
@@ -199,6 +190,20 @@ class CallCounts:
             tried = self.tried.setdefault(seen.name, [0, 0])
             tried[0] += seen.kind != "ok"
             tried[1] += 1
+
+
+async def _answered(tools: Mapping[str, Tool], call: ToolCall | Malformed, seconds: float) -> tuple[str, Kind]:
+    """(text, kind) of the result of a call."""
+    if isinstance(call, Malformed):
+        return f"error: this is no call: {call.why}", "malformed"
+    chosen = tools.get(call.name)
+    if chosen is None:
+        return f"error: no tool {call.name!r}: {nearest(call.name, tools)}", "unknown"
+    try:
+        arguments = chosen.arguments.model_validate(dict(call.arguments))
+    except ValidationError as error:
+        return f"error: {_wrong(error)}", "arguments"
+    return await _run(chosen, arguments, seconds)
 
 
 async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str, Kind]:

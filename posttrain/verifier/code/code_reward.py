@@ -142,7 +142,7 @@ class Code:
         # that, and need no process here. From a session of the interpreter (`>>> `) the prompts have to be removed.
         blocks = blocks_of(text)
         only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
-        if plain and (only.kind != "bare" or not _worded(only.body)):
+        if plain and (only.kind != "bare" or all(_STATEMENT.match(line) for line in only.body.split("\n"))):
             return only.body
         # `blocks_of` does not search so long a text: it is one bare block.
         if len(text) > LONGEST:
@@ -244,11 +244,6 @@ class Code:
         """Close the sandbox if this source owns it."""
         if self._owned:
             self.sandbox.close()
-
-
-def _worded(text: str) -> bool:
-    """Returns whether some line of a text does not begin like a line of a program."""
-    return any(_STATEMENT.match(line) is None for line in text.split("\n"))
 
 
 def _ended(ran: Ran) -> Outcome:

@@ -37,6 +37,8 @@ LONGEST = 256 * 1024
 """A response with more characters is not searched for blocks."""
 MOST_BLOCKS = 500
 """The search for blocks ends after this many."""
+MOST_FENCES = 1000
+"""The most lines with a fence, inside a block, among which its closing fence is searched."""
 # Tags of code inside `<pre>`: `<code class='x'>` at the start, `</code>` at the end.
 INNER = re.compile(r"\s*<code\b[^>\n]*>|</code>\s*\Z")
 
@@ -166,7 +168,8 @@ def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fenc
         fence: the opening fence.
     """
     # All lines with a fence were found once. The search begins at the first of them inside the block.
-    for line in lines[bisect.bisect_left(lines, begin, key=lambda found: found.start()) :]:
+    first = bisect.bisect_left(lines, begin, key=lambda found: found.start())
+    for line in lines[first : first + MOST_FENCES]:
         # As in CommonMark: the closing fence is of the same character and at least as long.
         short = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
         if short or len(line["indent"].expandtabs(4)) > column + DEEPER:

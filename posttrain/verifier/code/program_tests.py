@@ -221,6 +221,9 @@ def _understood(entry: Any, where: str) -> list[Test]:
         return rewritten(entry, where)
     if not isinstance(entry, Mapping):
         raise DataError(f"{where} is {type(entry).__name__}; a test is an object or a text of asserts")
+    # In a table every test has every field, and those of the other form are empty. A function may return None.
+    inputs = entry.get("stdin") is not None
+    entry = {k: v for k, v in entry.items() if v is not None or (k == "expected" and not inputs)}
     keys = INPUT_KEYS if "stdin" in entry else CALL_KEYS
     unknown = [k for k in entry if k not in keys]
     if unknown:
@@ -228,14 +231,22 @@ def _understood(entry: Any, where: str) -> list[Test]:
     missing = [k for k in (("stdout",) if "stdin" in entry else ("function", "expected")) if k not in entry]
     if missing:
         raise DataError(f"{where} lacks {missing[0]!r}")
+    try:
+        tolerance = float(entry.get("tolerance", TOLERANCE if "stdin" in entry else 0.0))
+    except (TypeError, ValueError):
+        tolerance = math.nan
+    if not 0 <= tolerance < math.inf:
+        raise DataError(f"{where}: tolerance is {entry['tolerance']!r:.40}, wanted a number of 0 or more")
     public = bool(entry.get("public", False))
     if "stdin" in entry:
         if not str(entry["stdout"]).strip():
             raise DataError(f"{where} wants empty output, which a program that does nothing gives too")
-        tolerance = float(entry.get("tolerance", TOLERANCE))
         return [InputTest(str(entry["stdin"]), str(entry["stdout"]), public, tolerance)]
-    call = Call(str(entry["function"]), tuple(entry.get("args", ())), tuple(dict(entry.get("kwargs", {})).items()))
-    how = Comparison(float(entry.get("tolerance", 0.0)), bool(entry.get("any_sequence", False)))
+    args, kwargs = entry.get("args", ()), entry.get("kwargs", {})
+    if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping):
+        raise DataError(f"{where}: args is a list and kwargs an object, not {args!r:.40} and {kwargs!r:.40}")
+    call = Call(str(entry["function"]), tuple(args), tuple(kwargs.items()))
+    how = Comparison(tolerance, any_sequence=bool(entry.get("any_sequence", False)))
     return [_plain(CallTest(call, entry["expected"], how, public), where)]
 
 
@@ -261,6 +272,8 @@ def rewritten(source: str, where: str) -> list[Test]:
         body = ast.parse(source).body
     except SyntaxError as error:
         raise DataError(f"{where} is neither JSON nor Python: {error.msg} in line {error.lineno}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"{where} cannot be read as Python: {type(error).__name__}: {error}") from error
     tests = [_from_assert(s) for s in body if not isinstance(s, ast.Import | ast.ImportFrom)]
     call_tests = [t for t in tests if t is not None]
     if len(call_tests) == len(tests):

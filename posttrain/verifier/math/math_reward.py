@@ -80,7 +80,7 @@ class MathSource:
             DataError: an answer cannot be read; names the first few tasks and what is wrong with each.
         """
         bad: list[tuple[Task, str]] = []
-        open_questions: dict[str, tuple[Task, Future[WorkerAnswer]]] = {}
+        open_questions: dict[str, tuple[list[Task], Future[WorkerAnswer]]] = {}
         # First all questions are sent to the algebra, so that its workers share them. Then their answers are waited
         # for. Equal gold answers are asked once.
         for task in tasks:
@@ -91,15 +91,17 @@ class MathSource:
             gold = gold_of(str(task.answer))
             if gold is None:
                 bad.append((task, "says nothing"))
-            elif not gold.certain and gold.raw not in open_questions:
-                open_questions[gold.raw] = (task, self._ask(gold, None))
-        for task, future in open_questions.values():
+            elif not gold.certain:
+                if gold.raw not in open_questions:
+                    open_questions[gold.raw] = ([], self._ask(gold, None))
+                open_questions[gold.raw][0].append(task)
+        for equal_tasks, future in open_questions.values():
             verdict = future.result().one
             # A worker that does not start does not show that the data are wrong.
             if verdict.kind == "worker":
                 raise ConfigError(f"reward {self.name!r} cannot start its algebra: {verdict.why}")
             if verdict.state is State.FAILED or verdict.score != 1.0:
-                bad.append((task, verdict.why))
+                bad += [(task, verdict.why) for task in equal_tasks]
         if bad:
             named = "; ".join(f"task {t.id!r}: {str(t.answer)[:60]!r} {why}" for t, why in itertools.islice(bad, SHOWN))
             raise DataError(

@@ -222,15 +222,11 @@ def _measured(text: str, depth: int) -> tuple[Value, ...]:
     ):
         return ()
     factor, name = told
-    # Words that are neither a unit nor change the value (`12 apples`) count only in a text command behind numbers.
-    if factor == 1 and not name and not (written and _of_numbers(match[1])):
+    # Words that are neither a unit nor change the value (`12 apples`) count only in a text command behind numbers and
+    # operations alone, as `2\pi` and `3/4`: a unit could follow those.
+    if factor == 1 and not name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
         return ()
     return tuple(_with(v, factor, name) for v in read(match[1], depth + 1))
-
-
-def _of_numbers(text: str) -> bool:
-    """Returns whether a text holds numbers and operations alone, as `2\\pi` and `3/4` do: a unit could follow it."""
-    return _BARE_UNIT.fullmatch(f"{text}cm") is not None
 
 
 def _with(value: Value, factor: Fraction, name: str) -> Value:

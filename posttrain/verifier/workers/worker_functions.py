@@ -50,7 +50,7 @@ class PooledSource:
 
     async def __call__(self, attempt: Attempt) -> Judged:
         try:
-            verdict = await self.pool.ask(([_sent(attempt)], None))
+            verdict = (await self.pool.ask(([_sent(attempt)], None))).one
         except Exception as error:  # a column that cannot be pickled, a pool that was closed
             verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
         return self._judged(verdict)
@@ -59,7 +59,7 @@ class PooledSource:
         """One verdict for each attempt, from one call in one worker. Where the call fails, all of them failed: it is
         not known which answer made it fail."""
         try:
-            answer = await self.pool.ask_all(([_sent(a) for a in attempts], (at.step, at.steps)))
+            answer = await self.pool.ask(([_sent(a) for a in attempts], (at.step, at.steps)))
         except Exception as error:
             answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
         verdicts = list(answer.verdicts)
