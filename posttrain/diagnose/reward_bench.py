@@ -87,7 +87,7 @@ def best_of_four(chosen: float, rejected: Sequence[float]) -> float:
     (0.5, 0.0)
     """
     # If n completions share the maximum, a random choice among them is the chosen one in 1 of n cases.
-    top = finite([chosen, *rejected])[0].max()
+    top = float(finite([chosen, *rejected])[0].max())
     return 1 / (1 + sum(x == top for x in rejected)) if chosen == top else 0.0
 
 

@@ -76,7 +76,7 @@ def attends_packed(device: torch.device, dtype: torch.dtype) -> list[Made]:
 
     def case(layout: Any, kv_heads: int, widths: tuple[int, int], window: int | None, softcap: float | None) -> Made:
         def made(form: Callable[..., Any]) -> list[Tensor]:
-            count = layout.runs.positions
+            count = int(layout.runs._length.sum())
             shapes = ((4, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1]))
             inputs = [
                 _random(i, device, dtype, 1, count, h, d).transpose(1, 2).requires_grad_()

@@ -341,7 +341,7 @@ def test_without_a_sandbox_only_by_two_switches_and_never_as_root(monkeypatch: p
             ProgramLimits(**limits)  # type: ignore[arg-type]
     for workers in (0, -1):
         with pytest.raises(ConfigError, match=f"workers={workers} must be 1 or more"):
-            Sandbox(Unconfined(), workers=workers)
+            Sandbox(Namespaces(()), workers=workers)
 
 
 def test_no_sandbox_outlives_a_killed_harness() -> None:

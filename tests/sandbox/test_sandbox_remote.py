@@ -23,7 +23,7 @@ import pytest
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.sandbox import executor_callers, reference_server, remote
-from posttrain.sandbox.backends import Unconfined
+from posttrain.sandbox.backends import Namespaces
 from posttrain.sandbox.choose_backend import choose, examined
 from posttrain.sandbox.comparison import heard, same
 from posttrain.sandbox.reference_server import Executor
@@ -273,7 +273,7 @@ def test_a_token_that_is_no_header_is_refused_and_never_told(token: str, monkeyp
     (why,) = selftest(RemoteExecutor("http://127.0.0.1:9"))
     assert "no line of ASCII" in why and "some-length" not in why
     with pytest.raises(ConfigError, match="all of printable ASCII"):
-        Executor(Sandbox(Unconfined()), token)
+        Executor(Sandbox(Namespaces(())), token)
 
 
 def test_a_server_that_cannot_listen_says_so(

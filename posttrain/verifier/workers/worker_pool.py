@@ -17,7 +17,6 @@ or no longer does, that is an outage: the verdict is `failed` and never a wrong 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.verdict import State, Verdict
 from posttrain.system.worker_threads import WorkerThreads, settle
-from posttrain.verifier.workers.worker_process import BeginWorker, Spec, Worker, WorkerError, WorkerProcess
+from posttrain.verifier.workers.worker_process import BeginWorker, Spec, Worker, WorkerError, WorkerProcess, packed
 
 RETRY_SECONDS = 1.0
 """Seconds after a failed start in which requests get that failure. Then a new start is tried."""
@@ -95,7 +94,7 @@ class _PoolState:
         self.lock = self.threads.lock
         self.workers = dict[Worker, BeginWorker]()
         """All present workers, each with the function that began it."""
-        self.witness = None if witness is None else pickle.dumps(witness)
+        self.witness = None if witness is None else packed(witness)
         """The last request that had an answer, pickled: a working verifier answers it again."""
         self.failed_start: tuple[float, WorkerError] | None = None
         """When the last start failed, and its error."""
@@ -134,7 +133,7 @@ class WorkerPool:
 
     def submit(self, request: Any) -> Future[WorkerAnswer]:
         """A future of the answer. Raises here if the request cannot be pickled."""
-        call = _Call(pickle.dumps(request), Future(), time.monotonic())
+        call = _Call(packed(request), Future(), time.monotonic())
         late = self._shared.threads.put(call)
         if late is None:
             raise RuntimeError(f"the workers of {self.name!r} were closed")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import resource
 import selectors
 import signal
@@ -282,6 +283,11 @@ class WorkerProcess:
             return WorkerError(*self._how(self.process.wait(timeout=1.0)))
         except subprocess.TimeoutExpired:
             return WorkerError("crash", "the worker closed its pipe")
+
+
+def packed(request: Any) -> bytes:
+    """A request in the form of `WorkerProcess.ask`. Only requests are pickled; replies are JSON."""
+    return pickle.dumps(request)
 
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
