@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -> StageResult:
     """The result of a stage that has taken its last step. `report`: the evaluation after that step."""
     s, stage = driver.state, driver.stage
+    # Grades that are all 0 look like pass or fail. They are none where the stage began with others.
+    began_graded = s.reward_before not in (None, s.before)
+    told = report is not None and not (began_graded and s.before is None)
     return StageResult(
         name=stage.name,
         kind=type(stage).__name__.lower(),
@@ -27,7 +30,7 @@ def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) ->
         seconds=driver.seconds(),
         roles={k: round(v, 3) for k, v in driver.clock.total.items()},
         peaks=dict(driver.clock.most),
-        accuracy=report.accuracy.known if report else None,
+        accuracy=report.accuracy.known if report and told else None,
         greedy=report.greedy.mean if report and report.greedy and report.greedy.known else None,
         pass_at={str(k): x.mean for k, x in report.pass_at.items()} if report else {},
         before=s.before,
@@ -37,7 +40,7 @@ def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) ->
         hands_on=stage.hands_on,
         reward=report.reward.known if report else None,
         reward_before=s.reward_before,
-        graded=report is not None and report.graded,
+        graded=report is not None and (report.graded or began_graded),
         proxy=report.proxy.known if report and report.proxy else None,
         proxy_before=s.proxy_before,
         agreement=driver.agreed.accuracy.known if driver.agreed else None,
