@@ -127,7 +127,8 @@ def assumed_of(run: Run, stage: Stage, work: Work, options: PlanOptions) -> Assu
     else:
         return options.assumed
     # The pass of a second model in memory is counted by the plan itself.
-    return replace(options.assumed, forwards=max(0, passes - work.reference))
+    watched = isinstance(stage, Reinforce)
+    return replace(options.assumed, forwards=max(0, passes - work.reference), watched=watched)
 
 
 def machine_word(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -32,8 +32,8 @@ READS = 1.7
 DRAWN, PUSHED = 38.0, 55.0
 """What takes a processor as long as reading so many bytes: drawing a token, for each score it is drawn from; the
 fingerprints of both sides of a push, for each byte of the weights."""
-WATCHED = 512
-"""Spoken tokens of a step after which a run scores no further ones to see how far the policy moved
+WATCHED, WATCHED_EPISODES = 512, 16
+"""Spoken tokens after which a run scores no further episodes to see how far a step moved the policy, and most episodes
 (`checks.sampling.policy_change`). Only a step on a processor is so short that it counts."""
 PIECES = 64
 """Parts of the tail in which the number of sequences is taken as constant."""
@@ -57,6 +57,8 @@ class Assumed:
     """Time of a pass of the draft model, in passes of the policy."""
     forwards: int = 0
     """Further passes without gradient (`ladder.algorithm_cost`), beside the reference's."""
+    watched: bool = False
+    """Whether a run scores some answers again to see how far a step moved the policy."""
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
     """Measured / predicted time of each role (`plan.of_run.against`). The predicted time is multiplied by it."""
 
@@ -268,9 +270,9 @@ class Throughput:
         """Seconds of the passes without gradient."""
         w = self.work
         watched = 0.0
-        if self.processor and w.samples:
+        if self.processor and self.assumed.watched:
             # Whole episodes, until the tokens are enough.
-            episodes = math.ceil(WATCHED / w.lengths.answer)
+            episodes = min(WATCHED_EPISODES, math.ceil(WATCHED / w.lengths.answer))
             watched = min(1.0, episodes / (w.sequences * w.learned))
         return self._forward * (self.assumed.forwards + w.reference + watched)
 

@@ -9,7 +9,7 @@ from posttrain.config.engines import GIB, Embedded
 from posttrain.config.model_settings import ALL_LINEAR, Lora
 from posttrain.config.placement import Local, Processes
 from posttrain.config.rank_limits import Parallel
-from posttrain.config.run import Checkpointing, Reinforce, Run, Supervised
+from posttrain.config.run import Checkpointing, Model, Reinforce, Run, Supervised
 from posttrain.config.stages.preference_settings import OnlinePreference, Preference
 from posttrain.config.stages.rejection import Rejection
 from posttrain.config.stages.reward_model_settings import RewardModel
@@ -215,12 +215,12 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         engines=0 if isinstance(run.placement, Local) else run.placement.engines,
         delta=isinstance(run.placement, Processes) and run.placement.delta,
     )
-    # An adapter that is switched off is its own reference.
-    other_model = model.lora is None or getattr(stage, "reference", None) is not None
     if isinstance(stage, Reinforce):
         a = stage.algorithm
         # A second model is held where something is compared with it. A teacher with the policy's weights is the policy.
-        holds_reference = bool(a.reads & {"reference", "teacher"}) and not a.own_teacher and other_model
+        holds_reference = (
+            bool(a.reads & {"reference", "teacher"}) and not a.own_teacher and _apart(model, stage.reference)
+        )
         return replace(common, prompts=stage.prompts, siblings=stage.siblings, minibatches=stage.minibatches,
                        epochs=stage.epochs, samples=True, staleness=stage.staleness,
                        reference=holds_reference, values="values" in a.reads)  # fmt: skip
@@ -231,12 +231,12 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         env = run.env_of(stage)
         endless = bool(env.mix) or (env.name != "prompts" and ":" not in env.name)
         ahead = not endless and model.lora is None if stage.ahead is None else stage.ahead
-        held = stage.algorithm.reads_reference and not ahead and other_model
+        held = stage.algorithm.reads_reference and not ahead and _apart(model, stage.reference)
         return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.algorithm.kind], reference=held)
     if isinstance(stage, RewardModel):
         return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.judgement], head=False)
     if isinstance(stage, OnlinePreference):
-        held = stage.algorithm.reads_reference and other_model
+        held = stage.algorithm.reads_reference and _apart(model, stage.reference)
         learned = 2 * stage.pairs / (stage.prompts * stage.samples)
         return replace(common, prompts=stage.prompts, siblings=stage.samples, learned=learned, samples=True,
                        reference=held)  # fmt: skip
@@ -245,3 +245,8 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
     if isinstance(stage, Supervised):
         return replace(common, prompts=stage.batch)
     raise ConfigError(f"{stage.name}: a stage of kind {type(stage).__name__} is not planned; name another with --stage")
+
+
+def _apart(model: Model, reference: str | None) -> bool:
+    """Whether the reference is a second model: an adapter that is switched off is its own one."""
+    return model.lora is None or reference is not None

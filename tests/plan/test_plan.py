@@ -19,6 +19,7 @@ from posttrain.api.planned import PlanOptions, planned
 from posttrain.api.swept import loop_of
 from posttrain.build.request.run_file import to_yaml
 from posttrain.checks.learning import gradient_and_update_checks
+from posttrain.checks.sampling import policy_change
 from posttrain.cli import main
 from posttrain.config.model_settings import Lora
 from posttrain.config.overrides import apply
@@ -33,6 +34,7 @@ from posttrain.engine.parallel import gather
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.ladder.preference_rows import PREFERENCES
 from posttrain.plan import activations, memory
+from posttrain.plan import throughput as throughput_terms
 from posttrain.plan.changes import fixes, largest, most
 from posttrain.plan.counted import ours, quoted
 from posttrain.plan.forces import CELLS
@@ -160,6 +162,10 @@ def test_the_heads_numbers_are_those_of_the_engine() -> None:
         assert (own[False], own[True]) == (theirs["cpu"], theirs["accelerator"])
     assert (activations.CHUNK_ROWS, activations.CHUNK_IDS) == (logprob.CHUNK_ROWS, logprob.CHUNK_IDS)
     assert activations.SCORE_TOKENS == packed_reader.SCORE_TOKENS
+    assert (throughput_terms.WATCHED_EPISODES, throughput_terms.WATCHED) == (
+        policy_change.EPISODES,
+        policy_change.TOKENS,
+    )
     assert (memory.IN_FULL, memory.WORTH) == (gradient_and_update_checks.IN_FULL, embedding_gradient.WORTH)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import singledispatch
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -308,10 +309,10 @@ def _references(episodes: Sequence[Episode]) -> Array:
 
 def _column(shape: str, episode: Episode, name: str, otherwise: float | None = None) -> float:
     """A number from a column of the task, or `otherwise`; DataError where the task has no finite one."""
-    value = episode.task.info.get(name, otherwise)
+    value: Any = episode.task.info.get(name, otherwise)
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise DataError(
