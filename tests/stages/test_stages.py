@@ -26,7 +26,7 @@ from posttrain.stages import Progress, Stages
 from posttrain.stages.interrupt import Interrupted, Stopper
 from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.reinforce_stage import ReinforceDriver
-from posttrain.stages.stage_result import waited_out
+from posttrain.stages.stage_result import measured_words, result_of, waited_out
 from posttrain.system import files
 from posttrain.system.errors import ConfigError, InvariantError
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
@@ -39,6 +39,30 @@ def test_the_best_mean_reward_is_told_with_its_sign() -> None:
     reports: list[Any] = [SimpleNamespace(reward=Score(x, x - 1, x + 1, 4)) for x in (-0.7, -0.9)]
     assert waited_out(driver, reports[0]) == ""
     assert "held-out mean reward was highest after step 3 (-0.700)" in waited_out(driver, reports[1])
+
+
+@pytest.mark.parametrize(
+    ("before", "reward_before", "says"),
+    [
+        (None, 0.59, "; held-out mean reward 0"),
+        (0.2, 0.59, "; held-out mean reward 0, accuracy 0.000"),
+        (0.5, 0.5, "; held-out accuracy 0.000"),
+        (None, None, "; held-out accuracy 0.000"),
+    ],
+)
+def test_grades_that_are_all_0_are_grades(before: float | None, reward_before: float | None, says: str) -> None:
+    """As pass or fail are told only stages that did not begin with grades."""
+    stage = tiny_run().stage("rl")
+    nothing = Score(0.0, 0.0, 0.1, 4)
+    report: Any = SimpleNamespace(
+        accuracy=nothing, reward=nothing, greedy=None, pass_at={}, graded=False, proxy=None, failed=0, abstained=0
+    )
+    driver: Any = SimpleNamespace(
+        state=StageState(step=3, before=before, reward_before=reward_before), stage=stage, seconds=lambda: 1.0,
+        clock=SimpleNamespace(total={}, most={}), parts=SimpleNamespace(run=SimpleNamespace(stages=(stage,))),
+        heldout_loss=None, agreed=None,
+    )  # fmt: skip
+    assert measured_words(result_of(driver, report)) == says
 
 
 def test_training_without_measuring(tmp_path: Path) -> None:
