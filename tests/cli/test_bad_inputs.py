@@ -67,6 +67,7 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path, capsys: pytest.Capture
     assert "rl.sampling.max_tokens=6 leaves no room" in said and not (tmp_path / "other").exists()
 
 
+@pytest.mark.prove
 def test_a_model_that_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Responses of nothing but the stop token are responses: the run goes on, and says that nothing differs."""
     model = model_at(tmp_path / "model", "llama")
@@ -86,7 +87,10 @@ def test_a_model_that_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFixtur
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["reinforce", "rloo", "grpo", "dr_grpo", "dapo", "ppo"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", *(pytest.param(x, marks=pytest.mark.prove) for x in ("reinforce", "rloo", "dr_grpo", "dapo", "ppo"))],
+)
 def test_equal_rewards_are_noted_and_the_run_goes_on(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,8 +110,13 @@ def test_equal_rewards_are_noted_and_the_run_goes_on(
     ("body", "kind"),
     [
         ("def reward(task, text):\n    return 1 / 0\n", "ZeroDivisionError"),
-        ("def reward(task, text):\n    return float('nan')\n", "nan"),
-        ("def reward(prompts, completions, **columns):\n    return [1.0, 2.0]\n", "2"),
+        *(
+            pytest.param(*x, marks=pytest.mark.prove)
+            for x in (
+                ("def reward(task, text):\n    return float('nan')\n", "nan"),
+                ("def reward(prompts, completions, **columns):\n    return [1.0, 2.0]\n", "2"),
+            )
+        ),
     ],
     ids=["raises", "nan", "count"],
 )
@@ -122,6 +131,7 @@ def test_a_broken_reward_stops_the_run(
     assert len(rl_steps(tmp_path / "run")) == 2
 
 
+@pytest.mark.prove
 def test_samples_a_reward_cannot_judge_are_left_out(tmp_path: Path) -> None:
     body = (
         "def reward(task, text):\n    assert sum(map(ord, text)) % 4, 'unlucky'\n    return float(len(text) +"
@@ -157,6 +167,7 @@ def test_a_bad_row_is_named_by_file_and_line(
     assert where in refused(capsys, "run", *words, code=4)
 
 
+@pytest.mark.prove
 def test_line_ends_byte_order_mark_and_emoji_are_fine(tmp_path: Path) -> None:
     words = mine(tmp_path / "data")
     rows = "".join(json.dumps({"prompt": t, "answer": "🙂"}, ensure_ascii=False) + "\r\n" for t in TEXTS[:12])
@@ -189,6 +200,7 @@ def test_a_full_disk_loses_nothing(
     assert [s.index for s in rl_steps(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.prove
 def test_a_folder_that_holds_a_run_or_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = play(tmp_path / "run", *mine(tmp_path / "data"))
     before = (folder / "run.json").read_bytes()

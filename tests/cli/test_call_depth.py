@@ -42,6 +42,7 @@ def code_lines(code: CodeType) -> int:
     return sum(not line.lstrip().startswith("#") for line in inspect.getsourcelines(code)[0])
 
 
+@pytest.mark.prove
 def test_from_the_command_line_to_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
     real = losses.PolicyLoss.terms

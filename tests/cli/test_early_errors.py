@@ -128,6 +128,7 @@ def test_each_says_what_to_change(name: str, answers: tuple[list[int], list[str]
     assert "Traceback" not in said and said.startswith("posttrain: ")
 
 
+@pytest.mark.prove
 def test_python_answers_before_torch_too(tmp_path: Path) -> None:
     program = """
 import sys, posttrain

@@ -134,11 +134,13 @@ def reward(completions, trainer_state, **columns):
 """
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("number", "code"),
     [
         (signal.SIGINT, 130),
-        *(pytest.param(*x, marks=pytest.mark.prove) for x in ((signal.SIGTERM, 143), (signal.SIGHUP, 129))),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
     ],
 )
 def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
@@ -161,7 +163,8 @@ def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
     assert [s.index for s in rl_steps(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_first_signal_ends_a_run_that_waits(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +187,7 @@ def test_a_first_signal_ends_a_run_that_waits(
     assert time.monotonic() - begun < 50
 
 
+@pytest.mark.prove
 def test_inside_a_running_event_loop(tmp_path: Path) -> None:
     async def cell() -> Any:
         return posttrain.run(*mine(tmp_path / "data"), out=tmp_path / "run", quiet=True)
@@ -293,6 +297,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.allclose(plain[n], saving[n], atol=1e-5) for n in plain)
 
 
+@pytest.mark.prove
 def test_tensorboard_is_written(tmp_path: Path) -> None:
     folder = play(tmp_path / "run", *mine(tmp_path / "data"), "trackers=tensorboard")
     events = list((folder / "trackers" / "tensorboard").glob("events*"))

@@ -47,6 +47,7 @@ def steering(text: str) -> set[str]:
 # --- the one function -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_every_character_that_is_not_text_is_written_out() -> None:
     odd = [c for c in map(chr, range(0x110000)) if not c.isprintable()]
     assert {*"\x00\n\r\x1b\x7f\x9b\u202e\u2066\u200b\u2028\ud800\ue000"} <= set(odd)
@@ -243,6 +244,7 @@ def clean(text: str) -> None:
     assert not steering(text), sorted(map(repr, steering(text)))
 
 
+@pytest.mark.prove
 def test_a_run_prints_text(hostile: tuple[Path, str]) -> None:
     clean(hostile[1])
     assert "\\x1b[2J" in hostile[1]
@@ -286,6 +288,7 @@ def test_every_command_prints_text(
     assert "\\x1b[2J" in said.out + said.err or what in ("ladder as JSON", "eval", "no step")
 
 
+@pytest.mark.prove
 def test_check_prints_text(hostile: tuple[Path, str], capfd: pytest.CaptureFixture[str]) -> None:
     for words in (["check", str(hostile[0]), "--tasks", "4"], ["check", str(hostile[0]), "--tasks", "4", "--json"]):
         assert main(words) in (0, 1)
@@ -343,6 +346,7 @@ def test_a_damaged_file_is_named_as_text(
         clean(capfd.readouterr().err)
 
 
+@pytest.mark.prove
 def test_a_model_with_hostile_words_is_described_as_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its template raises with escapes, its stop token is one, its configuration has entries of that name."""
     model = model_at(tmp_path / visible_name())
@@ -448,6 +452,7 @@ def test_warnings_stay_warnings() -> None:
         warnings.warn("x", stacklevel=1)
 
 
+@pytest.mark.prove
 def test_what_libraries_tell_programmers_is_not_printed() -> None:
     """Of a command; a user's own warnings are."""
     program = (

@@ -50,6 +50,7 @@ def test_it_writes_two_files_and_says_what_next(tmp_path: Path, capsys: pytest.C
     )
 
 
+@pytest.mark.prove
 def test_its_own_test_passes_and_finds_a_verifier_that_was_broken(tmp_path: Path) -> None:
     env, test = new_env("sort_letters", tmp_path)
     done = subprocess.run([sys.executable, str(test)], capture_output=True, text=True, check=False)
@@ -59,6 +60,7 @@ def test_its_own_test_passes_and_finds_a_verifier_that_was_broken(tmp_path: Path
     assert broken.returncode != 0 and "no source pays a right answer more than a wrong one" in broken.stderr
 
 
+@pytest.mark.prove
 def test_it_is_trained_on_by_its_path(tmp_path: Path) -> None:
     env, _ = new_env("sort_letters", tmp_path)
     where = f"env={env}:SortLetters"
@@ -126,6 +128,7 @@ def test_a_known_taste_works_as_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "model=MODEL" in mine and "sft=none" in mine
 
 
+@pytest.mark.prove
 def test_the_test_of_a_known_taste_finds_one_that_is_a_surface_feature(tmp_path: Path) -> None:
     env, test = new_env("polite_sort", tmp_path, kind="judged")
     text = env.read_text()

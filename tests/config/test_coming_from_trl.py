@@ -80,6 +80,7 @@ def rows(text: str) -> Iterator[Row]:
 ROWS = list(rows(PAGE.read_text(encoding="utf-8")))
 
 
+@pytest.mark.prove
 def test_every_dtype_of_ours_is_on_the_page() -> None:
     """A row that says that there is none was written before it came."""
     text = PAGE.read_text(encoding="utf-8")
@@ -283,6 +284,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.prove
 def test_the_command_lines_run_as_printed(there: Path) -> None:
     from posttrain.cli import main
 

@@ -214,6 +214,7 @@ def test_all_that_trackio_gets_has_the_step_of_its_stage(tmp_path: Path, monkeyp
     assert [x["rl/step"] for x in logged] == [2, 2] and list(logged[1]["rl/completions"].columns) == list(COLUMNS)
 
 
+@pytest.mark.prove
 def test_trackers_are_closed_where_a_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that was logged is lost, and another run of the program may begin."""
     closed = list[dict[str, float]]()

@@ -87,7 +87,11 @@ async def client() -> AsyncIterator[Subject]:
         )
 
 
-@pytest.mark.parametrize("rule", ALIKE, ids=lambda rule: rule.__name__.removeprefix("test_"))
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(rule, marks=[pytest.mark.prove] * ("a_thousand_requests" in rule.__name__)) for rule in ALIKE],
+    ids=lambda rule: rule.__name__.removeprefix("test_"),
+)
 async def test_a_client_finds_the_rules_kept(rule: Callable[[Subject], Awaitable[None]]) -> None:
     async with client() as subject:
         await rule(subject)

@@ -40,6 +40,7 @@ def commands(folder: Path) -> list[list[str]]:
     return out
 
 
+@pytest.mark.prove
 def test_each_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my rewards.py").write_text("def good(task, text):\n    return float(len(text) % 2)\n")
@@ -56,6 +57,7 @@ def test_each_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert commands(Path("runs/a b"))[2][-1] == "my-model-2"
 
 
+@pytest.mark.prove
 def test_a_run_without_words_names_none(tmp_path: Path) -> None:
     from posttrain import run
     from posttrain.config.overrides import apply
@@ -135,6 +137,7 @@ def test_words_of_somebody_else_make_no_command_of_their_own(
     assert done.stdout.count("<run>") == shown - 3 and done.stdout.count("<show>") == 1
 
 
+@pytest.mark.prove
 def test_a_run_that_was_cut_goes_on_first_and_a_worse_one_is_not_handed_out(tmp_path: Path) -> None:
     from posttrain import run
     from posttrain.config.overrides import apply
@@ -147,6 +150,7 @@ def test_a_run_that_was_cut_goes_on_first_and_a_worse_one_is_not_handed_out(tmp_
     assert not any("export" in x or "--resume" in x for x in next_steps(settings, folder, worse=True))
 
 
+@pytest.mark.prove
 def test_a_run_with_a_planted_fault_is_told_to_run_without_it(tmp_path: Path) -> None:
     """Another seed with the fault means as little, and is refused without --allow-fault."""
     assert main(["run", "grpo", *SMALL, "fault=top_p_one_side", "--allow-fault", "--out", str(tmp_path / "r")]) == 0

@@ -28,6 +28,7 @@ def reward(task, text):
 WORDS = ("rl.max_failed=1", "seed=1")
 
 
+@pytest.mark.prove
 def test_a_reward_that_raises_now_and_then_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Below max_failed the run goes on, and says how many failed, of what, and that others were abstained from."""
     folder = play(tmp_path / "run", *mine(tmp_path, reward=SOME), *WORDS)
@@ -47,6 +48,7 @@ def test_a_reward_that_raises_now_and_then_is_seen(tmp_path: Path, capsys: pytes
     assert "failed " in line or "abstained " in line, line
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("body", "word"),
     [
@@ -71,6 +73,7 @@ def test_nothing_judged_is_no_pass_rate(
     assert result.accuracy is None and result.reward is None
 
 
+@pytest.mark.prove
 def test_a_graded_reward_and_accuracy_have_names_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def test_the_gradient_is_the_same_bit_for_bit(arch: str, how: dict[str, Any]) ->
     assert all(torch.equal(plain[n], saving[n]) for n in plain)
 
 
+@pytest.mark.prove
 def test_each_keeps_less() -> None:
     """Bytes of the whole pass, by torch's allocator; those of the head are in each."""
     model = Model(arch="qwen3", hidden=64, layers=6, heads=4, kv_heads=4, ffn=192, context=256)

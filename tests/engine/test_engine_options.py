@@ -29,6 +29,7 @@ def test_drafts_by_lookup_change_nothing(tmp_path: Path) -> None:
     assert any("engine/accepted" in s.gauges for s in drafted)
 
 
+@pytest.mark.prove
 def test_a_draft_model_and_a_timeline(tmp_path: Path) -> None:
     model = model_at(tmp_path / "model")
     words = (

@@ -253,6 +253,7 @@ def test_a_process_that_met_a_time_limit_while_it_started_is_believed() -> None:
         all_started("environment", lambda number: (host, started), 1, 60.0)
 
 
+@pytest.mark.prove
 def test_an_answer_that_cannot_be_read_ends_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nobody would be answered any more, and only the deadline would tell."""
     pool = process_pool(Unreadable, timeout=300.0)

@@ -279,6 +279,7 @@ def test_gauges_of_load_and_of_differences() -> None:
     assert differing(a, b) == (0.25, 0.5)
 
 
+@pytest.mark.prove
 def test_supervised_stages_of_a_mixture_are_as_they_were(tmp_path: Path) -> None:
     sft = Supervised(name="sft", style="answer", steps=3, batch=8, optimizer=Optimizer(lr=3e-3), eval=False)
     run = replace(moe_run(), stages=(sft,), model=replace(MODEL, arch="mixtral", router_replay="sampler"))

@@ -317,6 +317,7 @@ def test_memory_is_that_of_the_gradients_and_a_few_tiles() -> None:
     assert found <= 3 * 4 * tokens * vocabulary / 8
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_beyond_the_gradient_is_independent_of_the_vocabulary(dtype: torch.dtype) -> None:
     """Twice the vocabulary costs its gradient, in the dtype of the weight, and nothing else."""

@@ -279,6 +279,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "does not compile decoder.c" in why
 
 
+@pytest.mark.prove
 @needs_kernels
 @pytest.mark.parametrize("harm", ["written by others", "cut", "another library"])
 def test_a_library_that_is_not_as_it_was_written_is_never_loaded(

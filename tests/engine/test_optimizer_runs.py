@@ -45,6 +45,7 @@ def weights(folder: Path, which: str = "last") -> dict[str, torch.Tensor]:
     return load_file(find(folder, which).folder / WEIGHTS)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("kind", ["adamw8bit", "muon", "sgd"])
 def test_every_kind_trains_a_run_that_its_checks_follow(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -81,6 +82,7 @@ def test_a_longer_run_keeps_the_learning_rates_it_had(tmp_path: Path) -> None:
         assert set(a) == set(b) and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.prove
 def test_what_is_frozen_stays_and_is_watched(tmp_path: Path) -> None:
     assert ran(tmp_path / "run", "rl.optimizer.freeze=layers.0,embed_tokens", "rl.optimizer.lr=0.01") == 0
     first, last = (weights(tmp_path / "run", c.name) for c in (scan(tmp_path / "run")[0], scan(tmp_path / "run")[-1]))
@@ -121,6 +123,7 @@ def test_averages_are_evaluated_and_exported_on_request(tmp_path: Path) -> None:
         posttrain.export(other, tmp_path / "none", ema=True)
 
 
+@pytest.mark.prove
 def test_a_run_of_before_is_read_and_goes_on(tmp_path: Path) -> None:
     """Its tree and its optimizer's state know nothing of kinds, schedules and averages."""
     run = recipe("ladder")
@@ -146,6 +149,7 @@ def bad(folder: Path, *words: str) -> tuple[str, ...]:
     return ("run", *replaced(mine(folder, reward=reward), "algorithm=dr_grpo", *words))
 
 
+@pytest.mark.prove
 def test_a_step_that_is_not_finite_is_left_out_counted_and_kept(tmp_path: Path) -> None:
     words = bad(tmp_path, "seed=3", "rl.steps=4", "rl.optimizer.skips=4")
     assert main([*words, "--out", str(tmp_path / "run")]) == 0

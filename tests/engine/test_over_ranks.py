@@ -211,7 +211,9 @@ def test_gradients_that_differ_over_ranks_stop_the_run(apart: list[float]) -> No
 # --- ranks meet -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["every", "broadcast", "gather", "scatter"])
+@pytest.mark.parametrize(
+    "how", ["gather", *(pytest.param(x, marks=pytest.mark.prove) for x in ("every", "broadcast", "scatter"))]
+)
 def test_no_pickle_is_read_that_was_not_signed_with_the_key_of_the_ranks(how: str, tmp_path: Path) -> None:
     """In each way in which torch sends one: whoever reaches its ports could have written it."""
     spawn = multiprocessing.get_context("spawn")
@@ -247,7 +249,10 @@ def meeting(world: int, replicas: int = 1, seconds: float = 600.0, **how: Any) -
         made.close(kill=True)
 
 
-@pytest.mark.parametrize(("world", "replicas", "after"), [(2, 1, 0), (3, 1, 1), (4, 2, 3)])
+@pytest.mark.parametrize(
+    ("world", "replicas", "after"),
+    [(2, 1, 0), *(pytest.param(*x, marks=pytest.mark.prove) for x in ((3, 1, 1), (4, 2, 3)))],
+)
 def test_a_rank_that_dies_while_the_others_connect_is_told_at_once(world: int, replicas: int, after: int) -> None:
     """Before it says that it is there, or where it listens, for all ranks or for those of a copy; the time-out is ten
     minutes."""

@@ -72,6 +72,7 @@ def task(kind: str, number: int) -> Task:
     return Task(f"{kind} {number}" if kind != "refused" else "plain refused", "prompt", answer=number)
 
 
+@pytest.mark.prove
 def test_an_episode_elsewhere_is_the_one_played_here() -> None:
     """Words, turns, seats, payments, the last state, the error and the reason, of many episodes at once."""
     tasks = [task(KINDS[i % len(KINDS)], i) for i in range(24)]
@@ -217,6 +218,7 @@ def test_a_process_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
     asyncio.run(play())
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("what", ["close", "new", "say", "stopped"])
 def test_what_a_pool_does_in_the_background_ends_no_run_unseen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process dies, and replacing it fails, or its successor is stopped while it starts: the episode that waits for a

@@ -90,6 +90,7 @@ def test_the_scale_grows_after_many_good_steps_and_is_a_part_of_the_state() -> N
         StageOptimizer(half(), Optimizer()).load_state_tensors(one.state_tensors())
 
 
+@pytest.mark.prove
 def test_a_run_goes_on_behind_an_overflow(tmp_path: Path) -> None:
     parts = tiny_parts(tmp_path / "run", in_type(only_rl(tiny_run(prompts=8, steps=4)), "float16"))
 
@@ -245,6 +246,7 @@ def test_exact_log_probs_keep_their_own_gradient() -> None:
     np.testing.assert_allclose(exact.score(batch), plain.score(batch), rtol=0, atol=1e-4)
 
 
+@pytest.mark.prove
 def test_exact_counts_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last bit of one token stops the run."""
     real = SamplerReplay.values
@@ -267,6 +269,7 @@ def test_the_same_bits_hide_no_fault_of_an_adapter(name: str, tmp_path: Path) ->
         posttrain.run(only_rl(tiny_run(steps=1)), *settings, out=tmp_path / "run", quiet=True, allow_fault=True)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ["attention_crosses_answers", "tree_leaks_a_sibling"])
 def test_the_same_bits_hide_no_fault_of_the_pass_that_learns(name: str, tmp_path: Path) -> None:
     """The values of the loss are the sampler's, and its gradients come from the packed pass."""
@@ -276,6 +279,7 @@ def test_the_same_bits_hide_no_fault_of_the_pass_that_learns(name: str, tmp_path
         posttrain.run(run, *settings, out=tmp_path / "run", quiet=True, allow_fault=True)
 
 
+@pytest.mark.prove
 def test_the_same_bits_hide_no_fault_of_the_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = CachedModel.logits
     monkeypatch.setattr(CachedModel, "logits", lambda self, hidden: real(self, hidden) * 1.2)
@@ -296,6 +300,7 @@ def test_what_has_no_exact_scores_is_refused(settings: tuple[str, ...], message:
         overrides.apply(only_rl(tiny_run()), ["exact=true", *settings])
 
 
+@pytest.mark.prove
 def test_deterministic_asks_torch_and_lets_it_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[bool] = []
     run = only_rl(tiny_run(steps=1))

@@ -70,6 +70,7 @@ def test_it_says_what_one_that_is_always_awake_says(kind: str) -> None:
     assert sleeper.cache_size == awake.cache_size
 
 
+@pytest.mark.prove
 def test_the_memory_of_the_cache_is_given_back_to_the_system() -> None:
     """Resident bytes of this process, before and after: at least nine tenths of what was cached."""
     policy = load_policy(tiny(hidden=256, heads=4, kv_heads=4, layers=4, ffn=64, context=160), ALPHABET, 0)

@@ -76,6 +76,7 @@ def played(folder: Path, env: Environment, run: Run) -> Sequence[Any]:
         parts.close()
 
 
+@pytest.mark.prove
 def test_a_bare_environment_runs(tmp_path: Path) -> None:
     """Its model has a tokenizer of bytes, and nothing is known of its right answers."""
     assert Bare().abilities == Abilities()
@@ -83,6 +84,7 @@ def test_a_bare_environment_runs(tmp_path: Path) -> None:
     assert result.steps == 2 and len(list(run_reader.episodes(tmp_path, "rl", 2)))
 
 
+@pytest.mark.prove
 def test_one_that_derives_from_nothing_says_what_it_can(tmp_path: Path) -> None:
     class Stranger:
         name, train, heldout, play, judge = "stranger", Bare.train, Bare.heldout, Bare.play, Bare.judge
@@ -166,6 +168,7 @@ async def test_a_verifier_that_fails_is_no_verdict_on_a_right_answer() -> None:
             await proof(able(gold=replace(gold, verdict=down)), Bare.heldout)
 
 
+@pytest.mark.prove
 def test_demonstrations_are_imitated(tmp_path: Path) -> None:
     def write(task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         return str(task.prompt), str(task.answer)

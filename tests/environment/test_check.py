@@ -208,6 +208,7 @@ async def test_a_verifier_that_shares_a_place_is_right_alone_and_wrong_in_a_crow
     assert (await asked("the same in a crowd", Shared())).mark is Mark.FAIL
 
 
+@pytest.mark.prove
 async def test_one_that_is_slower_than_expected_is_found() -> None:
     assert (await asked("throughput", slow, rate=10_000)).mark is Mark.FAIL
     assert (await asked("throughput", slow, rate=0.5)).mark is Mark.OK
@@ -217,6 +218,7 @@ def brief(task: Task, text: str) -> float:
     return 1.0 / (1 + len(text))
 
 
+@pytest.mark.prove
 async def test_a_shaping_reward_is_told_apart_and_must_not_outweigh_the_answer() -> None:
     well = await tried(exact, brief, weights=(1.0, 0.1))
     assert well.passed and "do not look at the answer: judge1" in next(
@@ -296,6 +298,7 @@ def polite(task: Task, text: str) -> float:
     return 0.25 + 0.65 * ("thank" in text.lower())
 
 
+@pytest.mark.prove
 async def test_without_a_right_answer_empty_ones_are_played_beside_real_ones() -> None:
     """What each is paid stands beside what the answers of a run earned, and what could not be tried is counted."""
     bare = tuple(replace(r, task=replace(r.task, answer=None)) for r in rows())
@@ -322,6 +325,7 @@ async def test_one_that_pays_everything_alike_fails_and_says_what_it_may_want() 
         assert found.mark is Mark.FAIL and "pays every text that was tried the same" in found.detail
 
 
+@pytest.mark.prove
 async def test_a_prompt_is_shown_as_the_conversation() -> None:
     chat = tuple(
         replace(r, task=replace(r.task, prompt=({"role": "user", "content": f"Say {r.task.answer}."},))) for r in rows()
@@ -498,10 +502,10 @@ class Words(Arithmetic):
 @pytest.mark.parametrize(
     ("cls", "probe"),
     [
-        (Halves, "gold"),
         (Unsplit, "held-out is disjoint from train"),
-        (KeyedByName, "held-out is disjoint from train"),
-        (Words, "declared variants"),
+        pytest.param(Halves, "gold", marks=pytest.mark.prove),
+        pytest.param(KeyedByName, "held-out is disjoint from train", marks=pytest.mark.prove),
+        pytest.param(Words, "declared variants", marks=pytest.mark.prove),
     ],
 )
 async def test_a_broken_environment_is_found_by_its_probe(cls: type[Arithmetic], probe: str) -> None:
@@ -513,6 +517,7 @@ async def test_an_error_of_the_world_is_no_end_of_the_script() -> None:
         await Subject(Trips(heldout_count=4), (), 1.0).judge(Arithmetic().train.task(0), ("7",))
 
 
+@pytest.mark.prove
 async def test_a_sandbox_with_a_hole_fails_the_check(tmp_path: Path) -> None:
     backend("landlock")
     hole = patched(tmp_path, "syscalls.py", "plain = PLAIN + (() if host_files else FILES)", "plain = PLAIN + FILES")
@@ -600,6 +605,7 @@ def test_what_cannot_be_checked_is_refused(words: list[str], message: str, capsy
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.prove
 def test_from_python_with_an_environment_of_ones_own() -> None:
     assert posttrain.check(Arithmetic(heldout_count=20), tasks=4, rate=1.0).passed
     with pytest.raises(ConfigError, match="takes no overrides"):
@@ -623,6 +629,7 @@ async def test_sandboxes_are_found_wherever_an_environment_holds_them() -> None:
         env.close()
 
 
+@pytest.mark.prove
 def test_a_run_is_checked_by_its_folder_against_the_rate_of_its_rollouts(tmp_path: Path) -> None:
     posttrain.run(only_rl(tiny_run(steps=2)), out=tmp_path / "run", quiet=True)
     done = [s for s in run_reader.steps(tmp_path / "run") if s.stage == "rl"]
@@ -632,6 +639,7 @@ def test_a_run_is_checked_by_its_folder_against_the_rate_of_its_rollouts(tmp_pat
     assert report.passed and report.tasks == 4
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("strict", "mark"), [(lambda text: len(text), Mark.OK), (lambda text: -len(text), Mark.WARN)])
 async def test_what_is_paid_is_held_against_what_is_measured(strict: Callable[[str], float], mark: Mark) -> None:
     """Two judges before a run: of answers to one task, how many pairs does the second order the other way round?"""

@@ -48,9 +48,9 @@ def test_every_gallery_task_is_proved() -> None:
 @pytest.mark.parametrize(
     ("name", "args"),
     [
-        pytest.param(n, a, marks=[pytest.mark.prove] if n in ("shop", "programs") else [])
+        pytest.param(n, a, marks=[pytest.mark.prove] if n in ("shop", "programs") or i else [])
         for n, settings in SETTINGS.items()
-        for a in settings
+        for i, a in enumerate(settings)
     ],
 )
 async def test_a_gallery_task_means_what_it_says(name: str, args: dict[str, Scalar]) -> None:
@@ -223,6 +223,7 @@ async def test_every_gym_task_generates_and_scores() -> None:
     assert wrong == []
 
 
+@pytest.mark.prove
 async def test_gym_tasks_prove_themselves_and_read_answer_tags() -> None:
     env = environment(Env(name="gym:chain_sum", heldout=100), seed=0)
     assert [c for c in await prove(env, samples=300) if not c.passed] == []

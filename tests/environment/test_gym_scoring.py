@@ -71,6 +71,7 @@ def attempt(env: Gym, text: str) -> Attempt:
     return Attempt(env.train.task(0), (text,), Stop.SAID)
 
 
+@pytest.mark.prove
 async def test_an_answer_without_end_is_killed_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A power of powers keeps the interpreter's lock as long as it lasts, so in a thread not even its time-out would
     come."""

@@ -87,6 +87,7 @@ def baselines() -> list[SurfaceFeature]:
     return surface_baselines([p for p in known if isinstance(p, Pair)], [p for p in held if isinstance(p, Pair)])
 
 
+@pytest.mark.prove
 def test_no_surface_feature_tells_the_taste() -> None:
     """Even the best of them chosen afterwards stays below 0.7; the truth tells every pair without noise."""
     found = baselines()

@@ -42,6 +42,7 @@ def nothing_is_left() -> Iterator[None]:
     assert _thread._count() <= before and database.QUEUE._free == AT_ONCE and not database.QUEUE.crowded
 
 
+@pytest.mark.prove
 async def test_endless_queries_of_others_stop_nobody_else() -> None:
     """Eight episodes ask what has no end; six change one row, and one computes for longer than its share of the clock
     allows."""
@@ -125,6 +126,7 @@ async def test_a_cancelled_call_ends_soon_and_gives_its_turn_back_at_once() -> N
         assert (await query(box, "SELECT a FROM t")).text == "a\n1"
 
 
+@pytest.mark.prove
 async def test_what_a_policy_makes_of_its_tables_holds_up_nobody() -> None:
     """The state is read in the same thread, in a bounded time, and not by whoever looks at it."""
     box = Database(TABLE, tables=["t", "u"])
@@ -191,6 +193,7 @@ def test_turns_are_neither_lost_nor_given_twice(at_once: int, moves: list[tuple[
     assert line._free == at_once - held
 
 
+@pytest.mark.prove
 async def test_jobs_take_turns_and_many_at_once_all_end() -> None:
     """Hundreds more than run at once, each asking to be let go first now and then; some are stopped, some cancelled on
     their way."""

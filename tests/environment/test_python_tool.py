@@ -42,6 +42,7 @@ async def test_python_keeps_its_variables_and_ends_with_the_episode(sandbox: San
         assert "NameError" in (await call(box, "x"))[1]
 
 
+@pytest.mark.prove
 async def test_a_piece_that_takes_too_long_is_the_policys_and_the_next_one_runs(sandbox: Sandbox) -> None:
     """A little before the call's own time: the policy is told why. Where the call's time is up first, it is told with
     the next one."""

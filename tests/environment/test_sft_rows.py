@@ -76,7 +76,7 @@ def rows(path: Path, form: str, count: int = 30) -> Path:
 SHORT = ("sft.batch=8", "sft.steps=6", "sft.eval_every=3", "sft.optimizer.warmup=0")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(x, marks=[pytest.mark.prove] * (x != "messages")) for x in FORMS])
 def test_every_form_runs_without_a_reward_and_is_measured(
     form: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +99,7 @@ def test_every_form_runs_without_a_reward_and_is_measured(
     assert "held-out" in (folder / "summary.md").read_text() and "heldout/loss" in (tmp_path / "x.svg").read_text()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("form", ["messages", "message lists"])
 def test_a_model_that_the_run_builds_learns_chats(form: str, tmp_path: Path) -> None:
     """Its tokens are bytes, and it has a plain template, which goes with an export."""
@@ -162,6 +163,7 @@ def test_passes_decide_the_steps_and_too_many_are_told(
     assert "without end" in refused(capsys, "run", "arithmetic", "sft.epochs=1", code=2)
 
 
+@pytest.mark.prove
 def test_it_stops_where_the_held_out_loss_no_longer_falls(model: Path, tmp_path: Path) -> None:
     data = rows(tmp_path / "m.jsonl", "text", 8)
     words = ("sft.batch=8", "sft.steps=400", "sft.eval_every=10", "sft.patience=2", "sft.optimizer.lr=2e-2")
@@ -175,6 +177,7 @@ def test_it_stops_where_the_held_out_loss_no_longer_falls(model: Path, tmp_path:
         Supervised(name="sft", style="completion", patience=2)
 
 
+@pytest.mark.prove
 def test_a_folder_that_does_not_say_which_turns_learned_the_last(model: Path, tmp_path: Path) -> None:
     words = (f"model={model}", f"env.prompts={rows(tmp_path / 'm.jsonl', 'messages')}", "sft.steps=1", "sft.batch=2")
     posttrain.run("sft", *words, out=tmp_path / "a", quiet=True)
@@ -251,6 +254,7 @@ def test_what_counts_of_a_row() -> None:
     assert counts({"prompt": before, "completion": "d"}) == (0, 0, 0, 1)
 
 
+@pytest.mark.prove
 def test_data_sets_are_mixed_by_weight(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever their sizes, each has its share of every step, and holds rows out; a folder goes on with the same."""
     few, many = rows(tmp_path / "few.jsonl", "messages", 10), rows(tmp_path / "many.jsonl", "text", 40)

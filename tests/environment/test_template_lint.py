@@ -366,6 +366,7 @@ def test_check_reads_a_models_template_with_the_data(tmp_path: Path) -> None:
         posttrain.check("arithmetic", "model.trust_remote_code=false")
 
 
+@pytest.mark.prove
 def test_a_run_says_before_its_first_step_which_message_is_missing(tmp_path: Path, capsys: Any) -> None:
     model = model_folder(tmp_path, chatml(where="if m['role'] != 'system'"))
     words = [model, rows_file(tmp_path), "env.rewards=exact", "env.heldout=4", "rl.steps=1", "rl.prompts=2"]

@@ -53,10 +53,8 @@ def below(pid: int) -> set[int]:
     return found | {p for child in found for p in below(child)}
 
 
-@pytest.mark.parametrize(
-    ("how", "times"),
-    [pytest.param(h, n, marks=pytest.mark.prove) for h, n in (("SIGINT", 1), ("SIGTERM", 2))] + [("SIGKILL", 1)],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize(("how", "times"), [("SIGINT", 1), ("SIGTERM", 2), ("SIGKILL", 1)])
 def test_no_interpreter_outlives_its_run(tmp_path: Path, how: str, times: int) -> None:
     """One signal ends a run at its next step, a second one at once, and the last kind asks nobody."""
     file = tmp_path / "world.py"

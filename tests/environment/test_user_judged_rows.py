@@ -110,6 +110,7 @@ def handed(data: Any) -> Any:
     return UserObjects(env=data)
 
 
+@pytest.mark.prove
 def test_what_is_wrong_is_said_with_its_row(tmp_path: Path) -> None:
     bad = [*PAIRS[:3], {**PAIRS[3], "rejected": PAIRS[3]["chosen"]}]
     with pytest.raises(DataError, match=r"row 4.*"):

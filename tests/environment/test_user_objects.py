@@ -210,6 +210,7 @@ def other(task: Task, text: str) -> float:
     return 0.0
 
 
+@pytest.mark.prove
 def test_kept_rows_that_were_changed_are_refused(tmp_path: Path) -> None:
     posttrain.run("grpo", HELD, env=ROWS, rewards=["exact"], out=tmp_path / "r", **TINY)
     (path,) = (tmp_path / "r" / "data").glob("*.jsonl")
@@ -250,6 +251,7 @@ class Next(Environment):
         return (Judged("next", 1.0, Verdict.value(float(attempt.text == attempt.task.answer))),)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "env",
     [Mine, Mine(max_operand=5, heldout_count=4), Next(), Next],
@@ -290,6 +292,7 @@ def test_an_algorithm_goes_into_the_stage_that_learns() -> None:
         place(replace(run, stages=(*run.stages, replace(run.stages[0], name="two"))), algorithm=DAPO)
 
 
+@pytest.mark.prove
 def test_results_read_well(tmp_path: Path) -> None:
     result = posttrain.run("grpo", HELD, env=ROWS, rewards=["exact"], out=tmp_path / "r", **TINY)
     said = repr(result)
@@ -309,6 +312,7 @@ def test_results_read_well(tmp_path: Path) -> None:
             read.rollouts(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.prove
 async def test_a_run_inside_a_running_loop(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     result = posttrain.run("grpo", HELD, env=ROWS, rewards=[right], out=tmp_path / "r", **TINY)
@@ -321,6 +325,7 @@ async def test_a_run_inside_a_running_loop(tmp_path: Path) -> None:
 FEW = ("sft.steps=2", "rl.steps=4", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "env.heldout=4", "threads=1")
 
 
+@pytest.mark.prove
 def test_on_step_sees_each_line_of_the_record_and_ends_the_run(tmp_path: Path) -> None:
     seen = list[tuple[str, int]]()
 
@@ -333,6 +338,7 @@ def test_on_step_sees_each_line_of_the_record_and_ends_the_run(tmp_path: Path) -
     assert result.stages[-1].why == "on_step ended the run at step 2" and result.accuracy is not None
 
 
+@pytest.mark.prove
 def test_a_run_that_on_step_ended_goes_on_with_the_stages_that_are_left(tmp_path: Path) -> None:
     posttrain.run("arithmetic", *FEW, on_step=lambda step: step.index == 1, out=tmp_path / "a", quiet=True)
     assert [(s.stage, s.index) for s in steps(tmp_path / "a")] == [("sft", 1)]
@@ -340,6 +346,7 @@ def test_a_run_that_on_step_ended_goes_on_with_the_stages_that_are_left(tmp_path
     assert [s.name for s in result.stages] == ["sft", "rl"] and result.stages[-1].steps == 4
 
 
+@pytest.mark.prove
 def test_what_on_step_returns_is_read_strictly(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on_step returned a float: return True to end the run"):
         posttrain.run("arithmetic", *FEW, on_step=lambda step: 0.5, out=tmp_path / "a", quiet=True)

@@ -152,6 +152,7 @@ async def ended(
 # --- one turn ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 async def test_one_turn_is_shown_judged_and_weighted(tmp_path: Path) -> None:
     env = loaded(tmp_path, SINGLE)
     talk, end, scores, attempt = await ended(env, 3, "4")

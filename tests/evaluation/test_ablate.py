@@ -82,6 +82,7 @@ def recorded_norm(folder: Path, step: int) -> float:
 # --- the run's own step -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_the_own_step_comes_out_as_it_was_and_the_folder_is_only_read(grpo: Path) -> None:
     before = digest(grpo)
     for found in ablate(grpo, ["grpo", "dr_grpo", "maxrl"], steps=[1, 2, 3]):

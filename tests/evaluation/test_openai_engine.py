@@ -397,6 +397,7 @@ BROKEN: list[tuple[bytes, Sampling, str]] = [
 ]
 
 
+@pytest.mark.prove
 async def test_answers_that_cannot_be_right_are_refused() -> None:
     for said, contract, message in BROKEN:
         async with server(said) as (url, _), endpoint(url) as e:

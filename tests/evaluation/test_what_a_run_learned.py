@@ -87,6 +87,7 @@ def test_the_gain_is_that_of_the_recorded_answers(run: Path) -> None:
     assert rl.reward.better == sum(after[k] > before[k] + 1e-9 for k in before)
 
 
+@pytest.mark.prove
 def test_the_curve_has_the_evaluations_before_and_after(run: Path) -> None:
     rl = read_outcome(run).stages[-1]
     assert [x for x, _ in rl.heldout] == [0, 1, 2, 3] and len(rl.rewards) == 3

@@ -39,6 +39,7 @@ def test_a_healthy_run_trips_nothing(tmp_path: Path) -> None:
     assert results[-1].optimizer_steps >= 1
 
 
+@pytest.mark.prove
 def test_temperature_on_one_side_only(tmp_path: Path) -> None:
     """The learner evaluates pi at temperature 1 while the sampler drew at 0.7."""
 
@@ -51,6 +52,7 @@ def test_temperature_on_one_side_only(tmp_path: Path) -> None:
     assert "sampler and learner disagree" in message and "temperature" in message and "Worst token" in message
 
 
+@pytest.mark.prove
 def test_stale_tensor_at_a_push(tmp_path: Path) -> None:
     """One tensor of every push is the one from before."""
 
@@ -74,6 +76,7 @@ def test_stale_tensor_at_a_push(tmp_path: Path) -> None:
     assert "weight sync" in message and "fingerprint" in message
 
 
+@pytest.mark.prove
 def test_engine_that_ignores_a_push(tmp_path: Path) -> None:
     """The sampler says it has the new version and serves the old weights."""
 
@@ -97,6 +100,7 @@ def test_engine_that_ignores_a_push(tmp_path: Path) -> None:
     assert "weight sync" in stops(tmp_path, plant)
 
 
+@pytest.mark.prove
 def test_engine_that_holds_the_weights_and_computes_something_else(tmp_path: Path) -> None:
     """Fingerprints agree, and a canary scored after the push does not: a stale prefix cache, an adapter that was not
     applied."""
@@ -113,6 +117,7 @@ def test_engine_that_holds_the_weights_and_computes_something_else(tmp_path: Pat
     assert "scores a canary otherwise" in message and "token 7 of 16" in message and "prefix cache" in message
 
 
+@pytest.mark.prove
 def test_reference_that_trains(tmp_path: Path) -> None:
     """The reference shares its tensors with the learner."""
 
@@ -132,6 +137,7 @@ def test_reference_that_trains(tmp_path: Path) -> None:
     assert "the reference has changed" in message
 
 
+@pytest.mark.prove
 def test_reference_of_other_weights(tmp_path: Path) -> None:
     """The reference differs from the learner before the first step."""
 
@@ -193,6 +199,7 @@ def test_a_move_that_earlier_gradients_cancel_is_no_fault() -> None:
         moved(told, {"norm": w}, config.lr)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("only", [False, True], ids=["imitation", "reinforcement"])
 def test_optimizer_that_moves_copies(tmp_path: Path, only: bool) -> None:
     """The gradients arrive, and what the optimizer moves is put back: a master that is never published, a sharded
@@ -222,6 +229,7 @@ def test_optimizer_that_moves_copies(tmp_path: Path, only: bool) -> None:
     assert "did not move in an optimizer step" in message and "learning rate" in message
 
 
+@pytest.mark.prove
 def test_observation_counted_as_said(tmp_path: Path) -> None:
     """The transcript claims one more spoken token than the engine said."""
 

@@ -63,6 +63,7 @@ class Counts(Observer):
         return ObserverReport(notes=(f"after {step.stage} {step.index}",))
 
 
+@pytest.mark.prove
 def test_the_end_of_a_step_is_heard_in_every_kind_of_stage(tmp_path: Path) -> None:
     observed(tmp_path / "run", Counts())
     steps = list(run_reader.steps(tmp_path / "run"))

@@ -40,12 +40,17 @@ SHOWN = {
 }
 """Faults of stages that learn from preferences or from their own samples, or ask ahead, that are planted here.
 `tests/prove/test_trust.py` plants all of them."""
+LONG = {
+    *("verifier_outage_as_zero", "leaf_value_not_backed_up", "stale_relabelled_fresh", "verifier_has_a_hole"),
+    *("checkpoint_of_old_weights", "optimizer_lost_at_resume", "sync_skipped"),
+}
+"""Faults whose run takes longer than a second."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=() if n in TAUGHT else pytest.mark.prove)
+        pytest.param(n, marks=() if n in TAUGHT and n not in LONG else pytest.mark.prove)
         for n, f in FAULTS.items()
         if f.needs not in ("preference", "online", "reject", "pool", *OVER_RANKS, *ELSEWHERE, *AHEAD) or n in SHOWN
     ],
@@ -117,6 +122,7 @@ def test_a_fault_needs_to_be_asked_for_twice(model: Path, tmp_path: Path, capsys
     assert "--allow-fault" in capsys.readouterr().err
 
 
+@pytest.mark.prove
 def test_a_planted_fault_is_said_aloud_and_written_down(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,9 +22,16 @@ from scripts.site import lessons as tables
 NAMES = [e.name for e in entries()]
 
 
-played = pytest.mark.parametrize(
-    "name", [pytest.param(e.name, marks=[pytest.mark.prove] * (e.pace == "train")) for e in entries()]
-)
+LONG = {"ahead", "rlhf", "noise", "search", "scheduling", "sync", "dapo", "bandit", "leak"}
+"""Lessons whose knobs together take longer than a second and a half."""
+
+
+def played(*long: str) -> pytest.MarkDecorator:
+    """Every lesson; those that train, and these, are played by the long suite."""
+    marks = {e.name: [pytest.mark.prove] * (e.pace == "train" or e.name in long) for e in entries()}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
 every = pytest.mark.parametrize("name", NAMES)
 
 
@@ -43,7 +50,7 @@ def sound(readout: Readout) -> None:
     assert all(math.isfinite(v) for v in readout.values.values()), readout.values
 
 
-@played
+@played(*LONG)
 def test_every_knob_at_its_ends_and_in_the_middle(name: str) -> None:
     lesson = load(name)
     positions = [{}, *({k.name: v} for k in lesson.knobs for v in k.tried())]
@@ -56,14 +63,14 @@ def test_every_knob_at_its_ends_and_in_the_middle(name: str) -> None:
     assert len({str(r.as_json()) for r in seen.values()}) > 1, "no knob changes anything"
 
 
-@played
+@played()
 def test_the_same_knobs_give_the_same_readout(name: str) -> None:
     lesson = load(name)
     values = lesson.read({})
     assert lesson.last(values).as_json() == lesson.last(values).as_json()
 
 
-@played
+@played()
 def test_what_breaks_training_speaks_by_its_name(name: str) -> None:
     lesson = load(name)
     quiet = {s.name for s in lesson.last(lesson.read({})).says}
@@ -77,7 +84,7 @@ def test_what_breaks_training_speaks_by_its_name(name: str) -> None:
             assert b.speaks in said and b.speaks not in quiet, (b.speaks, said, quiet)
 
 
-@played
+@played()
 def test_exercises_accept_their_answer_and_no_other(name: str) -> None:
     lesson = load(name)
     for e in lesson.exercises:
@@ -93,7 +100,7 @@ def test_exercises_accept_their_answer_and_no_other(name: str) -> None:
             assert not e.met({})
 
 
-@played
+@played()
 def test_claims_can_be_computed(name: str) -> None:
     for c in load(name).claims:
         found = c.ours()

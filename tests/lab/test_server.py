@@ -91,6 +91,7 @@ def test_other_places_may_not_ask(headers: dict[str, str]) -> None:
     served(play, loaded=False)
 
 
+@pytest.mark.prove
 def test_a_readout_follows_the_knobs_and_refuses_what_is_none() -> None:
     async def play(caller: ClientSession, base: str, lab: Lab) -> None:
         await caller.get(f"{base}/?token={lab.guard.token}")

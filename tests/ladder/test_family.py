@@ -44,6 +44,7 @@ def played(folder: Path, algorithm: Algorithm, **rl: Any) -> tuple[list[Step], l
     return steps, list(run_reader.episodes(folder, "rl", len(steps)))
 
 
+@pytest.mark.prove
 def test_remax_compares_with_a_greedy_answer_it_does_not_learn(tmp_path: Path) -> None:
     steps, episodes = played(tmp_path / "r", REMAX)
     greedy = [r for r in episodes if r.episode.segments[0].sampling.greedy]
@@ -55,6 +56,7 @@ def test_remax_compares_with_a_greedy_answer_it_does_not_learn(tmp_path: Path) -
     assert steps[-1].gauges["rollout/groups"].mean == 4
 
 
+@pytest.mark.prove
 def test_shown_siblings_are_learned_and_not_counted_as_rollout(tmp_path: Path) -> None:
     steps, episodes = played(tmp_path / "r", LUFFY)
     shown = [r for r in episodes if r.episode.shown]
@@ -67,6 +69,7 @@ def test_shown_siblings_are_learned_and_not_counted_as_rollout(tmp_path: Path) -
     )
 
 
+@pytest.mark.prove
 def test_top_tokens_reach_the_loss(tmp_path: Path) -> None:
     algorithm = replace(DPPO_TOP, clip=replace(DPPO_TOP.clip, top=3))  # type: ignore[arg-type]
     _, episodes = played(tmp_path / "r", algorithm, minibatches=2)

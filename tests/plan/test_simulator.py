@@ -117,6 +117,7 @@ def test_a_loop_that_means_nothing_is_refused(changes: dict[str, Any], words: st
 # --- held to runs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_simulated_runs_wait_as_long_as_measured_ones() -> None:
     """Idle shares within 5 points and the mean age within .2 or a tenth, of each run that was recorded."""
     told = json.loads(RESULTS.read_text())
@@ -131,6 +132,7 @@ def test_simulated_runs_wait_as_long_as_measured_ones() -> None:
 LARGE = ["plan", "grpo", "model=Qwen2.5-7B", "machine=8xH100", "placement=processes", "placement.engines=4"]
 
 
+@pytest.mark.prove
 def test_a_sweep_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sweep.svg"
     assert main([*LARGE, "engine.update=inflight", "--sweep", "staleness=0,1,2", "--out", str(out)]) == 0

@@ -533,6 +533,7 @@ def more_steps(folder: Path, steps: int) -> Path:
     return edit(folder, lambda run: run["stages"][0].update(steps=steps))
 
 
+@pytest.mark.prove
 def test_a_run_of_ones_own_goes_on_when_copied_moved_and_edited(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -599,6 +600,7 @@ def test_a_note_of_somebody_else_says_nothing(own: Path, elsewhere: Path, notes_
     assert provenance.recall(identity) is None
 
 
+@pytest.mark.prove
 def test_a_run_whose_note_cannot_be_written_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_disk_full_at_any_writer_loses_nothing(
     assert (folder / "tokenizer" / "tokenizer.json").exists() and (folder / "model" / "config.json").exists()
 
 
+@pytest.mark.prove
 def test_a_run_that_cannot_begin_leaves_nothing_that_stands_in_the_way(
     tmp_path: Path, given: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +248,8 @@ def resumed(folder: Path, given: tuple[str, ...]) -> str:
     return run_reader.record_digest(folder)
 
 
-@pytest.mark.parametrize("largest", [1000, *(pytest.param(x, marks=pytest.mark.prove) for x in (9000, 30000))])
+@pytest.mark.prove
+@pytest.mark.parametrize("largest", [1000, 9000, 30000])
 def test_files_that_may_grow_no_further(
     tmp_path: Path, largest: int, given: tuple[str, ...], undisturbed: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def stopped(folder: Path, capsys: pytest.CaptureFixture[str], *words: str, code:
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.prove
 def test_a_gradient_that_is_no_number_names_step_and_episodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_weights_that_run_away_are_named_as_such(tmp_path: Path, capsys: pytest.
 BROKEN = "def reward(task, text):\n    raise OSError('no answer from the judge')\n"
 
 
+@pytest.mark.prove
 def test_a_step_too_few_could_judge_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The verdicts that stopped the run can be read with `posttrain show`."""
     said = stopped(tmp_path / "held", capsys, *mine(tmp_path, reward=BROKEN), code=7)

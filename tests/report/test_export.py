@@ -38,6 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the card ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_every_export_has_a_card(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run), str(tmp_path / "my-model")]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'my-model'}\ncertified: ")
@@ -68,6 +69,7 @@ def test_the_stage_of_the_weights_is_the_last_that_was_done(tmp_path: Path) -> N
     assert "Measured at stage `rl`, step 2, on the weights of this model" in card
 
 
+@pytest.mark.prove
 def test_rewards_and_prompts_are_named(run: Path, tmp_path: Path) -> None:
     rows = tmp_path / "mine.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(9)))

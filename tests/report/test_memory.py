@@ -109,6 +109,7 @@ def test_the_steps_of_a_stage_leave_older_objects_out_and_keep_memory(
     assert not machine._LIMITS
 
 
+@pytest.mark.prove
 def test_cycles_made_during_steps_are_collected_and_older_objects_are_not_looked_at() -> None:
     old = weakref.ref(Ring())
     lasting = Ring()

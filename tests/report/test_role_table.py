@@ -159,6 +159,7 @@ def logged(terminal: Terminal, *indices: int) -> None:
         terminal.log(Step("rl", i, i, {"rollout/reward": Gauge(1, 2), "engine/tokens": Gauge(40, 4)}))
 
 
+@pytest.mark.prove
 def test_a_note_does_not_end_the_table() -> None:
     out = io.StringIO()
     terminal = Terminal(tiny_run(), PlainConsole(file=out, force_terminal=True, width=110), notebook=False)
@@ -179,6 +180,7 @@ def watched(pool: EnginePool, clock: RoleCosts) -> RoleWatch:
     return RoleWatch(pool, parts_of(), clock)
 
 
+@pytest.mark.prove
 def test_a_terminal_draws_the_table_also_while_the_learner_computes() -> None:
     out, clock = io.StringIO(), RoleCosts()
     terminal = Terminal(tiny_run(), PlainConsole(file=out, force_terminal=True, width=110), notebook=False)

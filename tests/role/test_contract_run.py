@@ -118,6 +118,7 @@ def test_a_run_learns_under_all_of_it(tmp_path: Path) -> None:
     assert count == 48 and {Stop.STRING, Stop.LENGTH} <= reasons
 
 
+@pytest.mark.prove
 def test_show_names_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = apply(only_rl(tiny_run(steps=1)), ["rl.sampling.stop=0,1,2,3,4,5,6,7,8,9"])
     asyncio.run(play(tiny_parts(tmp_path / "r", run)))

@@ -61,6 +61,7 @@ def test_a_failure_is_raised_as_itself() -> None:
         asyncio.run(settled([after(0, 0), after(0, 1), fails()], 1))
 
 
+@pytest.mark.prove
 def test_a_run_keeps_as_many_siblings_as_it_asked_for(tmp_path: Path) -> None:
     """Every canary on the way holds: masks cover what the engine delivered, aborted turns aside."""
     run = only_rl(tiny_run(oversample=3, steps=3))

@@ -87,6 +87,7 @@ def group(folder: Path, *judges: Any, greedy: bool = False) -> Group:
         parts.close()
 
 
+@pytest.mark.prove
 def test_a_reward_model_scores_token_ids_in_a_run(tmp_path: Path) -> None:
     """One call a group; the record holds what the model says of the recorded tokens, beside the environment's
     verdict."""
@@ -108,6 +109,7 @@ def test_a_reward_model_scores_token_ids_in_a_run(tmp_path: Path) -> None:
         assert e.reward == pytest.approx((own[0].verdict.score or 0.0) + 0.5 * (ours.verdict.score or 0.0), abs=1e-9)
 
 
+@pytest.mark.prove
 def test_rewards_at_each_token_reach_credit(tmp_path: Path) -> None:
     """Paid at every spoken token: the outcome is their sum, and credit that knows turns reads them."""
     algorithm = replace(GRPO, name="turns", baseline=TurnMean())

@@ -103,6 +103,7 @@ def said(e: Episode) -> list[list[int]]:
     return [s.ids[s.mask].tolist() for s in e.segments]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("who", ["policy", "stranger"])
 def test_two_seats_play_and_train(tmp_path: Path, who: str) -> None:
     """A real run: the trained seat learns, the asker's words are in the record, and the engine's tokens add up."""

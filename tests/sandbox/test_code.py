@@ -411,6 +411,7 @@ def test_what_a_right_answer_needs_may_be_said(sandbox: Sandbox) -> None:
         read_tests(task({"stdin": "", "stdout": "x" * 3_000_000}))
 
 
+@pytest.mark.prove
 def test_a_wait_for_us_is_no_time_of_the_program(sandbox: Sandbox) -> None:
     """Two endless programs stand before the two tests of a right one, longer than all its tests may take."""
 
@@ -569,6 +570,7 @@ def test_what_is_not_plain_is_refused() -> None:
             encode(value)
 
 
+@pytest.mark.prove
 def test_the_page_about_the_sandbox_is_true() -> None:
     backend("namespaces")
     blocks = (Path(__file__).parents[2] / "docs/guides/sandbox.md").read_text().split("```python\n")[1:]

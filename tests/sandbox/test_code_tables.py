@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,13 @@ def test_a_right_program_earns_one(sandbox: Sandbox, task: str, response: str) -
     assert score(sandbox, task, response) == 1.0
 
 
-@pytest.mark.parametrize(("task", "response"), table("code_tricky", "code_second_tricky"))
+def quick_first(rows: list[Any]) -> list[Any]:
+    """The rows; the long suite plays those that end at their time limit, but for one."""
+    long = ("reads files", "huge power", "endless on loading", "sleeps", "2 thread that outlives")
+    return [pytest.param(*r.values, id=r.id, marks=[pytest.mark.prove] * str(r.id).startswith(long)) for r in rows]
+
+
+@pytest.mark.parametrize(("task", "response"), quick_first(table("code_tricky", "code_second_tricky")))
 def test_what_is_no_right_program_earns_nothing(sandbox: Sandbox, task: str, response: str) -> None:
     assert score(sandbox, task, response) == 0.0
 

@@ -156,6 +156,7 @@ def test_bad_bytes_and_ten_megabytes_of_source(worker: SandboxWorker) -> None:
     assert ran(worker, b"# " + b"x" * 10_000_000 + b"\nprint('end')", wall=30.0).said == "end\n"
 
 
+@pytest.mark.prove
 def test_the_cpu_limit_alone_ends_a_program(worker: SandboxWorker) -> None:
     done = ran(worker, "while True: pass", wall=60.0, cpu=1.0)
     assert done.why == "timeout" and done.exit == -signal.SIGXCPU and done.seconds < 30

@@ -71,6 +71,7 @@ def asked(server: Executor, sent: bytes, source: str = "127.0.0.1") -> int:
         return int(head.split()[1])
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("phase", "sent", "piece"),
     [
@@ -101,6 +102,7 @@ def test_what_does_not_end_is_hung_up_on(
         assert not len(server.callers) and not server.held
 
 
+@pytest.mark.prove
 def test_a_new_caller_displaces_one_that_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_callers, "YOUNG", 0.2)
     with executor(connections=8) as server, contextlib.ExitStack() as stack:
@@ -140,6 +142,7 @@ def test_many_honest_callers_wait_for_each_other() -> None:
         assert said["status"] == {"200": 200} and not said["errors"], said
 
 
+@pytest.mark.prove
 def test_no_file_left_is_no_spin(caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with executor() as server:

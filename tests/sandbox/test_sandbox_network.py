@@ -131,6 +131,7 @@ def test_a_name_to_look_up_is_an_attempt(box: Sandbox) -> None:
     assert ran.said == "no name\n" and ran.network and ran.network >= 1
 
 
+@pytest.mark.prove
 def test_an_attempt_counts_for_who_made_it_and_however_it_ended(box: Sandbox) -> None:
     """Killed in the middle of them, after them, or by its limits: the next program begins at none."""
     for end in ("while True: {}", "{}\nimport os; os.abort()", "{}\nwhile True: pass"):
@@ -144,6 +145,7 @@ def test_an_attempt_counts_for_who_made_it_and_however_it_ended(box: Sandbox) ->
         assert box.run_sync("1").network == 0
 
 
+@pytest.mark.prove
 def test_a_flood_is_ended_by_the_programs_limits_and_a_cancelled_one_at_once(box: Sandbox) -> None:
     flood = "import socket\nwhile True:\n try: socket.socket()\n except OSError: pass"
     spent = box.run_sync(flood, limits=ProgramLimits(wall=60, cpu=1))

@@ -74,6 +74,7 @@ def test_a_cancelled_question_ends_its_program(pool: Sandbox) -> None:
     assert asyncio.run(main()) < 5.0
 
 
+@pytest.mark.prove
 def test_a_sandbox_killed_in_the_middle_is_replaced_and_the_program_run_again(pool: Sandbox) -> None:
     """H-28: the loss is ours, so the program gets another try and the others notice nothing."""
 

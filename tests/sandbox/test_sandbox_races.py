@@ -56,6 +56,7 @@ async def test_a_program_that_is_cancelled_before_it_is_sent_ends_too(
     assert (await one.run("print(1)")).said == "1\n" and time.monotonic() - start < 5.0
 
 
+@pytest.mark.prove
 async def test_siblings_that_are_given_up_cost_no_right_answer() -> None:
     """As dynamic K does it: of twelve verdicts the last four are cancelled, while the event loop has other work."""
     task = Task("t", "q", info={"tests": ["assert f(2) == 4"]})
@@ -77,6 +78,7 @@ async def test_siblings_that_are_given_up_cost_no_right_answer() -> None:
         other.cancel()
 
 
+@pytest.mark.prove
 async def test_an_ended_session_stops_nobody_elses(one: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = SandboxWorker.stop
 

@@ -56,6 +56,7 @@ def far(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox
         yield box
 
 
+@pytest.mark.prove
 def test_the_same_answers_as_at_home(far: Sandbox) -> None:
     ran = far.run_sync("print(int(input()) * 2)", stdin="21")
     assert (ran.why, ran.said, ran.sandbox) == ("ok", "42\n", "remote:namespaces")
@@ -75,12 +76,14 @@ def test_the_same_answers_as_at_home(far: Sandbox) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.prove
 def test_it_is_admitted_by_the_self_test_through_the_wire(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, SECRET)
     assert selftest(RemoteExecutor(executor.url)) == []
     assert choose(executor.url).name == "remote"
 
 
+@pytest.mark.prove
 def test_sessions_live_over_there(far: Sandbox, executor: Executor) -> None:
     async def main() -> None:
         async with far.session(limits=ProgramLimits(wall=1.0)) as session:
@@ -94,6 +97,7 @@ def test_sessions_live_over_there(far: Sandbox, executor: Executor) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.prove
 def test_a_connection_that_was_silent_for_long_is_made_anew(far: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The executor closes it, and the session and its definitions stay."""
     monkeypatch.setitem(executor_callers.SECONDS, "idle", 0.1)
@@ -207,6 +211,7 @@ def test_an_outage_is_asked_again_and_is_never_a_score(liar: tuple[str, dict[str
         assert asyncio.run(Code(box).verdict(task, "print(3)")).score == 1.0
 
 
+@pytest.mark.prove
 def test_silence_is_an_outage_after_its_time(liar: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     url, told = liar
     monkeypatch.setattr(remote, "PATIENCE", 0.2)
@@ -218,6 +223,7 @@ def test_silence_is_an_outage_after_its_time(liar: tuple[str, dict[str, Any]], m
         box.run_sync("print(1)")
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("drips", ["head", "body"])
 def test_an_answer_that_comes_byte_by_byte_is_an_outage_after_its_time(
     drips: str, liar: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ def test_too_much_memory_is_an_error_of_the_piece(box: Sandbox) -> None:
     assert (first.why, big.why, big.lost, after.said) == ("ok", "memory", False, "1048576\n")
 
 
+@pytest.mark.prove
 def test_processor_time_is_by_the_piece_and_no_program_can_ignore_its_end(box: Sandbox) -> None:
     """Two threads use two seconds of it in one; five pieces may each use what one may."""
     busy = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
@@ -216,6 +217,7 @@ def test_no_more_at_once_than_asked_and_the_rest_wait_their_turn(box: Sandbox) -
     assert (box.sessions.alive, box.sessions.waiting) == (0, 0)
 
 
+@pytest.mark.prove
 def test_one_that_is_forgotten_idle_or_cancelled_is_ended(box: Sandbox) -> None:
     async def main() -> None:
         forgotten, brief = box.session(), box.session(idle=0.2)
@@ -255,6 +257,7 @@ async def lose() -> None:
     await until(lambda: not inside & set(living("cell.zygote")))
 
 
+@pytest.mark.prove
 def test_a_lost_sandbox_is_our_failure_and_ends_the_session(box: Sandbox) -> None:
     """Also in the middle of a piece; before there is anything to lose, another sandbox takes over."""
 

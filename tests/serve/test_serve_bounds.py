@@ -100,6 +100,7 @@ async def test_a_token_stands_where_its_character_begins(model: Path, stop: str 
     assert whole.text_offset == streamed == [at for at, p in enumerate(pieces) for _ in p]
 
 
+@pytest.mark.prove
 async def test_a_stream_and_a_whole_answer_tell_the_same_offsets(model: Path) -> None:
     """Random tokens of a byte-level vocabulary: many are parts of characters, and some never become one."""
     async with up(model) as u:

@@ -55,6 +55,7 @@ def serving(*words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]
                 child.kill()
 
 
+@pytest.mark.prove
 def test_a_model_is_served_and_ctrl_c_lets_requests_end(model: Path) -> None:
     with serving(str(model)) as (child, said):
         assert (

@@ -145,6 +145,7 @@ def test_the_defaults_are_what_the_page_says() -> None:
     assert CallerLimits().header_seconds == 10 and CallerLimits().per_address >= 1800
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("trickle", [False, True])
 async def test_headers_that_do_not_end_are_cut_off(model: Path, trickle: bool) -> None:
     async with up(model, limits=CallerLimits(header_seconds=1)) as u, caller(u) as c:
@@ -159,6 +160,7 @@ async def test_headers_that_do_not_end_are_cut_off(model: Path, trickle: bool) -
         assert 0.9 < time.monotonic() - start < 8
 
 
+@pytest.mark.prove
 async def test_a_connection_that_was_kept_is_closed_when_idle_and_its_next_headers_have_their_time(model: Path) -> None:
     async with (
         up(model, limits=CallerLimits(header_seconds=1, idle_seconds=4)) as u,
@@ -177,6 +179,7 @@ async def test_a_connection_that_was_kept_is_closed_when_idle_and_its_next_heade
         assert 0.9 < first < 3.5 <= time.monotonic() - start < 12
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("how", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
 async def test_a_body_that_does_not_end_is_refused_in_time(model: Path, how: str) -> None:
     piece = b" " if how.startswith("Content") else b"1\r\n \r\n"
@@ -193,6 +196,7 @@ async def test_a_body_that_does_not_end_is_refused_in_time(model: Path, how: str
         assert time.monotonic() - start < 10
 
 
+@pytest.mark.prove
 async def test_a_chunked_body_without_end_is_refused_by_its_bytes(model: Path) -> None:
     async with up(model, limits=CallerLimits(body_mib=0.25)) as u, caller(u) as c:
         await c.send(post(b"", "Transfer-Encoding: chunked"))
@@ -208,6 +212,7 @@ async def test_a_chunked_body_without_end_is_refused_by_its_bytes(model: Path) -
         assert u.server._intake._held == 0
 
 
+@pytest.mark.prove
 async def test_a_caller_that_does_not_read_is_cut_off_and_its_answers_end(model: Path) -> None:
     engine = Endless()
     async with up(model, sampler=engine, limits=CallerLimits(write_seconds=1)) as u, caller(u, limit=1024) as c:
@@ -325,6 +330,7 @@ async def heard(child: asyncio.subprocess.Process) -> dict[str, Any]:
     return json.loads(out)
 
 
+@pytest.mark.prove
 async def test_eighteen_hundred_honest_callers_at_once_under_attack(model: Path) -> None:
     """All are answered while others hold half-sent headers; as many as this user may open files, where those are
     fewer."""
@@ -343,6 +349,7 @@ async def test_eighteen_hundred_honest_callers_at_once_under_attack(model: Path)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.prove
 async def test_no_file_left_is_no_spin_and_no_flood(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Sockets beyond the limit on files wait; a few log lines, little time, and an honest caller gets through."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -463,6 +470,7 @@ ODD: dict[str, tuple[bytes, int]] = {
 }
 
 
+@pytest.mark.prove
 async def test_odd_bytes_are_refused_by_what_they_are_and_never_a_bug(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,6 +519,7 @@ async def test_a_text_far_over_the_context_is_not_tokenized(model: Path, monkeyp
         assert "tokens leave no room" in body["error"]["message"], "what may fit is tokenized first"
 
 
+@pytest.mark.prove
 async def test_tokenizing_holds_up_nobody(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one large prompt is read, small ones and the server itself answer; and the tokenizer lets other threads
     run."""
@@ -538,6 +547,7 @@ async def test_tokenizing_holds_up_nobody(model: Path, monkeypatch: pytest.Monke
         assert (await work)[0] == 200 and longest < (time.monotonic() - start) / 2
 
 
+@pytest.mark.prove
 async def test_large_requests_leave_time_to_small_ones(model: Path) -> None:
     """Reading megabytes of JSON keeps every other thread from running; before their thread rested, a small request
     waited half a minute."""
@@ -576,6 +586,7 @@ async def test_a_caller_that_sends_ahead_and_leaves_frees_its_slots(model: Path,
         await until(lambda: not engine.speaking and not u.server.running)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("asked", [{"stream": True}, {"stream": True, "n": 4}, {"n": 4}, None])
 async def test_a_caller_that_goes_away_is_no_line_in_the_log(
     model: Path, asked: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
@@ -593,6 +604,7 @@ async def test_a_caller_that_goes_away_is_no_line_in_the_log(
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.prove
 async def test_leaving_with_open_connections_takes_its_time_and_no_longer(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def rewarded(run: Run, folder: Path, body: str) -> Run:
     return replace(run, env=replace(run.env, rewards=(Reward(function=f"{folder / 'own.py'}:reward"),), measured=True))
 
 
+@pytest.mark.prove
 def test_a_step_without_a_pair_tells_all_that_was_seen_of_it(tmp_path: Path) -> None:
     """What observers said of the samples stands in the step's own line, and not in the next one's."""
     run = rewarded(online_run(steps=2), tmp_path, "return None if sum(map(ord, text)) % 2 else 1.0")
@@ -212,12 +213,14 @@ def test_a_step_without_a_pair_tells_all_that_was_seen_of_it(tmp_path: Path) -> 
     assert [len(n) for n in told] == [1, 0], "said once, in the step in which it began"
 
 
+@pytest.mark.prove
 def test_too_many_unjudged_samples_stop_it(tmp_path: Path) -> None:
     run = rewarded(online_run(max_failed=0.2), tmp_path, "raise OSError('the judge is down')")
     with pytest.raises(RewardError, match=r"12 of 12 samples .* more than online\.max_failed=0\.2"):
         asyncio.run(play(tiny_parts(tmp_path / "run", run)))
 
 
+@pytest.mark.prove
 def test_verdicts_that_change_stop_it(tmp_path: Path) -> None:
     """A reward that remembers its first answers and gives others later."""
     (tmp_path / "seen").mkdir()

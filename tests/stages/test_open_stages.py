@@ -145,7 +145,8 @@ def test_it_runs_is_measured_and_is_written_down(tmp_path: Path, capsys: pytest.
     assert report.accuracy.known == done.stages[-1].accuracy
 
 
-@pytest.mark.parametrize("step", [2, *(pytest.param(x, marks=pytest.mark.prove) for x in (1, 4))])
+@pytest.mark.prove
+@pytest.mark.parametrize("step", [1, 2, 4])
 def test_killed_and_resumed_is_never_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     posttrain.run(with_average(), out=tmp_path / "whole", quiet=True)
     monkeypatch.setattr(AverageDriver, "die_at", step)
@@ -266,6 +267,7 @@ def test_a_stage_cut_before_its_first_checkpoint_has_the_record_of_one_that_was_
     assert run_reader.record_digest(tmp_path / "cut") == run_reader.record_digest(tmp_path / "whole")
 
 
+@pytest.mark.prove
 async def test_a_stage_that_is_not_checkpointed_says_so(tmp_path: Path) -> None:
     sft, rl = tiny_run(steps=1).stages
     run = replace(tiny_run(), stages=(replace(sft, hands_on=False, eval=True), rl))
@@ -356,6 +358,7 @@ def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
         assert done.stages[2].before is None and done.accuracy == (done.stages[2].accuracy or (None,))[0] is not None
 
 
+@pytest.mark.prove
 def test_a_stage_that_names_another_is_evaluated_alone(tmp_path: Path) -> None:
     """`posttrain eval` asks under the stage's contract, whatever it started from, and whether or not the run went on
     with it."""
@@ -370,6 +373,7 @@ def test_a_wrong_environment_of_a_stage_is_named_with_it(tmp_path: Path) -> None
         posttrain.run(tiny_run(), "rl.env=nope", out=tmp_path / "run", quiet=True)
 
 
+@pytest.mark.prove
 def test_who_has_to_be_mended_is_the_stages_own(tmp_path: Path) -> None:
     """Too many unjudged samples: the message names the reward of the environment that the stage plays on."""
     broken = tmp_path / "broken.py"

@@ -56,6 +56,7 @@ def finished(folder: Path, run: Run) -> list[Step]:
     return lines(folder)
 
 
+@pytest.mark.prove
 def test_before_the_first_step_the_policy_is_the_reference(tmp_path: Path) -> None:
     """Its margin is 0 and its loss log 2; after three steps the chosen completions are ahead."""
     first, *_, last = finished(tmp_path / "run", preference_run(eval_every=1))

@@ -105,6 +105,7 @@ def test_other_learners(words: tuple[str, ...], tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6) and losses[1] != losses[0]
 
 
+@pytest.mark.prove
 def test_outcomes_that_are_no_chance_stop_the_run(tmp_path: Path) -> None:
     path = tmp_path / "twice.py"
     path.write_text("def twice(task, text):\n    return 2.0\n", encoding="utf-8")

@@ -65,6 +65,7 @@ def test_grades_that_are_all_0_are_grades(before: float | None, reward_before: f
     assert measured_words(result_of(driver, report)) == says
 
 
+@pytest.mark.prove
 def test_training_without_measuring(tmp_path: Path) -> None:
     """env.heldout=0: every step runs, nothing is evaluated, and nothing pretends to have been."""
     run = tiny_run(eval_every=1)
@@ -142,6 +143,7 @@ def test_a_stage_that_goes_on_has_the_start_it_began_with(
     assert kl(tmp_path / "run") == kl(compared) and kl(compared)[-1] > 0.01
 
 
+@pytest.mark.prove
 def test_a_start_that_was_replaced_in_the_folder_is_refused(compared: Path, tmp_path: Path) -> None:
     """Also with digests of its own. A folder of an older version has no fingerprint of it, and goes on."""
     checkpoint = cut(compared, tmp_path)
@@ -163,6 +165,7 @@ def test_a_start_that_was_replaced_in_the_folder_is_refused(compared: Path, tmp_
     posttrain.run(resume=old, quiet=True)
 
 
+@pytest.mark.prove
 def test_a_signal_ends_a_stage_only_after_a_step_at_which_it_rests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

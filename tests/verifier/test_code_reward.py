@@ -81,6 +81,7 @@ def test_tasks_without_tests_never_start(tmp_path: Path, capsys: pytest.CaptureF
     assert "tests" in said
 
 
+@pytest.mark.prove
 def test_a_run_without_a_sandbox_says_so_on_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its own description and in each verdict, those of other sources too. The stand-in called `none` contains them,
     all the same."""

@@ -108,6 +108,7 @@ def test_the_answer_has_the_form_that_was_asked_for_or_is_none(said: str, answer
     assert (None if found is None else found[0]) == score
 
 
+@pytest.mark.prove
 def test_what_has_another_form_is_asked_for_again_and_is_no_verdict_at_last(tmp_path: Path) -> None:
     said = iter(["seven", "7"])
     found, _, bodies, _ = judged(lambda text: next(said), ["11"], tmp_path, answer="number")
@@ -118,6 +119,7 @@ def test_what_has_another_form_is_asked_for_again_and_is_no_verdict_at_last(tmp_
     assert "I will not say" in found[0].verdict.why and gauges["verifier/judge/failed"].sum == 1
 
 
+@pytest.mark.prove
 def test_an_outage_is_tried_again_and_is_no_low_score(tmp_path: Path) -> None:
     said = iter([503, scored(5)])
     found, gauges, *_ = judged(lambda text: next(said), ["11"], tmp_path)
@@ -133,6 +135,7 @@ def test_equal_questions_are_asked_once_also_at_the_same_time(tmp_path: Path) ->
     assert gauges["verifier/judge/cached"].mean == pytest.approx(1 / 3)
 
 
+@pytest.mark.prove
 def test_requests_at_once_and_requests_of_a_run_are_bounded(tmp_path: Path) -> None:
     def slow(text: str) -> str:
         time.sleep(0.05)
@@ -275,6 +278,7 @@ def play(says: Callable[[str], str | int], folder: Path, *words: str) -> tuple[P
     return folder / "run", server.bodies
 
 
+@pytest.mark.prove
 def test_a_run_is_paid_by_one_judge_and_measured_by_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, asked = play(lambda text: scored(float(len(text) % 11)), tmp_path)
     steps = [s for s in run_reader.steps(run) if s.stage == "rl"]
@@ -324,6 +328,7 @@ async def test_posttrain_serve_is_a_judge(tmp_path: Path, monkeypatch: pytest.Mo
     assert [j.verdict.score for j in found] == [0.9, 0.1, 0.9, 0.1], found
 
 
+@pytest.mark.prove
 def test_a_run_whose_judge_is_down_stops_and_says_why(tmp_path: Path) -> None:
     """Before its first step where nothing can be judged; in a step where the judge goes away."""
     with pytest.raises(RewardError, match=r"held-out .* before the first step .*status 400.*judge\.api=completions"):
@@ -376,6 +381,7 @@ def test_a_dialogue_is_learned_by_a_judge_that_reads_it_whole(tmp_path: Path) ->
     assert truth[1] > truth[0] + 0.2 and not truth[2]
 
 
+@pytest.mark.prove
 def test_a_judge_that_never_answers_ends_the_check_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"Name prime {i}.", "answer": str(i)} for i in range(6)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -337,6 +337,7 @@ def test_junk_never_breaks_the_algebra(reward: MathSource, junk: str) -> None:
 # --- bounded, without eval, refused early ----------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_an_endless_comparison_is_the_candidates_and_the_next_one_is_answered(reward: MathSource) -> None:
     v = judged(reward, "(x-1)^{9999}=0", boxed("x^{10^{10}}=1"))
     assert (v.state, v.score, v.kind) == (State.VALUE, 0.0, "timeout"), v
@@ -379,6 +380,7 @@ def rows(tmp_path: Path, *answers: object) -> Env:
     return Env(name="prompts", prompts=str(path), rewards=(Reward(function="math"),))
 
 
+@pytest.mark.prove
 def test_a_gold_answer_that_cannot_be_read_is_refused_at_load(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"answers of 3 of 5 tasks.*'row1'.*'row3'"):
         environment(rows(tmp_path, "3", "", r"\sqrt{2}", r"\frac{1}{", r"\frac{1}{"), 0)

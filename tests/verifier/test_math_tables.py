@@ -47,6 +47,7 @@ def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, re
     assert score(reward, gold, response) == 0.0
 
 
+@pytest.mark.prove
 def test_every_ninth_of_the_measured_pairs(reward: MathSource) -> None:
     """`benchmarks/trust/answers.py` measures all of them."""
     left = {r"\genfrac{}{}{}{}{1}{2}", r"\surd 2", "C(5,2)"}

@@ -102,6 +102,7 @@ def test_threads_without_work_end_and_begin_again() -> None:
     crew.threads.close()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("inside", [False, True], ids=["elsewhere", "in one of its threads"])
 def test_an_owner_that_nobody_uses_is_collected_and_closed(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a thread of its own collects it while it holds the lock, and is not woken any more."""

@@ -147,7 +147,10 @@ def test_answers_exceptions_and_exits_mean_what_they_mean_in_a_thread(judge: Any
     assert [v.score for v in ask(judge, "alarm", "12")] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("text", "kind"), [("power", "timeout"), ("segfault", "crash"), ("exit 0", "crash")])
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [pytest.param("power", "timeout", marks=pytest.mark.prove), ("segfault", "crash"), ("exit 0", "crash")],
+)
 def test_a_text_that_hangs_or_kills_a_working_verifier_is_worth_nothing(judge: Any, text: str, kind: str) -> None:
     assert ask(judge, "12")[0].score == 1.0
     (v,) = ask(judge, text)
@@ -155,6 +158,7 @@ def test_a_text_that_hangs_or_kills_a_working_verifier_is_worth_nothing(judge: A
     assert ask(judge, "12")[0].score == 1.0
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("pause", [0.0, 0.3], ids=["asked at once", "asked later"])
 def test_a_worker_that_is_killed_between_two_requests_mixes_up_no_answers(rewards: Path, pause: float) -> None:
     """By the system, for example. The next process finds the request that nobody has read, and answers it too."""
@@ -206,6 +210,7 @@ def test_a_crash_that_does_not_repeat_loses_nothing(judge: Any, tmp_path: Path) 
     assert ask(judge, f"once {tmp_path / 'tried'}")[0].score == 1.0
 
 
+@pytest.mark.prove
 def test_a_verifier_that_never_answered_is_an_outage(rewards: Path) -> None:
     source = made(rewards, "never")
     (v,) = ask(source, "anything")
@@ -231,6 +236,7 @@ def test_a_worker_that_cannot_start_is_an_outage(rewards: Path) -> None:
     source.close()
 
 
+@pytest.mark.prove
 def test_workers_elsewhere_that_are_lost_are_ours(rewards: Path) -> None:
     """Workers that live on other machines take the place of those here. One that is lost is asked again from another;
     a text that loses two proves nothing, and is never worth 0."""
@@ -265,6 +271,7 @@ def test_workers_elsewhere_that_are_lost_are_ours(rewards: Path) -> None:
     source.close()
 
 
+@pytest.mark.prove
 def test_two_hundred_at_once_with_hangs_and_crashes_among_them(rewards: Path) -> None:
     source = made(rewards, workers=2)
     texts = ["12" if i % 2 else "13" for i in range(200)]
@@ -354,6 +361,7 @@ def test_closing_answers_everything_that_waits(rewards: Path) -> None:
     assert {(v.state, v.kind) for v in asyncio.run(go())} == {(State.FAILED, "worker")}
 
 
+@pytest.mark.prove
 def test_a_forgotten_pool_leaves_no_process(rewards: Path) -> None:
     source = made(rewards)
     pid = int(ask(source, "pid")[0].score or 0)
