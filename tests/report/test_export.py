@@ -178,7 +178,7 @@ def local_hub(refuse: int = 0) -> Iterator[LocalHub]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     seen.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield seen

@@ -33,7 +33,7 @@ ABOUT = b"GET /v1/about HTTP/1.1\r\nConnection: close\r\n" + AUTH + b"\r\n"
 @contextmanager
 def executor(connections: int = 512, per_address: int = 256) -> Iterator[Executor]:
     server = Executor(Sandbox(made("namespaces"), workers=1), SECRET, connections=connections, per_address=per_address)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield server

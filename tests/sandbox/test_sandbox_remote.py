@@ -42,7 +42,7 @@ LIMITS = ProgramLimits(wall=20.0, cpu=10.0)
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Executor]:
     server = Executor(Sandbox(backend("namespaces"), workers=2, sessions=2), SECRET)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield server
     server.shutdown()
@@ -189,7 +189,7 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, Any]]
             return
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv(TOKEN, SECRET)
     yield f"http://127.0.0.1:{server.server_address[1]}", told
     server.shutdown()

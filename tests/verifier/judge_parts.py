@@ -67,7 +67,7 @@ def scripted_judge(says: Says) -> Iterator[ScriptedJudge]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     judge = ScriptedJudge(f"http://127.0.0.1:{server.server_address[1]}/v1")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield judge
     finally:
