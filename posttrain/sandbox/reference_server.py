@@ -371,10 +371,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         box = open_sandbox("auto", workers=o.workers, packages=packages, sessions=o.sessions)
         # Every connection needs a file descriptor. Some are kept free, so that sandboxes can be started.
         most = min(o.connections, max(1, raise_file_limit() - SPARE_FILES))
+        # Before the server is made: one that has no certificate would listen, and nobody would close it.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if o.certificate:
+            context.load_cert_chain(o.certificate, o.key)
         executor = Executor(box, token, o.host, o.port, connections=most, per_address=o.per_address)
         if o.certificate:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(o.certificate, o.key)
             # The thread of a connection does the handshake. In the accepting loop one silent caller would block all.
             executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
     except PosttrainError as error:

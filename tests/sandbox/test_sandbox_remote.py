@@ -286,6 +286,7 @@ def test_a_server_that_cannot_listen_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], executor: Executor
 ) -> None:
     monkeypatch.setenv(TOKEN, SECRET)
+    before = list(reference_server.LOG.filters)
     for words in (
         ["--port", str(executor.server_address[1])],
         ["--port", "70000"],
@@ -293,6 +294,7 @@ def test_a_server_that_cannot_listen_says_so(
     ):
         assert reference_server.main([*words, "--packages", ""]) == ConfigError.exit_code
         assert "cannot listen at 127.0.0.1:" in capsys.readouterr().err
+    assert reference_server.LOG.filters == before, "a limit on lines outlives a server that was never there"
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
