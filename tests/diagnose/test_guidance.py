@@ -37,6 +37,7 @@ HEADS = ("rl.", "sft.", "env.", "model.", "engine.", "evaluation.", "pull.", "cl
 """How a setting begins where it stands in a sentence; longer names of other frameworks begin otherwise."""
 
 
+@cache
 def runs() -> list[Run]:
     return [recipe(name) for name in RECIPES]
 
@@ -64,12 +65,17 @@ def test_settings_that_sentences_name_exist(page: Path) -> None:
                 name = word.partition("=")[0]
                 if not SETTING.fullmatch(word) or not (name.startswith(HEADS) or "=" in word):
                     continue
-                if not any(_has(run, name) for run in runs()) and word not in THEIRS:
+                if not _known(name) and word not in THEIRS:
                     raise AssertionError(f"{page.name}: {span!r}: {name} is no setting")
 
 
 THEIRS = {"beta=0", "use_kl_loss=false", 'loss_type="dapo"'}
 """Spans that look like settings of ours and are told of another framework."""
+
+
+@cache
+def _known(name: str) -> bool:
+    return any(_has(run, name) for run in runs())
 
 
 def _has(run: Run, name: str) -> bool:
