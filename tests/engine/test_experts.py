@@ -48,7 +48,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.parametrize("arch", [ARCHS[0], *(pytest.param(x, marks=pytest.mark.prove) for x in ARCHS[1:])])
+@pytest.mark.prove
+@pytest.mark.parametrize("arch", ARCHS)
 def test_a_mixture_trains_goes_on_and_is_exported(arch: str, tmp_path: Path) -> None:
     """The run is not stopped, one that is resumed ends with the same weights, and plain transformers reads them."""
     run = replace(moe_run(arch), keep_checkpoints=9)

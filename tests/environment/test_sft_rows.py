@@ -295,7 +295,8 @@ def test_every_stage_that_imitates_is_measured(tmp_path: Path) -> None:
     assert "held-out loss" not in learned(read_outcome(tmp_path / "a")).text  # it goes by what judges answers
 
 
-@pytest.mark.parametrize("stage", ["dpo", pytest.param("reward_model", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("stage", ["dpo", "reward_model"])
 def test_pairs_are_learned_in_passes_and_their_held_out_order_is_seen(
     stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -145,7 +145,8 @@ def test_a_completion_that_does_not_fit_is_refused_with_its_row(tmp_path: Path, 
     assert "learn.too_long=skip" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["a preference stage", pytest.param("a reward model", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["a preference stage", "a reward model"])
 def test_what_does_not_fit_is_left_out_whole_and_counted(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

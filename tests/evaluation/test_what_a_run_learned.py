@@ -93,6 +93,7 @@ def test_the_curve_has_the_evaluations_before_and_after(run: Path) -> None:
     assert [x for x, _ in rl.heldout] == [0, 1, 2, 3] and len(rl.rewards) == 3
 
 
+@pytest.mark.prove
 def test_figures_carry_the_step_they_were_measured_at(
     run: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,7 +42,7 @@ SHOWN = {
 `tests/prove/test_trust.py` plants all of them."""
 LONG = {
     *("verifier_outage_as_zero", "leaf_value_not_backed_up", "stale_relabelled_fresh", "verifier_has_a_hole"),
-    *("checkpoint_of_old_weights", "optimizer_lost_at_resume", "sync_skipped"),
+    *("checkpoint_of_old_weights", "optimizer_lost_at_resume", "sync_skipped", "truncation_as_failure"),
 }
 """Faults whose run takes longer than a second."""
 

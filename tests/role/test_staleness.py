@@ -241,14 +241,15 @@ def test_a_step_without_a_second_minibatch_does_not_put_off_a_push(tmp_path: Pat
 AGAIN = Replay(size=12, groups=3)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("algorithm", "left_out", "replay"),
     [
         (GRPO, False, None),
-        *(
-            pytest.param(*x, marks=pytest.mark.prove)
-            for x in ((DECOUPLED, False, AGAIN), (LUFFY, False, None), (FILTERED, True, None), (UNCUT, True, None))
-        ),
+        (DECOUPLED, False, AGAIN),
+        (LUFFY, False, None),
+        (FILTERED, True, None),
+        (UNCUT, True, None),
     ],
     ids=["all", "again", "shown", "filtered", "uncut"],
 )

@@ -124,7 +124,8 @@ def small_run(folder: Path, reward: str, *words: str) -> Path:
     return play(folder / "run", *own, *words)
 
 
-@pytest.mark.parametrize("words", [(), pytest.param(("rl.oversample=2",), marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("words", [(), ("rl.oversample=2",)])
 def test_a_reward_that_rolls_dice_gives_one_text_one_reward(tmp_path: Path, words: tuple[str, ...]) -> None:
     """In a whole run: siblings with the same tokens have the same reward to the last bit, and others have their own."""
     folder = small_run(tmp_path, RANDOM, "rl.sampling.max_tokens=1", "rl.siblings=24", "rl.steps=2", *words)
@@ -146,9 +147,8 @@ def test_a_reward_that_rolls_dice_gives_one_text_one_reward(tmp_path: Path, word
 ROUNDED = "def reward(task, text):\n    return .3 if len(text) % 2 else .1 + .2\n"
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["grpo", *(pytest.param(a, marks=pytest.mark.prove) for a in ("dapo", "gspo", "dr_grpo"))]
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo", "dr_grpo"])
 def test_rewards_equal_up_to_rounding_stop_no_run(tmp_path: Path, algorithm: str) -> None:
     """The second opinion agrees that they carry no credit; where the filter turns every group away, that is said."""
     folder = small_run(tmp_path, ROUNDED, f"algorithm={algorithm}", "rl.steps=2", "rl.siblings=4")
