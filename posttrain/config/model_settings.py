@@ -105,8 +105,8 @@ def check_served_elsewhere(lora: Lora | None, quantize: str | None) -> None:
         )
 
 
-DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
-"""Pattern of a device as torch names it."""
+DEVICE = re.compile(r"cpu|(cuda|mps|xpu)(:\d{1,3})?")
+"""Pattern of a device as torch names it. The processor has one name, by which it is told from accelerators."""
 
 
 def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:

@@ -255,12 +255,13 @@ class GroupQueue:
             await self.rest()
         elif self.asks_again:
             # Given-up groups keep their places in the queue: they are asked again, in the same order.
-            self._given_up += [a for a in self._waiting if not a.group.done()]
-            for asked in self._given_up:
+            given_up = [a for a in self._waiting if not a.group.done()]
+            for asked in given_up:
                 # Cancelled here and awaited below: an episode that still ran would say turns under the new weights.
                 asked.group.cancel()
-            await asyncio.gather(*(a.group for a in self._given_up), return_exceptions=True)
-            self._lost += len(self._given_up)
+            await asyncio.gather(*(a.group for a in given_up), return_exceptions=True)
+            self._given_up += given_up
+            self._lost += len(given_up)
 
     def _ask_given_up(self) -> None:
         """Ask groups that were given up again, in their places. Weights are also pushed between steps, so both the end

@@ -126,6 +126,7 @@ def test_characters_and_bytes() -> None:
         ({"device": "cuda:77"}, "model.device='cuda:77' cannot be used here"),
         ({"device": "mps"}, "cannot be used here (torch is built without it). Use model.device=cpu"),
         ({"device": "toaster"}, "is no device: use cpu, cuda"),
+        ({"device": "cpu:0"}, "is no device: use cpu, cuda"),
     ],
 )
 def test_sizes_that_do_not_fit(changes: dict[str, object], says: str) -> None:

@@ -336,3 +336,18 @@ def test_waves_are_as_large_as_the_rate_lets_them_have_to_be() -> None:
     assert PassRate(50, 50).wave(32) == 32 and PassRate(50, 49).wave(32) == 33
     assert PassRate(50, 0).wave(32) == 3200
     assert PassRate(8, 2).halved().and_then(4, 3) == PassRate(8, 4)
+
+
+def test_groups_that_were_given_up_are_counted_once_however_often_weights_come() -> None:
+    s = Schedule((0, 0, 500, 500), (0,), (False,), staleness=2, prompts=2, steps=4, again=True)
+
+    async def lost() -> float:
+        queue, _, _ = s.queue(False)
+        await queue.take(1, queue.request, 0, PassRate())
+        await queue.ready()
+        first = queue._lost
+        await queue.ready()
+        await queue.close()
+        return queue._lost / first
+
+    assert asyncio.run(lost()) == 1.0

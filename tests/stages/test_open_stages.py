@@ -440,11 +440,12 @@ def test_what_means_nothing_is_refused(stages: tuple[Stage, ...], why: str) -> N
         ({"eval": False, "eval_every": 5}, "eval=false measures nothing"),
         ({"eval_every": -1}, "eval_every=-1: must be >= 0"),
         ({"steps": 0}, "steps=0: must be >= 1"),
+        ({"max_failed": -1.0}, r"max_failed=-1: a share in \[0, 1\]"),
     ],
 )
 def test_settings_of_one_stage_that_mean_nothing(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        replace(SFT, **changes)
+        replace(RL if "max_failed" in changes else SFT, **changes)
 
 
 def test_a_stage_may_be_given_an_environment_by_one_word() -> None:

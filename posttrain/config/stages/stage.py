@@ -227,6 +227,9 @@ class Stage(Open, begin=True):
 
     def __post_init__(self) -> None:
         at_least(self, f"{self.name}.", steps=1, micro_tokens=1, eval_every=0, checkpoint_every=0)
+        # Kinds of stage that learn from verdicts have this setting.
+        if not 0 <= (share := getattr(self, "max_failed", 0)) <= 1:
+            raise ConfigError(f"{self.name}.max_failed={share:g}: a share in [0, 1]")
         if self.wall_time is not None and not self.wall_time > 0:
             raise ConfigError(f"{self.name}.wall_time={self.wall_time:g}: must be > 0 seconds, or none")
         if self.wall_time is not None and self.time_of is not None:
