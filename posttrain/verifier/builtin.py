@@ -30,13 +30,16 @@ def integer(task: Task, text: str) -> Verdict:
 
 
 def contains(task: Task, text: str) -> Verdict:
-    """1 if the answer, or any of a list, occurs outside thoughts as whole words: `12` is not in `312`, nor in `12.5`.
+    """1 if the answer, or any of a list, occurs outside thoughts as whole words: `12` is not in `312`, `12.5` or `-12`.
 
     A policy that lists every candidate earns 1, so use it only if responses are short.
     """
     wanted, response = answers(task), spoken(text)
     # A number is whole only where neither a digit nor a point or comma with a digit goes on from it.
-    pattern = rf"(?<!\w)(?<!\d[.,])(?:{'|'.join(map(re.escape, wanted))})(?!\w)(?![.,]\d)"
+    # A minus is its sign where nothing stands before the minus to subtract from.
+    sign = r"(?<!(?<![\w)])[-\u2212])"
+    either = "|".join(f"{sign if x[0].isdigit() else ''}{re.escape(x)}" for x in wanted)
+    pattern = rf"(?<!\w)(?<!\d[.,])(?:{either})(?!\w)(?![.,]\d)"
     return graded(re.search(pattern, response) is not None, repr(response[-80:]), _or(wanted))
 
 
