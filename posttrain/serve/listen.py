@@ -44,13 +44,14 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
     assert runner.server is not None
     try:
         sockets = await bind(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a text that is no host name, such as a..b
         await runner.cleanup()
-        if error.errno == errno.EADDRINUSE:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {port} of {host} is in use: choose another with --port (0: any free one)"
             ) from None
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host} port {port}: {why}") from error
     listener = Listener(runner.server, server.limits)
 
     def hang_up() -> None:
