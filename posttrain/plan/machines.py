@@ -152,18 +152,16 @@ def read_machine(path: Path) -> Hardware:
     if strange := [k for k in settings if k not in known]:
         raise ConfigError(f"{path}: {strange[0]!r} is no field of a machine; {nearest(strange[0], known)}")
     # A truth value is an int in Python, so `count = true` would pass the first condition.
-    if wrong := [
-        k for k, v in settings.items() if not isinstance(v, _type(k)) or isinstance(v, bool) != (k == "accelerator")
-    ]:
+    right = [k for k, v in settings.items() if isinstance(v, _type(k)) and isinstance(v, bool) == (k == "accelerator")]
+    if wrong := [k for k in settings if k not in right]:
         raise ConfigError(f"{path}: {wrong[0]}={settings[wrong[0]]!r} is not a {_type(wrong[0])[0].__name__}")
-    base = device(settings["device"]) if "device" in settings else None
-    of_device = {k: settings[k] for k in OF_DEVICE if k in settings}
-    if base is None and (missing := [k for k in ("memory", "flops", "bandwidth") if k not in of_device]):
-        raise ConfigError(f"{path}: {missing[0]} is missing; give it, or device= with a name such as H100")
     # Fields of the file replace those of the device that it names.
-    values = {"source": str(path)} if base is None else {k: getattr(base, k) for k in OF_DEVICE}
+    named = vars(device(settings["device"])) if "device" in settings else {"source": str(path)}
+    values = {**named, **{k: settings[k] for k in OF_DEVICE if k in settings}}
+    if missing := [k for k in ("memory", "flops", "bandwidth") if k not in values]:
+        raise ConfigError(f"{path}: {missing[0]} is missing; give it, or device= with a name such as H100")
     more = {k: settings[k] for k in OF_MACHINE if k in settings}
-    return Hardware(path.stem, Device(**{**values, **of_device}), **more, why=f"shares of the peaks: {path} or assumed")
+    return Hardware(path.stem, Device(**values), **more, why=f"shares of the peaks: {path} or assumed")
 
 
 def _type(name: str) -> tuple[type, ...]:
