@@ -23,7 +23,6 @@ class Saving:
     price: str
     """Cost of the change, in words."""
     work: Work
-    """The stage with the change."""
 
 
 def most(work: Work) -> float:
@@ -69,8 +68,7 @@ def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Saving]
 
     They are up to `count` single changes or, where no single one is enough, one combination of several.
     """
-    single = [c for c in changes(work, stage) if most(c.work) <= memory][:count]
-    if single:
+    if single := [c for c in changes(work, stage) if most(c.work) <= memory][:count]:
         return single
     words, changed = list[str](), work
     # No single change is enough. Settings are gone through from the cheapest, and of each the last value that still
@@ -97,14 +95,7 @@ def _setting(change: Saving) -> str:
 
 
 def largest(what: str, work: Work, memory: float, stage: str) -> Saving | None:
-    """The largest size with which the stage fits into `memory` bytes on each place; None: not even the smallest does.
-
-    Args:
-        what: the size that is changed: "model", "context", "siblings" or "batch".
-
-    Raises:
-        ConfigError: `what` is none of these words.
-    """
+    """The largest `what` ("model", "context", "siblings" or "batch") that fits into `memory` bytes; None: no size does."""
     if what == "model":
         models = sorted(((shape_by_name(n), n) for n in MODELS), key=lambda x: -x[0].parameters)
         fitting = (Saving((f"model={n}",), "", replace(work, shape=s)) for s, n in models)

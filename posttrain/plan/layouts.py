@@ -1,9 +1,8 @@
 """Searches a layout for a model and its devices: which devices sample and which learn.
 
 A layout also says over how many devices one copy of the weights is cut, how far samples run ahead, and which role is
-the bottleneck. `largest_batch` also chooses the batch, for a number of days. The search tries a few dozen layouts with
-the memory and the times of a plan, so it makes the same assumptions. `other_assumptions` has the best layouts under
-others.
+the bottleneck. The search tries a few dozen layouts with the memory and the times of a plan, so it makes the same
+assumptions.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iter
 
 
 def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[MachineLayout]:
-    """The layouts with this number of devices for engines and for learners. If both are all devices, roles take
-    turns."""
+    """The layouts with these numbers of devices. If both are all devices, roles take turns."""
     # On shared devices learner and engine divide the memory: the learner may take what the engine's weights and its
     # smallest cache leave, and the cache then gets the rest. Slots follow from the cache.
     memory, shared = USABLE * machine.device.memory, engines == learners == machine.count
@@ -162,15 +160,11 @@ def _peak_bytes(work: Work) -> float:
 
 
 def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> MachineLayout:
-    """The layout with the shortest step.
+    """The layout with the shortest step; ConfigError where none fits.
 
-    A larger K (steps that samples run ahead) is taken only if it shortens the step clearly (`GAIN`).
-
-    Raises:
-        ConfigError: none fits.
+    A larger K (steps that samples run ahead) is taken only if it shortens the step clearly (`GAIN`), because older
+    samples cost quality that no plan counts.
     """
-    # By K, the smallest first. Within one K the shortest step wins; a larger K has to bring more than the margin,
-    # because older samples cost quality that no plan counts.
     by_staleness = sorted(layouts(work, machine, assumed), key=lambda x: x.work.staleness)
     if not by_staleness:
         raise ConfigError(

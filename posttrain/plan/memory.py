@@ -130,8 +130,8 @@ class Place:
 def places(work: Work) -> tuple[Place, ...]:
     """The learner's process, and that of each engine where engines have processes of their own."""
     sampling = SAMPLING if work.ranks == 1 else SAMPLING_RANKS
-    bounds = {SEVERAL: work.passes > 1, sampling: work.samples, HEADLESS: not work.head, ADAPTED: work.adapter > 0}
-    between = max([BETWEEN[work.checkpointing], *(factor for factor, applies in bounds.items() if applies)])
+    least = max(SEVERAL * (work.passes > 1), sampling * work.samples)
+    between = max(BETWEEN[work.checkpointing], least, HEADLESS * (not work.head), ADAPTED * (work.adapter > 0))
     learner, engine = tuple(_learner(work)), tuple(_engine(work))
     if not (work.engines and work.samples):
         return (Place("learner and engine", (*learner, *engine), work.accelerator, between),)
@@ -167,10 +167,7 @@ def _learner(work: Work) -> Iterator[Term]:
 
 
 def _weights(work: Work) -> Iterator[Term]:
-    """Yields the terms of the learner's weights.
-
-    A file of weights is mapped, and the parts of it that were read stay in memory.
-    """
+    """Yields the terms of the learner's weights: of a mapped file the parts that were read stay in memory."""
     s, p, a = work.shape, work.shape.parameters, work.width
     # Only the linear layers of the decoder are held in few bits: embedding, norms and head are as they were loaded.
     if work.quantize is not None:
@@ -296,13 +293,10 @@ def _engine(work: Work) -> Iterator[Term]:
 
 
 def _cache(work: Work) -> tuple[float, str]:
-    """Bytes of the cache of keys and values, and their formula in words.
-
-    The embedded engine keeps float32. vLLM takes all that it is allowed.
-    """
+    """Bytes of the cache of keys and values, and their formula in words."""
     if work.vllm:
         return work.cache, "engine.cache_gib: taken at the start"
-    bytes_a_token = work.shape.cache_bytes(4)
+    bytes_a_token = work.shape.cache_bytes(4)  # the embedded engine keeps float32
     # Siblings share the cache of their prompt. The last block of a sequence is half empty in the mean.
     groups = math.ceil(work.together / work.siblings)
     rows = groups * work.lengths.prompt + work.together * (work.lengths.answer + 8)  # blocks of 16 rows
@@ -368,8 +362,7 @@ def _share(work: Work) -> float:
     if work.parallel == "rows" or work.cut == 1:
         return 1 / work.cut
     s, whole = work.shape, work.shape.parameters
-    # Expert parallelism cuts the experts alone, tensor parallelism the linear layers too; all
-    # else is whole on each rank.
+    # Expert parallelism cuts the experts alone, tensor parallelism the linear layers too; all else is whole.
     cut = s.parts.get("experts", 0) + work.in_linear * (work.parallel == "tensor")
     return (whole - cut + cut / work.cut) / whole
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -232,34 +232,28 @@ def shape_of(config: Mapping[str, Any], name: str = "the config") -> ModelShape:
         feed_bias=bool(config.get("mlp_bias", form.feed_bias)),
         query_norms="head" if config.get("use_qk_norm") else form.query_norms,
     )
-    hidden = _size(config, name, "hidden_size", "n_embd")
-    layers = _size(config, name, "num_hidden_layers", "n_layer")
-    heads = _size(config, name, "num_attention_heads", "n_head")
-    vocabulary = _size(config, name, "vocab_size")
-    inner = _size(config, name, "n_inner", default=4 * hidden) if family == "gpt2" else 0
+    size = partial(_size, config, name)
+    hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
+    heads, vocabulary = size("num_attention_heads", "n_head"), size("vocab_size")
     return ModelShape(
         family=family,
         form=form,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=heads if family in ("gpt2", "gpt_neox") else _size(config, name, "num_key_value_heads", default=heads),
-        head_dim=_size(config, name, "head_dim", default=form.head_dim or hidden // heads),
-        feed=inner or _size(config, name, "intermediate_size"),
+        kv_heads=heads if family in ("gpt2", "gpt_neox") else size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=form.head_dim or hidden // heads),
+        feed=size("n_inner", default=4 * hidden) if family == "gpt2" else size("intermediate_size"),
         vocabulary=vocabulary,
         tied=bool(config.get("tie_word_embeddings", form.tied)),
-        positions=_size(config, name, "n_positions", default=1024) if form.positions else 0,
+        positions=size("n_positions", default=1024) if form.positions else 0,
         experts=_experts(config, name, form),
         latent=_latent(config, name) if family == "deepseek_v3" else None,
     )
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of a model that lies in a folder.
-
-    Raises:
-        ConfigError: there is no `config.json`, or it is not that of a decoder of a known family.
-    """
+    """The shape of a model that lies in a folder; ConfigError where that has no `config.json`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json, so it is no model's folder")

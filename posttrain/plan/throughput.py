@@ -132,9 +132,8 @@ class Throughput:
 
     def __post_init__(self) -> None:
         if min(self.engines, self.learners) < 1:
-            raise ConfigError(
-                f"{self.machine.count} devices for {self.topology} roles: each of engines and learner needs at least 1"
-            )
+            devices = f"{self.machine.count} devices for {self.topology} roles"
+            raise ConfigError(f"{devices}: each of engines and learner needs at least 1")
 
     @property
     def processor(self) -> bool:
@@ -229,10 +228,8 @@ class Throughput:
         return 2 * (s.active - s.vocabulary * s.hidden) + s.attending(round(length)) / 2
 
     def _head(self, products: int, touched: int) -> float:
-        """Seconds of `products` products with the head's weight over the tokens that are learned from.
-
-        The scores are read and written so many times: `touched`.
-        """
+        """Seconds of `products` products with the head's weight over the tokens that are learned from, whose scores are
+        read and written `touched` times."""
         # A reward model has no head.
         s, spoken = self.work.shape, self.tokens * self.work.spoken / self.work.tokens * self.work.head
         arithmetic = 2 * s.vocabulary * s.hidden / self.machine.flops
@@ -265,8 +262,8 @@ class Throughput:
         """Seconds of forward and backward passes and of the optimizer.
 
         A backward pass makes two products where the forward makes one, a gradient of the input and one of the weight;
-        frozen weights beneath an adapter have only the first. So both passes take the time of 3 forward passes, or of
-        2. Checkpointing adds up to one more, for layers that are computed again.
+        frozen weights beneath an adapter have only the first. So both passes take as long as 3 forward passes, or 2.
+        Checkpointing adds up to one more, for layers that are computed again.
         """
         w = self.work
         passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]

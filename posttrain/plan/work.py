@@ -194,7 +194,7 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         lengths=lengths,
         prompts=1,
         micro_tokens=stage.micro_tokens,
-        width={"float32": 4}.get(model.dtype, 2),
+        width=4 if model.dtype == "float32" else 2,
         accelerator=model.device != "cpu",
         lora=model.lora,
         quantize=model.quantize,
@@ -211,6 +211,7 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         sleep=isinstance(engine, Embedded) and engine.sleep,
         engines=0 if isinstance(run.placement, Local) else run.placement.engines,
         delta=isinstance(run.placement, Processes) and run.placement.delta,
+        samples=isinstance(stage, Reinforce | OnlinePreference | Rejection),
     )
     # What is compared with is a second model, but for an adapter that is switched off, which is its own reference.
     apart = model.lora is None or getattr(stage, "reference", None) is not None
@@ -219,8 +220,8 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         # A teacher with the policy's weights is the policy.
         compares = bool(a.reads & {"reference", "teacher"}) and not a.own_teacher
         return replace(common, prompts=stage.prompts, siblings=stage.siblings, minibatches=stage.minibatches,
-                       epochs=stage.epochs, samples=True, staleness=stage.staleness,
-                       reference=compares and apart, values="values" in a.reads)  # fmt: skip
+                       epochs=stage.epochs, staleness=stage.staleness, reference=compares and apart,
+                       values="values" in a.reads)  # fmt: skip
     if isinstance(stage, Preference):
         # As the stage decides it (`PreferenceDriver._ahead`): where log-probs are computed before the first step, no
         # second model is in memory later. Worlds of the library, which have no colon, and mixed data are endless; of an
@@ -233,11 +234,11 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
     if isinstance(stage, RewardModel):
         return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.judgement], head=False)
     if isinstance(stage, OnlinePreference):
-        held, learned = stage.algorithm.reads_reference and apart, 2 * stage.pairs / (stage.prompts * stage.samples)
-        sizes = replace(common, prompts=stage.prompts, siblings=stage.samples, learned=learned)
-        return replace(sizes, samples=True, reference=held)
+        held = stage.algorithm.reads_reference and apart
+        learned = 2 * stage.pairs / (stage.prompts * stage.samples)
+        return replace(common, prompts=stage.prompts, siblings=stage.samples, learned=learned, reference=held)
     if isinstance(stage, Rejection):
-        return replace(common, prompts=stage.prompts, siblings=stage.siblings, samples=True)
+        return replace(common, prompts=stage.prompts, siblings=stage.siblings)
     if isinstance(stage, Supervised):
         return replace(common, prompts=stage.batch)
     raise ConfigError(f"{stage.name}: a stage of kind {type(stage).__name__} is not planned; name another with --stage")
