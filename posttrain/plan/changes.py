@@ -95,7 +95,7 @@ def _setting(change: Saving) -> str:
 
 
 def largest(what: str, work: Work, memory: float, stage: str) -> Saving | None:
-    """The largest `what` ("model", "context", "siblings" or "batch") that fits into `memory` bytes; None: no size does."""
+    """The largest model, context, siblings or batch (`what`) that fits into `memory` bytes; None: no size does."""
     if what == "model":
         models = sorted(((shape_by_name(n), n) for n in MODELS), key=lambda x: -x[0].parameters)
         fitting = (Saving((f"model={n}",), "", replace(work, shape=s)) for s, n in models)
