@@ -22,6 +22,7 @@ from posttrain.core.gauge import Step, merge
 from posttrain.plan.machines import Hardware, machine
 from posttrain.plan.memory import Place, places
 from posttrain.plan.of_run.against import (
+    OWN,
     Compared,
     largest_step,
     memory_terms,
@@ -36,8 +37,6 @@ from posttrain.plan.work import Work, work_of
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError
 
-OWN = ("check", "book", "data")
-"""Roles of the record that no plan counts: the checks of a run, its record, and its reading of data."""
 FIRST = 5
 """Number of first steps by which a plan is calibrated."""
 OVER, SLOWER, STEPS = 1.1, 2.0, 10

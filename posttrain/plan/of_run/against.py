@@ -35,6 +35,8 @@ CLOCK: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """For each role of the record, the times of a plan that belong to it. The rollout contains the reward, because answers
 are judged while others are still sampled."""
+OWN = ("check", "book", "data")
+"""Roles of the record that no plan counts: the checks of a run, its record, and its reading of data."""
 
 
 @dataclass(frozen=True)
