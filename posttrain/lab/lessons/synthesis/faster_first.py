@@ -23,7 +23,7 @@ def word(name: str) -> str:
 
 def faster(now: Times, chosen: Collection[str], overlap: bool = False) -> float:
     """Seconds of a step with these optimisations. Factors of one role multiply: each is of what the others leave."""
-    shares = dict.fromkeys(ROLES, 1.0)
+    shares: dict[str, float] = dict.fromkeys(ROLES, 1.0)
     for name in chosen:
         shares[OPTIMISATIONS[name].role] *= OPTIMISATIONS[name].factor
     changed = replace(now, **{role: getattr(now, role) * share for role, share in shares.items()})
