@@ -22,7 +22,6 @@ from posttrain.core.gauge import Step, merge
 from posttrain.plan.machines import Hardware, machine
 from posttrain.plan.memory import Place, places
 from posttrain.plan.of_run.against import (
-    FIRST,
     OWN,
     Compared,
     largest_step,
@@ -38,6 +37,8 @@ from posttrain.plan.work import Work, work_of
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError
 
+FIRST = 5
+"""Number of first steps by which a plan is calibrated."""
 OVER, SLOWER, STEPS = 1.1, 2.0, 10
 """A note is given if memory is above `OVER` times its prediction, or if the median of `STEPS` steps takes more than
 `SLOWER` times its predicted time."""

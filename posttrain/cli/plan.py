@@ -214,7 +214,8 @@ def _machines(o: Namespace) -> None:
     other_words = [w for w in machine_word(o.overrides)[1] if w.partition("=")[0].removeprefix(own) not in chosen]
     text = (
         *found.notes,
-        f"{best.summary}; copies of the weights cut over {best.cut} devices, checkpointing {best.work.checkpointing}",
+        f"{best.summary}; copies of the weights cut over {best.work.cut} devices,"
+        f" checkpointing {best.work.checkpointing}",
         f"{work.prompts} prompts x {work.siblings}: {best.step:.3g} s a step, the bottleneck is {best.bottleneck};"
         f" {steps:,} steps take {days:.2g} days, {most:,} end in {o.days:g} day{'s' * (o.days != 1)}",
         f"  posttrain run {' '.join([o.recipe, *other_words])} {command}",
@@ -233,8 +234,9 @@ def _machines(o: Namespace) -> None:
 
 
 def _layout(x: MachineLayout, stage: str) -> dict[str, Any]:
-    return {"topology": x.topology, "engines": x.engines, "learners": x.learners, "workers": x.workers, "cut": x.cut,
-            "staleness": x.work.staleness, "checkpointing": x.work.checkpointing, "prompts": x.work.prompts,
+    w = x.work
+    return {"topology": x.topology, "engines": x.engines, "learners": x.learners, "workers": x.workers, "cut": w.cut,
+            "staleness": w.staleness, "checkpointing": w.checkpointing, "prompts": w.prompts,
             "seconds": x.step, "idle": x.idle, "bottleneck": x.bottleneck, "words": x.command_line(stage)}  # fmt: skip
 
 

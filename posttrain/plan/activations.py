@@ -22,8 +22,8 @@ def _widths(work: Work) -> tuple[int, int, int]:
     """(h, q, kv) of the model."""
     s, x = work.shape, work.shape.latent
     if x is not None:
-        # Multi-head latent attention unfolds keys and values of different widths. Callers count kv twice, once for keys
-        # and once for values, so the mean of both stands here.
+        # Multi-head latent attention unfolds keys and values of different widths. kv counts once for each of them, so
+        # the mean of both stands here.
         return s.hidden, s.heads * (x.plain + x.rope), s.heads * (x.plain + x.rope + x.value) // 2
     return s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim
 
@@ -35,10 +35,7 @@ def inner(work: Work) -> float:
 
 
 def _gates(work: Work) -> int:
-    """Vectors of width f that a compiled layer keeps: gate and up.
-
-    Their product is computed again in the backward pass. Where the down projection has an adapter it is kept too.
-    """
+    """Vectors of width f that a compiled layer keeps: gate and up, and their product beneath an adapter."""
     return 3 if work.adapter else 2
 
 
@@ -61,37 +58,23 @@ def layer(work: Work) -> float:
 def kept(work: Work) -> float:
     """Bytes of a token that all layers keep until the backward pass, under the stage's checkpointing."""
     h, q, kv = _widths(work)
-    match work.checkpointing:
-        case "none":
-            bytes_a_layer = layer(work)
-        case "selective":  # the layer's input and what the products made; on an accelerator attention too
-            gates = 2 if work.shape.form.gated else 1
-            # 3 h: the layer's input, and what the output and the down projection make. The activation of
-            # the gate is computed again.
-            bytes_a_layer = work.width * (3 * h + q + 2 * kv + gates * inner(work) + work.accelerator * q)
-        case "full":
-            bytes_a_layer = work.width * h
+    # "selective" keeps the layer's input and what the products made (3 h: the input, and what the output and the down
+    # projection make), on an accelerator also what attention made.
+    products = q + 2 * kv + (2 if work.shape.form.gated else 1) * inner(work) + work.accelerator * q
+    widths = {"selective": 3 * h + products, "full": h}
+    bytes_a_layer = layer(work) if work.checkpointing == "none" else work.width * widths[work.checkpointing]
     return bytes_a_layer * work.shape.layers
 
 
-def again(work: Work) -> float:
-    """Bytes of a token in the layer that the backward computes again."""
-    return 0 if work.checkpointing == "none" else layer(work)
-
-
 def backward(work: Work) -> float:
-    """Bytes of a token that the backward of a layer needs at once, beside what is kept.
-
-    They are the gradients of gate and up (2 f) less their product (f), which is no longer needed, and the gradient of
-    the hidden state (h).
-    """
+    """Bytes of a token that the backward of a layer needs at once, beside what is kept."""
+    # The gradients of gate and up (2 f) less their product (f), which is not needed then, and that of the hidden state.
     return work.width * (inner(work) + work.shape.hidden)
 
 
 def unread(work: Work) -> float:
     """Bytes that the last compiled layer does not keep of a token whose hidden state no loss reads."""
-    # Where no loss reads a position, the last layer needs only its keys and values there, so it keeps no input of the
-    # feed-forward part, no gate and no up.
+    # It needs only keys and values there, so it keeps no input of the feed-forward part, no gate and no up.
     return work.width * (2 * work.shape.hidden + _gates(work) * inner(work)) if work.fused else 0.0
 
 
@@ -108,10 +91,9 @@ def scoring(work: Work) -> float:
 
 def tile(work: Work) -> float:
     """Bytes that the head needs at once, for all tokens: two tiles of scores, and a block of the weight in float32."""
-    s, kind = work.shape, work.accelerator
-    ids = s.vocabulary
-    # As the head cuts its scores: all ids in one block where the vocabulary is small, else equal
-    # blocks of at most `most`.
+    s, kind, ids = work.shape, work.accelerator, work.shape.vocabulary
+    # As the head cuts its scores: all ids in one block where the vocabulary is small, else equal blocks of at most
+    # `most`.
     rows = max(CHUNK_ROWS, CHUNK_ELEMENTS[kind] // ids)
     if ids > CHUNK_IDS:
         rows, most = TILE[kind]
@@ -126,19 +108,15 @@ def tile(work: Work) -> float:
 
 
 def logits(work: Work) -> float:
-    """Bytes for drawing one token of each sequence that is decoded.
-
-    They are scores and log-probs. On an accelerator, where the draw is not compiled, also probabilities and their
-    float64 sums.
-    """
-    # 8 = 4 of scores and 4 of log-probs; 20 = these, 4 of probabilities and 8 of their sums.
+    """Bytes for drawing one token of each sequence that is decoded."""
+    # 8 = 4 of scores and 4 of log-probs. On an accelerator the draw is not compiled: also 4 of probabilities and 8 of
+    # their sums.
     return work.together * work.shape.vocabulary * (20 if work.accelerator else 8)
 
 
 def prefill(work: Work) -> float:
     """Bytes of one pass of the embedded engine over positions of prompts."""
     h, q, kv = _widths(work)
-    # A pass has at most `engine.budget` positions: those of the sequences that speak, and parts of prompts beside them.
-    # There are no more than the prompts, each once, and one token a sequence.
+    # At most `engine.budget` positions: a token of each sequence that speaks, and parts of prompts, each prompt once.
     positions = min(max(work.budget, work.together), work.prompts * work.lengths.prompt + work.together)
     return positions * work.width * (3 * h + 2 * (q + 2 * kv) + q + 3 * inner(work))

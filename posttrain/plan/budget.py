@@ -1,16 +1,9 @@
-"""What to make faster first: optimisations by role, and how much shorter each makes a step.
-
-An optimisation multiplies the time of one role. The factors are the usually quoted ones; none was measured here. How
-much a whole step gains depends on the share of the role in it.
-"""
+"""Optimisations by role. Each multiplies the time of one role by a usually quoted factor; none was measured here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-
-from posttrain.plan.throughput import ROLES, Times
-from posttrain.system.errors import ConfigError, nearest
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -39,37 +32,3 @@ OPTIMISATIONS: Mapping[str, Optimisation] = {
         Optimisation("reference pool", "reference", 0.0, "score on devices of its own, beside the rollout"),
     )
 }
-"""Overlap is no factor: `faster(..., overlap=True)` runs roles at once."""
-
-
-def faster(times: Times, chosen: Collection[str], overlap: bool = False) -> float:
-    """Seconds of a step with these optimisations.
-
-    >>> faster(Times(60, 10, 5, 20, 5), ["prefix"])
-    64.0
-
-    Raises:
-        ConfigError: there is no such optimisation.
-    """
-    shares: dict[str, float] = dict.fromkeys(ROLES, 1.0)
-    for name in chosen:
-        if name not in OPTIMISATIONS:
-            raise ConfigError(f"no optimisation {name!r} is known; {nearest(name, OPTIMISATIONS)}")
-        # Factors of one role multiply: each is of the time that the others leave.
-        shares[OPTIMISATIONS[name].role] *= OPTIMISATIONS[name].factor
-    changed = replace(times, **{role: getattr(times, role) * share for role, share in shares.items()})
-    return changed.step("asynchronous" if overlap else "colocated")
-
-
-def order(times: Times) -> list[tuple[str, float]]:
-    """The optimisations in the order in which to make them, with the seconds of a step after each.
-
-    Each one is the one that saves most after those before it.
-    """
-    chosen, out = list[str](), list[tuple[str, float]]()
-    while len(chosen) < len(OPTIMISATIONS):
-        # What is worth doing next depends on what was done: a role that became short is no longer the bottleneck.
-        best = min((n for n in OPTIMISATIONS if n not in chosen), key=lambda n: faster(times, [*chosen, n]))
-        chosen.append(best)
-        out.append((best, faster(times, chosen)))
-    return out

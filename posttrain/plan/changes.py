@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from posttrain.config.engines import GIB
 from posttrain.config.model_settings import Lora
@@ -22,7 +23,6 @@ class Saving:
     price: str
     """Cost of the change, in words."""
     work: Work
-    """The stage with the change."""
 
 
 def most(work: Work) -> float:
@@ -32,36 +32,35 @@ def most(work: Work) -> float:
 
 def changes(work: Work, stage: str) -> Iterator[Saving]:
     """Each change that applies, the cheapest first. The first ones change nothing of what is learned."""
+
+    def saving(price: str, *words: str, **changed: Any) -> Saving:
+        return Saving(words, price, replace(work, **changed))
+
     micro = work.micro_tokens
-    # A pass holds at least the longest sequence.
-    while micro // 2 >= max(512, work.longest):
+    while micro // 2 >= max(512, work.longest):  # a pass holds at least the longest sequence
         micro //= 2
-        price = "more and smaller passes; no result changes"
-        yield Saving((f"{stage}.micro_tokens={micro}",), price, replace(work, micro_tokens=micro))
+        yield saving("more and smaller passes; no result changes", f"{stage}.micro_tokens={micro}", micro_tokens=micro)
     if work.samples and work.cache > GIB:
         gib = round(work.cache / GIB / 4, 1)
         price = "fewer sequences at once where the cache is full"
-        yield Saving((f"engine.cache_gib={gib:g}",), price, replace(work, cache=gib * GIB))
+        yield saving(price, f"engine.cache_gib={gib:g}", cache=gib * GIB)
     # Only the embedded engine in the learner's process can sleep, and only while nobody asks it for samples ahead.
     if work.samples and not work.vllm and not work.engines and not work.staleness and not work.sleep:
-        yield Saving(("engine.sleep=true",), "the cache is made anew in every step", replace(work, sleep=True))
+        yield saving("the cache is made anew in every step", "engine.sleep=true", sleep=True)
     for how, price in (("selective", "about 1.04 of the learner's time"), ("full", "about 1.3 of the learner's time")):
         if work.checkpointing == "none" or (work.checkpointing, how) == ("selective", "full"):
-            words = (f"model.gradient_checkpointing={how}",)
-            yield Saving(words, price, replace(work, checkpointing=how))  # pyright: ignore[reportArgumentType]
+            yield saving(price, f"model.gradient_checkpointing={how}", checkpointing=how)
     if work.accelerator and not work.offload_optimizer:
         price = "16 bytes a parameter over the bus in each step"
-        yield Saving(("model.offload_optimizer=true",), price, replace(work, offload_optimizer=True))
+        yield saving(price, "model.offload_optimizer=true", offload_optimizer=True)
     if work.accelerator and work.width == 4:
-        yield Saving(("model.dtype=bfloat16",), "weights are rounded where they are computed", replace(work, width=2))
+        yield saving("weights are rounded where they are computed", "model.dtype=bfloat16", width=2)
     if work.optimizer == "adamw" and work.lora is None:
-        words = (f"{stage}.optimizer.kind=adamw8bit",)
-        yield Saving(words, "moments are rounded to 8 bits", replace(work, optimizer="adamw8bit"))
+        yield saving("moments are rounded to 8 bits", f"{stage}.optimizer.kind=adamw8bit", optimizer="adamw8bit")
     if work.lora is None and not work.values:
-        adapted = replace(work, lora=Lora(), reference=False)
-        yield Saving(("model.lora.rank=16",), "an adapter trains, not all weights", adapted)
-        quantised = replace(adapted, quantize="nf4")
-        yield Saving(("model.lora.rank=16", "model.quantize=nf4"), "frozen weights are rounded to 4 bits", quantised)
+        rank, adapted = "model.lora.rank=16", {"lora": Lora(), "reference": False}
+        yield saving("an adapter trains, not all weights", rank, **adapted)
+        yield saving("frozen weights are rounded to 4 bits", rank, "model.quantize=nf4", **adapted, quantize="nf4")
 
 
 def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Saving]:
@@ -69,8 +68,7 @@ def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Saving]
 
     They are up to `count` single changes or, where no single one is enough, one combination of several.
     """
-    single = [c for c in changes(work, stage) if most(c.work) <= memory][:count]
-    if single:
+    if single := [c for c in changes(work, stage) if most(c.work) <= memory][:count]:
         return single
     words, changed = list[str](), work
     # No single change is enough. Settings are gone through from the cheapest, and of each the last value that still
@@ -79,13 +77,10 @@ def fixes(work: Work, stage: str, memory: float, count: int = 3) -> list[Saving]
         lower = [c for c in changes(changed, stage) if _setting(c) == name and most(c.work) < most(changed)]
         if not lower:
             continue
-        last = lower[-1]
         # A word that sets the same key as an earlier one replaces it.
-        words, changed = (
-            [w for w in words if w.partition("=")[0] not in {x.partition("=")[0] for x in last.words}],
-            last.work,
-        )
-        words += last.words
+        keys = {x.partition("=")[0] for x in lower[-1].words}
+        words = [*(w for w in words if w.partition("=")[0] not in keys), *lower[-1].words]
+        changed = lower[-1].work
         if most(changed) <= memory:
             return [Saving(tuple(words), "together", changed)]
     return []
@@ -100,54 +95,37 @@ def _setting(change: Saving) -> str:
 
 
 def largest(what: str, work: Work, memory: float, stage: str) -> Saving | None:
-    """The largest size with which the stage fits into `memory` bytes on each place; None: not even the smallest does.
-
-    Args:
-        what: the size that is changed: "model", "context", "siblings" or "batch".
-
-    Raises:
-        ConfigError: `what` is none of these words.
-    """
+    """The largest model, context, siblings or batch (`what`) that fits into `memory` bytes; None: no size does."""
     if what == "model":
         models = sorted(((shape_by_name(n), n) for n in MODELS), key=lambda x: -x[0].parameters)
         fitting = (Saving((f"model={n}",), "", replace(work, shape=s)) for s, n in models)
         return next((c for c in fitting if most(c.work) <= memory), None)
-    # The groups of a step are cut into minibatches, so the batch is a multiple of their number.
-    size, cut = "prompts" if work.samples else "batch", work.minibatches
-    makers: dict[str, tuple[Callable[[int], tuple[str, ...]], Callable[[int], Work], int]] = {
-        "context": (lambda n: _context(work, stage, n), lambda n: _longer(work, n), 1 << 22),
-        "siblings": (lambda n: (f"{stage}.siblings={n}",), lambda n: replace(work, siblings=n), 1 << 16),
-        "batch": (lambda n: (f"{stage}.{size}={n * cut}",), lambda n: replace(work, prompts=n * cut), 1 << 16),
-    }
-    if what not in makers:
-        raise ConfigError(f"--fit {what}: {nearest(what, ['model', *makers])}")
-    words, work_with, top = makers[what]
+    if what not in ("context", "siblings", "batch"):
+        raise ConfigError(f"--fit {what}: {nearest(what, ['model', 'context', 'siblings', 'batch'])}")
     # Doubling until it no longer fits, then halving the interval: memory rises with each of these sizes.
     # `low` fits, `high` does not.
-    low, high = 0, 1
-    while high <= top and most(work_with(high)) <= memory:
+    low, high, top = 0, 1, 1 << 22 if what == "context" else 1 << 16
+    while high <= top and most(_sized(what, work, stage, high).work) <= memory:
         low, high = high, high * 2
     if low and high > top:
-        return Saving(
-            words(low), "and more: memory does not grow with it, since a step is cut into passes", work_with(low)
-        )
+        price = "and more: memory does not grow with it, since a step is cut into passes"
+        return replace(_sized(what, work, stage, low), price=price)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if most(work_with(middle)) <= memory else (low, middle)
-    return Saving(words(low), "", work_with(low)) if low else None
+        low, high = (middle, high) if most(_sized(what, work, stage, middle).work) <= memory else (low, middle)
+    return _sized(what, work, stage, low) if low else None
 
 
-def _context(work: Work, stage: str, answer: int) -> tuple[str, ...]:
-    """The overrides for answers of at most `answer` tokens."""
-    whole = (f"model.context={work.lengths.prompt + answer}",)
-    return (*whole, f"{stage}.sampling.max_tokens={answer}") if work.samples else whole
-
-
-def _longer(work: Work, answer: int) -> Work:
-    """The stage with answers of at most `answer` tokens.
-
-    Their mean length keeps its share of the longest. A pass can hold the longest sequence.
-    """
+def _sized(what: str, work: Work, stage: str, n: int) -> Saving:
+    """The stage with answers of at most `n` tokens, with `n` siblings, or with a batch of `n` times its minibatches."""
+    if what == "siblings":
+        return Saving((f"{stage}.siblings={n}",), "", replace(work, siblings=n))
+    if what == "batch":
+        prompts = n * work.minibatches
+        words = (f"{stage}.{'prompts' if work.samples else 'batch'}={prompts}",)
+        return Saving(words, "", replace(work, prompts=prompts))
     at = work.lengths
-    longer = replace(at, most=answer, mean=max(1.0, at.mean / at.most * answer))
-    return replace(work, lengths=longer, micro_tokens=max(work.micro_tokens, at.prompt + answer))
+    words = (f"model.context={at.prompt + n}", *((f"{stage}.sampling.max_tokens={n}",) if work.samples else ()))
+    # The mean length keeps its share of the longest, and a pass can hold the longest sequence.
+    longer = replace(at, most=n, mean=max(1.0, at.mean / at.most * n))
+    return Saving(words, "", replace(work, lengths=longer, micro_tokens=max(work.micro_tokens, at.prompt + n)))

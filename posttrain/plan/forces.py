@@ -72,14 +72,3 @@ MIDDLE = (
     "a verifier where there is one and a model elsewhere, GRPO with a clip, a KL anchor and 8 siblings, one machine"
     " that takes turns or engines apart with weights sent to them: R1, Tulu 3, Qwen"
 )
-
-
-def nearest_cell(signal: float, estimator: float, cost: float) -> Cell:
-    """The cell that lies nearest on the three axes, each from 0 to 1.
-
-    >>> nearest_cell(1, 1, 0.2).algorithm, nearest_cell(0, 0, 0).algorithm
-    ('grpo', 'dpo')
-    """
-    asked = (signal, estimator, cost)
-    # The nearest by Euclidean distance; the axes have one scale, so none weighs more.
-    return min(CELLS, key=lambda c: sum((a - b) ** 2 for a, b in zip(c.at, asked, strict=True)))

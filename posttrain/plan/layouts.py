@@ -1,14 +1,13 @@
 """Searches a layout for a model and its devices: which devices sample and which learn.
 
 A layout also says over how many devices one copy of the weights is cut, how far samples run ahead, and which role is
-the bottleneck. `largest_batch` also chooses the batch, for a number of days. The search tries a few dozen layouts with
-the memory and the times of a plan, so it makes the same assumptions. `other_assumptions` has the best layouts under
-others.
+the bottleneck. The search tries a few dozen layouts with the memory and the times of a plan, so it makes the same
+assumptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import get_args
@@ -40,44 +39,21 @@ DAY = 86_400.0
 
 
 @dataclass(frozen=True)
-class MachineLayout:
-    """One way to use all devices."""
+class MachineLayout(Throughput):
+    """One way to use all devices: a stage with the ranks, engines, slots and staleness of this layout."""
 
-    work: Work
-    """The stage with the ranks, engines, slots and staleness of this layout."""
-    machine: Hardware
-    topology: Topology
-    engines: int
-    """Devices that sample."""
-    learners: int
-    """Devices that learn. Where roles take turns, `engines` and `learners` are both all devices."""
-    workers: int
+    workers: int = 1
     """Devices of one engine."""
-    assumed: Assumed
-
-    @property
-    def cut(self) -> int:
-        """Devices over which one copy of the learner's weights is cut."""
-        return self.work.ranks // self.work.replicas
-
-    @cached_property
-    def timed(self) -> Throughput:
-        return Throughput(self.work, self.machine, self.topology, self.engines, self.learners, self.assumed)
 
     @cached_property
     def times(self) -> Times:
         """Seconds of the five roles in one step. With K steps ahead a free slot begins a later answer: the tail is
         shared by K + 1 steps."""
-        t, ahead = self.timed.times, self.work.staleness
+        t, ahead = super().times, self.work.staleness
         # The tail is what decoding takes beyond answers of equal length. `rollout` is decoding divided by the share
         # that the filter keeps, times a measured factor, so the tail is scaled alike.
-        tail = (self.timed.decode - self.timed.flat) / self.assumed.kept * self.assumed.factors.get("rollout", 1.0)
+        tail = (self.decode - self.flat) / self.assumed.kept * self.assumed.factors.get("rollout", 1.0)
         return replace(t, rollout=t.rollout - max(0.0, tail) * ahead / (ahead + 1))
-
-    @property
-    def step(self) -> float:
-        """Seconds of a step."""
-        return self.times.step(self.topology)
 
     @property
     def idle(self) -> float:
@@ -89,9 +65,8 @@ class MachineLayout:
     @property
     def bottleneck(self) -> str:
         """The role that a step waits for: the longest one. Where two sides work at once, the longest of the longer side
-        and of the sync."""
+        and of the sync, which comes after both."""
         t = self.times
-        # Both sides work at once, so only the longer one can be the bottleneck. The sync comes after both.
         if self.topology != "asynchronous":
             return t.slowest
         side = ("learn", "reference") if t.rollout + t.reward < t.reference + t.learn else ("rollout", "reward")
@@ -107,17 +82,13 @@ class MachineLayout:
 
     def command_line(self, stage: str) -> str:
         """Overrides and options of `posttrain run` for the stage of this name."""
-        count = self.engines // self.workers
+        w, count = self.work, self.engines // self.workers
         placement = f"placement=processes placement.engines={count} " if self.topology != "colocated" else ""
-        replicas = f" --replicas {self.work.replicas}" if self.work.replicas > 1 else ""
-        checkpointing = (
-            "" if self.work.checkpointing == "none" else f" model.gradient_checkpointing={self.work.checkpointing}"
-        )
-        return (
-            f"{placement}engine=vllm engine.workers={self.workers} {stage}.prompts={self.work.prompts}"
-            f" {stage}.micro_tokens={self.work.micro_tokens} {stage}.staleness={self.work.staleness}{checkpointing}"
-            f" --nproc {self.learners}{replicas}"
-        )
+        engine = f"{placement}engine=vllm engine.workers={self.workers}"
+        sizes = f"{stage}.prompts={w.prompts} {stage}.micro_tokens={w.micro_tokens} {stage}.staleness={w.staleness}"
+        again = "" if w.checkpointing == "none" else f" model.gradient_checkpointing={w.checkpointing}"
+        replicas = f" --replicas {w.replicas}" if w.replicas > 1 else ""
+        return f"{engine} {sizes}{again} --nproc {self.learners}{replicas}"
 
 
 def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iterator[MachineLayout]:
@@ -125,27 +96,22 @@ def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iter
     count = machine.count
     # Colocated: all devices sample, then all learn.
     yield from _of(work, machine, assumed, count, count)
-    for engines in dict.fromkeys(_rounded(count * share) for share in SHARES):
+    # From 8 devices on they are whole machines of 8.
+    devices = (count * share for share in SHARES)
+    for engines in dict.fromkeys(round(n / 8) * 8 if n >= 8 else round(n) for n in devices):
         if 0 < engines < count:
             yield from _of(work, machine, assumed, engines, count - engines)
 
 
-def _rounded(devices: float) -> int:
-    """The nearest number of devices; from 8 devices on a number of whole machines of 8."""
-    return round(devices / 8) * 8 if devices >= 8 else round(devices)
-
-
 def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[MachineLayout]:
-    """The layouts with this number of devices for engines and for learners. If both are all devices, roles take
-    turns."""
+    """The layouts with these numbers of devices. If both are all devices, roles take turns."""
     # On shared devices learner and engine divide the memory: the learner may take what the engine's weights and its
     # smallest cache leave, and the cache then gets the rest. Slots follow from the cache.
     memory, shared = USABLE * machine.device.memory, engines == learners == machine.count
     for workers in (w for w in WORKERS if engines % w == 0):
         weights = work.shape.parameters * work.width / workers
-        for with_learner, learner_bytes in _learner_fits(
-            work, learners, memory - (weights + ROOM * memory if shared else 0.0)
-        ):
+        room = memory - (weights + ROOM * memory if shared else 0.0)
+        for with_learner, learner_bytes in _learner_fits(work, learners, room):
             for_cache = memory - weights - (learner_bytes if shared else 0.0)
             if for_cache < ROOM * memory:
                 continue
@@ -153,27 +119,19 @@ def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners:
             bytes_a_sequence = work.shape.cache_bytes(2) * (work.lengths.prompt + work.lengths.answer)
             slots = max(1, min(work.slots, int(for_cache * workers / bytes_a_sequence)))
             fitting = replace(with_learner, engines=engines // workers, slots=slots, cache=for_cache * workers)
-            if shared:
-                yield MachineLayout(fitting, machine, "colocated", engines, learners, workers, assumed)
-                continue
-            for ahead in AHEAD:
-                topology: Topology = "asynchronous" if ahead else "disaggregated"
-                yield MachineLayout(
-                    replace(fitting, staleness=ahead), machine, topology, engines, learners, workers, assumed
-                )
+            for ahead in (0,) if shared else AHEAD:
+                topology: Topology = "colocated" if shared else "asynchronous" if ahead else "disaggregated"
+                placed = replace(fitting, staleness=ahead)
+                yield MachineLayout(placed, machine, topology, engines, learners, assumed, workers)
 
 
 def _learner_fits(work: Work, learners: int, room: float) -> Iterator[tuple[Work, float]]:
-    """(the stage, bytes of a learner's device) for each way of checkpointing with which a learner fits.
+    """(the stage, bytes of a learner's device) for each way of checkpointing with which a learner fits into `room`.
 
-    One copy of the weights is cut over the fewest devices with which it fits. Each way is tried because the more is
-    computed again, the larger a pass may be, and the less often the weights are brought together.
-
-    Args:
-        room: bytes that the learner may take of a device.
+    One copy of the weights is cut over the fewest devices with which it fits, since fewer ranks have less to bring
+    together. Each way is tried because the more is computed again, the larger a pass may be, and the less often the
+    weights are brought together.
     """
-    # The fewest devices a copy come first, since fewer ranks have less to bring together. Once one number of devices
-    # fits, larger ones are not tried.
     for cut in (c for c in CUTS if learners % c == 0):
         fits = False
         for how in get_args(Checkpointing):
@@ -202,15 +160,11 @@ def _peak_bytes(work: Work) -> float:
 
 
 def best_layout(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> MachineLayout:
-    """The layout with the shortest step.
+    """The layout with the shortest step; ConfigError where none fits.
 
-    A larger K (steps that samples run ahead) is taken only if it shortens the step clearly (`GAIN`).
-
-    Raises:
-        ConfigError: none fits.
+    A larger K (steps that samples run ahead) is taken only if it shortens the step clearly (`GAIN`), because older
+    samples cost quality that no plan counts.
     """
-    # By K, the smallest first. Within one K the shortest step wins; a larger K has to bring more than the margin,
-    # because older samples cost quality that no plan counts.
     by_staleness = sorted(layouts(work, machine, assumed), key=lambda x: x.work.staleness)
     if not by_staleness:
         raise ConfigError(
@@ -251,21 +205,21 @@ def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, d
 def other_assumptions(work: Work, machine: Hardware, assumed: Assumed) -> Sequence[tuple[str, MachineLayout | None]]:
     """The best layout under each of some other assumptions, with a name for the assumption; None where nothing fits."""
     at = work.lengths
-    changed: list[tuple[str, Callable[[], tuple[Work, Hardware, Assumed]]]] = [
-        ("answers twice as long", lambda: (
-            replace(work, lengths=replace(at, mean=2 * at.mean, most=2 * at.most)), machine, assumed)),
-        ("all answers as long as the mean", lambda: (replace(work, lengths=replace(at, cv=0.0)), machine, assumed)),
-        ("a filter keeps half of the groups", lambda: (work, machine, replace(assumed, kept=0.5))),
-        ("30 % of the peak arithmetic", lambda: (work, replace(machine, compute=0.3), assumed)),
-        ("50 % of the peak bandwidth", lambda: (work, replace(machine, reading=0.5), assumed)),
-        ("a network of a quarter", lambda: (work, replace(machine, network=machine.network / 4), assumed)),
-        ("twice the batch", lambda: (replace(work, prompts=2 * work.prompts), machine, assumed)),
-        ("half of the devices", lambda: (work, replace(machine, count=max(1, machine.count // 2)), assumed)),
-    ]  # fmt: skip
+    twice = replace(at, mean=2 * at.mean, most=2 * at.most)
+    changed = {
+        "answers twice as long": (replace(work, lengths=twice), machine, assumed),
+        "all answers as long as the mean": (replace(work, lengths=replace(at, cv=0.0)), machine, assumed),
+        "a filter keeps half of the groups": (work, machine, replace(assumed, kept=0.5)),
+        "30 % of the peak arithmetic": (work, replace(machine, compute=0.3), assumed),
+        "50 % of the peak bandwidth": (work, replace(machine, reading=0.5), assumed),
+        "a network of a quarter": (work, replace(machine, network=machine.network / 4), assumed),
+        "twice the batch": (replace(work, prompts=2 * work.prompts), machine, assumed),
+        "half of the devices": (work, replace(machine, count=max(1, machine.count // 2)), assumed),
+    }
     out: list[tuple[str, MachineLayout | None]] = []
-    for name, make in changed:
+    for name, given in changed.items():
         try:
-            out.append((name, best_layout(*make())))
+            out.append((name, best_layout(*given)))
         except ConfigError:
             out.append((name, None))
     return out

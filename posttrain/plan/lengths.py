@@ -47,10 +47,7 @@ class Lengths:
         return min(self.mean * math.exp(z * math.sqrt(variance) - variance / 2), self.most)
 
     def longest(self, count: int) -> float:
-        """The expected length of the longest of `count` answers.
-
-        The largest of n uniform random numbers is distributed as u ** (1 / n), with one uniform number u.
-        """
+        """The expected length of the longest of `count` answers."""
         if not self.cv or count < 1:
             return min(self.mean, self.most)
         if count == 1:
@@ -66,18 +63,11 @@ class Lengths:
         # is simpler. At 0 and 1 a quantile does not exist.
         return math.fsum(self.quantile((i + 0.5) / POINTS) for i in range(POINTS)) / POINTS
 
-    @property
-    def spread(self) -> float:
-        """Standard deviation of the lengths of answers after they are cut, as a share of their mean."""
-        if not self.cv:
-            return 0.0
-        square = math.fsum(self.quantile((i + 0.5) / POINTS) ** 2 for i in range(POINTS)) / POINTS
-        return math.sqrt(max(0.0, square - self.answer**2)) / self.answer
-
 
 @lru_cache(maxsize=4096)
 def _longest(lengths: Lengths, count: int) -> float:
     """`Lengths.longest` for answers of different lengths."""
-    # For many answers u^(1/n) rounds to 1, where the quantile is infinite.
+    # The largest of n uniform random numbers is distributed as u^(1/n), with one uniform number u. For many answers it
+    # rounds to 1, where the quantile is infinite.
     at = ((i + 0.5) / POINTS for i in range(POINTS))
     return math.fsum(lengths.quantile(min(u ** (1 / count), 1 - 1e-12)) for u in at) / POINTS

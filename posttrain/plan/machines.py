@@ -99,11 +99,7 @@ class Hardware:
 
 
 def device(name: str) -> Device:
-    """A device of the table; capital letters do not matter.
-
-    Raises:
-        ConfigError: the table has no such device.
-    """
+    """A device of the table, whatever its capital letters; ConfigError suggests the nearest name."""
     found = {n.lower(): d for n, d in DEVICES.items()}.get(name.lower())
     if found is None:
         raise ConfigError(f"no device {name!r} is known; {nearest(name, DEVICES)}")
@@ -119,9 +115,6 @@ def machine(word: str) -> Hardware:
 
     >>> machine("8xh100").count, machine("8xh100").device.memory
     (8, 80000000000.0)
-
-    Raises:
-        ConfigError: there is no such device or file, or a number is wrong.
     """
     if word.endswith(".toml"):
         return read_machine(Path(word).expanduser())
@@ -132,14 +125,14 @@ def machine(word: str) -> Hardware:
     return Hardware(word, device(counted[2]), int(counted[1] or 1))
 
 
+TYPES: Mapping[str, tuple[type, ...]] = {"device": (str,), "source": (str,), "accelerator": (bool,), "count": (int,)}
+"""Types of the fields of a file; those of the other fields are numbers."""
 OF_DEVICE = tuple(f.name for f in fields(Device))
 OF_MACHINE = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "device", "why"))
 
 
 def read_machine(path: Path) -> Hardware:
-    """The hardware that a TOML file describes.
-
-    The file has `device = "H100"`, or the device's memory, flops and bandwidth; and any field of `Hardware`.
+    """The hardware of a TOML file with `device = "H100"`, or memory, flops and bandwidth; and any field of `Hardware`.
 
     Raises:
         ConfigError: the file cannot be read, or says something else.
@@ -151,23 +144,15 @@ def read_machine(path: Path) -> Hardware:
     known = ("device", *OF_DEVICE, *OF_MACHINE)
     if strange := [k for k in settings if k not in known]:
         raise ConfigError(f"{path}: {strange[0]!r} is no field of a machine; {nearest(strange[0], known)}")
-    # A truth value is an int in Python, so `count = true` would pass the first condition.
-    if wrong := [
-        k for k, v in settings.items() if not isinstance(v, _type(k)) or isinstance(v, bool) != (k == "accelerator")
-    ]:
-        raise ConfigError(f"{path}: {wrong[0]}={settings[wrong[0]]!r} is not a {_type(wrong[0])[0].__name__}")
-    base = device(settings["device"]) if "device" in settings else None
-    of_device = {k: settings[k] for k in OF_DEVICE if k in settings}
-    if base is None and (missing := [k for k in ("memory", "flops", "bandwidth") if k not in of_device]):
-        raise ConfigError(f"{path}: {missing[0]} is missing; give it, or device= with a name such as H100")
+    for name, value in settings.items():
+        types = TYPES.get(name, (float, int))
+        # A truth value is an int in Python, so `count = true` would pass the first condition.
+        if not isinstance(value, types) or isinstance(value, bool) != (name == "accelerator"):
+            raise ConfigError(f"{path}: {name}={value!r} is not a {types[0].__name__}")
     # Fields of the file replace those of the device that it names.
-    values = {"source": str(path)} if base is None else {k: getattr(base, k) for k in OF_DEVICE}
+    named = vars(device(settings["device"])) if "device" in settings else {"source": str(path)}
+    values = {**named, **{k: settings[k] for k in OF_DEVICE if k in settings}}
+    if missing := [k for k in ("memory", "flops", "bandwidth") if k not in values]:
+        raise ConfigError(f"{path}: {missing[0]} is missing; give it, or device= with a name such as H100")
     more = {k: settings[k] for k in OF_MACHINE if k in settings}
-    return Hardware(path.stem, Device(**{**values, **of_device}), **more, why=f"shares of the peaks: {path} or assumed")
-
-
-def _type(name: str) -> tuple[type, ...]:
-    """The types that a field of the file may have."""
-    if name in ("device", "source"):
-        return (str,)
-    return (bool,) if name == "accelerator" else (int,) if name == "count" else (float, int)
+    return Hardware(path.stem, Device(**values), **more, why=f"shares of the peaks: {path} or assumed")

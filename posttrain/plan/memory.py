@@ -15,8 +15,8 @@ Letters: P parameters, T those that train, V x h the embedding, N tokens of a pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -24,25 +24,19 @@ from posttrain.plan import activations
 from posttrain.plan.work import FUSED, QUANTISED, Work
 
 Instant = Literal[
-    "first scoring",
-    "first update",
-    "rollout",
-    "scoring",
-    "forward",
-    "backward",
-    "gradients",
-    "update",
-    "sync",
+    "first scoring", "first update", "rollout", "scoring", "forward", "backward", "gradients", "update", "sync"
 ]
 """first scoring, first update: the checks of a run in its first step. forward: the end of a forward pass. backward: the
 beginning of a backward pass. gradients: the end of the last backward pass."""
 INSTANTS: tuple[Instant, ...] = get_args(Instant)
-ONCE: tuple[Instant, ...] = ("first scoring", "first update")
-EVERY: tuple[Instant, ...] = tuple(i for i in INSTANTS if i not in ONCE)
+ONCE, EVERY = INSTANTS[:2], INSTANTS[2:]
+"""The instants of the first step alone, and those of every step."""
 MOVED: tuple[Instant, ...] = ("first update", *EVERY)
 """The instants at which the optimizer has its state."""
 FIRST: tuple[Instant, ...] = ("first scoring", "forward", "backward", "gradients", "first update")
 """The instants of the first step, in their order."""
+KEPT: tuple[Instant, ...] = ("forward", "backward")
+"""The instants at which what a pass keeps for its backward is in memory."""
 SMALL = 32 << 20
 """Blocks of fewer bytes are kept by glibc when they are freed."""
 BETWEEN = {"none": 1.15, "selective": 1.6, "full": 1.85}
@@ -56,10 +50,10 @@ which prove no shared beginnings, SAMPLING_RANKS), HEADLESS for a reward model, 
 LIBRARIES = 35 << 20
 """Bytes that oneDNN, torch and the tokenizer keep for themselves once a run has worked with its sizes. Measured."""
 STATE = {
-    "adamw": (8.0, "{} T: two moments in float32"),
-    "adamw8bit": (2.1, "{} T: two moments in 8 bits"),
-    "muon": (4.4, "{} T: momentum of matrices, two moments of the rest"),
-    "sgd": (4.0, "{} T: momentum"),
+    "adamw": (8.0, "{:g} T: two moments in float32"),
+    "adamw8bit": (2.1, "{:g} T: two moments in 8 bits"),
+    "muon": (4.4, "{:g} T: momentum of matrices, two moments of the rest"),
+    "sgd": (4.0, "{:g} T: momentum"),
 }
 """For each optimizer: bytes of its state for each number that trains, and the formula in words."""
 WORTH = 1 << 22
@@ -85,11 +79,6 @@ class Term:
     small: float = 0.0
     """Bytes of it that lie in blocks which glibc keeps."""
 
-    @property
-    def lasts(self) -> bool:
-        """True where the term is in memory through every step."""
-        return set(EVERY) <= set(self.instants)
-
 
 @dataclass(frozen=True)
 class Place:
@@ -109,7 +98,7 @@ class Place:
         """Bytes that the allocator holds beyond what is in use."""
         # torch's allocator has its own blocks: what lasts was allocated once, and what comes and goes leaves gaps.
         if self.accelerator:
-            return RESERVED * sum(t.bytes for t in self.held(at) if not t.lasts)
+            return RESERVED * sum(t.bytes for t in self.held(at) if not set(EVERY) <= set(t.instants))
         # An instant of the first step knows only the instants before it in that step. Later ones know all: what was in
         # use at any of them stays resident.
         if at in ONCE:
@@ -119,8 +108,7 @@ class Place:
         return self.between * max(self._small(i) for i in INSTANTS) - self._small(at)
 
     def _small(self, at: Instant, first: bool = False) -> float:
-        """Bytes in small blocks; `first`: in the first step, before the optimizer has its state."""
-        # Forward and backward of the first step come before the first update, so the optimizer has no state yet.
+        """Bytes in small blocks; `first`: in the first step, whose passes come before the optimizer has its state."""
         terms = (t for t in self.held(at) if not (first and at in EVERY and t.instants == MOVED))
         return sum(t.small for t in terms)
 
@@ -141,21 +129,14 @@ class Place:
 
 def places(work: Work) -> tuple[Place, ...]:
     """The learner's process, and that of each engine where engines have processes of their own."""
-    own_process = work.engines > 0 and work.samples
-    # An engine in the learner's process adds its terms to that place. One of its own is a place of its own, and the
-    # learner's does not grow by it.
-    in_learner = () if own_process else tuple(_engine(work))
-    lower_bounds = (
-        (SEVERAL, work.passes > 1),
-        (SAMPLING if work.ranks == 1 else SAMPLING_RANKS, work.samples),
-        (HEADLESS, not work.head),
-        (ADAPTED, work.adapter > 0),
-    )
-    between = max(BETWEEN[work.checkpointing], *(factor for factor, applies in lower_bounds if applies), 1.0)
-    name = "learner" if own_process else "learner and engine"
-    learner = Place(name, (*_learner(work), *in_learner), work.accelerator, between)
-    engine = Place("each engine", tuple(_engine(work)), work.accelerator, BETWEEN["none"])
-    return (learner, engine) if own_process else (learner,)
+    sampling = SAMPLING if work.ranks == 1 else SAMPLING_RANKS
+    least = max(SEVERAL * (work.passes > 1), sampling * work.samples)
+    between = max(BETWEEN[work.checkpointing], least, HEADLESS * (not work.head), ADAPTED * (work.adapter > 0))
+    learner, engine = tuple(_learner(work)), tuple(_engine(work))
+    if not (work.engines and work.samples):
+        return (Place("learner and engine", (*learner, *engine), work.accelerator, between),)
+    each = Place("each engine", engine, work.accelerator, BETWEEN["none"])
+    return (Place("learner", learner, work.accelerator, between), each)
 
 
 # --- the learner ------------------------------------------------------------------------------------------------------
@@ -165,70 +146,62 @@ def _learner(work: Work) -> Iterator[Term]:
     """Yields the terms of the learner's process, an engine in it left out."""
     yield from _weights(work)
     yield from _training(work)
+    yield from _proofs(work)
     yield from _passes(work)
     if work.reference:
-        yield _of_tensors(work, "reference", work.width, "{} P: a frozen copy", divided=True)
-    if work.judges:
-        yield Term("reward models", work.judges, "as they are stored")
-    # On an accelerator these weights lie in the host's memory, which is not planned here.
-    if work.engines and work.samples and not work.accelerator:
+        yield _of_tensors(work, "reference", work.width, "{:g} P: a frozen copy")
+    if work.accelerator:  # what is on its way to engines lies in the host's memory, which is not planned here
+        return
+    whole, largest = (n * work.width for n in (work.shape.parameters, work.shape.vocabulary * work.shape.hidden))
+    if work.engines and work.samples:
         # `placement.delta` keeps what was sent last, to compare with.
         copies = 1 + work.delta
-        sent = work.shape.parameters * work.width * copies
-        yield Term("weights on their way", sent, f"{copies * work.width} P: a block that engines read", ("sync",))
-    # Rank 0 brings the parts of all ranks together in buckets, and joins the largest weight from its parts. That is in
-    # the host's memory too (`engine.parallel.gather`).
-    if _cut(work) > 1 and work.samples and not work.accelerator:
-        whole, largest = (n * work.width for n in (work.shape.parameters, work.shape.vocabulary * work.shape.hidden))
-        received = min(whole, max(largest, BUCKET)) * (1 + 1 / _cut(work)) + largest
+        formula = f"{copies * work.width} P: a block that engines read"
+        yield Term("weights on their way", whole * copies, formula, ("sync",))
+    # Rank 0 brings the parts of all ranks together in buckets, and joins the largest weight from its parts
+    # (`engine.parallel.gather`).
+    if work.cut > 1 and work.samples:
+        received = min(whole, max(largest, BUCKET)) * (1 + 1 / work.cut) + largest
         yield Term("weights of all ranks on their way", received, "a bucket of all, and the largest weight", ("sync",))
-    if not work.accelerator:
-        yield Term("libraries", LIBRARIES, "measured; kernels by shape", small=float(LIBRARIES))
+    yield Term("libraries", LIBRARIES, "measured; kernels by shape", small=float(LIBRARIES))
 
 
 def _weights(work: Work) -> Iterator[Term]:
-    """Yields the terms of the learner's weights.
-
-    A file of weights is mapped, and the parts of it that were read stay in memory.
-    """
-    p, a = work.shape.parameters, work.width
+    """Yields the terms of the learner's weights: of a mapped file the parts that were read stay in memory."""
+    s, p, a = work.shape, work.shape.parameters, work.width
     # Only the linear layers of the decoder are held in few bits: embedding, norms and head are as they were loaded.
     if work.quantize is not None:
         bits = QUANTISED[work.quantize]
         quantised = work.in_linear * bits + (p - work.in_linear) * a
-        yield Term("weights", quantised / _cut(work), f"{bits:g} bytes of a linear layer's numbers, {a} of the others")
-    elif _rows(work) and a < 4 and not work.adapter:
+        yield Term("weights", quantised / work.cut, f"{bits:g} bytes of a linear layer's numbers, {a} of the others")
+    elif work.cut_in_rows and a < 4 and not work.adapter:
         yield Term("weights", p * 4 * _share(work), f"4 P: float32, rounded where they are computed with{_over(work)}")
     else:
         yield Term("weights", p * a * _share(work), f"{a} P{_over(work)}")
-    if _rows(work):
-        s = work.shape
+    if work.cut_in_rows:
         # Ranks that hold rows bring together what they compute with: embedding and head, and one layer at a time.
-        whole = (s.parts["embedding"] + s.parts.get("head", 0) + (s.parameters - s.parts["embedding"]) / s.layers) * a
-        passes: tuple[Instant, ...] = ("scoring", "forward", "backward", "gradients")
-        yield Term("weights brought together", whole, "embedding, head, one layer", passes)
+        ends = s.parts["embedding"] + s.parts.get("head", 0)
+        whole = (ends + (p - s.parts["embedding"]) / s.layers) * a
+        yield Term("weights brought together", whole, "embedding, head, one layer", ("scoring", *KEPT, "gradients"))
         if not work.adapter:
-            sent = float((a + 4) * (s.parts["embedding"] + s.parts.get("head", 0)))
             formula = f"{a + 4} V h: a whole one, and the copy that is sent"
-            yield Term("gradients on their way", sent, formula, ("gradients",))
+            yield Term("gradients on their way", float((a + 4) * ends), formula, ("gradients",))
     if work.adapter:
-        yield Term("adapter", 4.0 * work.adapter / _cut(work), "4 T", small=4.0 * work.adapter)
-    elif a < 4 and not _rows(work):
-        yield _of_tensors(work, "float32 copies", 4, "{} T: what the optimizer moves", divided=True)
+        yield Term("adapter", 4.0 * work.adapter / work.cut, "4 T", small=4.0 * work.adapter)
+    elif a < 4 and not work.cut_in_rows:
+        yield _of_tensors(work, "float32 copies", 4, "{:g} T: what the optimizer moves")
 
 
 def _training(work: Work) -> Iterator[Term]:
-    """Yields the terms of gradients, of the optimizer, and of the checks of the first step."""
-    narrow = work.width < 4 and not work.adapter and not _rows(work)
-    several = work.passes > 1
+    """Yields the terms of gradients and of the optimizer."""
     # Gradients are summed in float32 over the passes of a step. With one pass they are there from its end on; with
     # several those of earlier passes lie beside the next forward. Where weights have 2 bytes, a pass makes gradients of
     # 2 bytes that are then added.
-    yield _trained(work, "gradients", 4, "{} T", ("first update", "gradients", "update"))
-    if several:
-        yield _trained(work, "gradients of earlier passes", 4, "{} T", ("forward", "backward"))
-    if narrow:
-        yield _trained(work, "gradients before they are summed", work.width, "{} T", ("gradients",))
+    yield _trained(work, "gradients", 4, "{:g} T", ("first update", "gradients", "update"))
+    if work.passes > 1:
+        yield _trained(work, "gradients of earlier passes", 4, "{:g} T", KEPT)
+    if work.width < 4 and not work.adapter and not work.cut_in_rows:
+        yield _trained(work, "gradients before they are summed", work.width, "{:g} T", ("gradients",))
     bytes_each, formula = STATE[work.optimizer]
     if work.offload_optimizer:
         # A tensor is never cut, so one that is larger than a group is a group of its own.
@@ -238,8 +211,7 @@ def _training(work: Work) -> Iterator[Term]:
     else:
         yield _trained(work, "optimizer state", bytes_each, formula, MOVED)
     if work.ema:
-        yield _trained(work, "average of the weights", 4, "{} T", INSTANTS)
-    yield from _proofs(work)
+        yield _trained(work, "average of the weights", 4, "{:g} T", INSTANTS)
 
 
 def _proofs(work: Work) -> Iterator[Term]:
@@ -249,7 +221,7 @@ def _proofs(work: Work) -> Iterator[Term]:
     copy. The other shows that shared beginnings change nothing.
     """
     # An adapter has many small matrices; 64 equal ones stand for them.
-    moved = [(work.adapter // 64, 64)] if work.adapter else [*tensors(work)]
+    moved = [(work.adapter // 64, 64)] if work.adapter else tensors(work)
     sizes = sorted(size * _share(work) for size, count in moved for _ in range(int(count)))
     # The smallest first, as long as their sum is within the limit: as the check chooses them.
     checked = sum(size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= IN_FULL)
@@ -257,40 +229,35 @@ def _proofs(work: Work) -> Iterator[Term]:
     if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1 and not work.adapter:
         both = work.width * (2 * work.shape.parameters + work.shape.vocabulary * work.shape.hidden)
         formula = f"{2 * work.width} P + {work.width} V h: two gradients, and a difference"
-        yield Term("proof of shared beginnings", both, formula, ONCE[:1])
+        yield Term("proof of shared beginnings", both, formula, ("first scoring",))
 
 
 def _passes(work: Work) -> Iterator[Term]:
     """Yields the terms of forward and backward passes."""
-    n, n_text = work.tokens, f"N = {work.tokens:,.0f}"
-    share = _heads(work)
+    n, n_text, hidden = work.tokens, f"N = {work.tokens:,.0f}", work.shape.hidden
+    # The share of a layer's activations that a rank keeps. Tensor parallelism cuts about half of them.
+    share = 1.0 if work.parallel != "tensor" or work.ranks == 1 else 0.5 + 0.5 / work.cut
     if not work.offload_activations:
         bytes_each = activations.kept(work) * share
-        unread = (n - work.spoken) * activations.unread(work)
-        yield _small(
-            "activations", n * bytes_each - unread, f"{bytes_each:,.0f} bytes x {n_text}", ("forward", "backward")
-        )
+        layers = n * bytes_each - (n - work.spoken) * activations.unread(work)
+        yield _small("activations", layers, f"{bytes_each:,.0f} bytes x {n_text}", KEPT)
         # Of the tokens that are learned from, also the hidden states as float32 for the head, and their gradient.
-        outside = n * activations.ends(work) + 2 * work.spoken * 4 * work.shape.hidden
-        yield _small(
-            "hidden states outside the layers", outside, "first, last, and for the head", ("forward", "backward")
-        )
-    layer_bytes = n * max(
-        activations.layer(work) * share if work.checkpointing == "none" else 0, activations.again(work) * share
-    )
-    in_backward = n * activations.backward(work)
+        outside = n * activations.ends(work) + 2 * work.spoken * 4 * hidden
+        yield _small("hidden states outside the layers", outside, "first, last, and for the head", KEPT)
+    one_layer, formula = n * (activations.layer(work) * share), f"one layer x {n_text}"
     if work.checkpointing != "none":
-        yield _small("layer that is computed again", layer_bytes, f"one layer x {n_text}", ("backward", "gradients"))
+        yield _small("layer that is computed again", one_layer, formula, ("backward", "gradients"))
     else:
-        yield _small("last layer of the backward", layer_bytes, f"one layer x {n_text}", ("gradients",))
+        yield _small("last layer of the backward", one_layer, formula, ("gradients",))
+    in_backward = n * activations.backward(work)
     yield _small("gradients of activations", in_backward, f"2 f + 2 h numbers x {n_text}", ("backward", "gradients"))
     step = min(activations.SCORE_TOKENS, work.minibatch * work.minibatches)
     if work.samples:
         yield _small("pass without gradient", step * activations.scoring(work), f"{step:,.0f} tokens", ("scoring",))
     if work.head:
-        yield _small("head's tiles", activations.tile(work), "scores of a tile", ("scoring", "forward", "backward"))
+        yield _small("head's tiles", activations.tile(work), "scores of a tile", ("scoring", *KEPT))
         if not work.adapter:
-            made = float(work.shape.vocabulary * work.shape.hidden * work.width)
+            made = float(work.shape.vocabulary * hidden * work.width)
             # In a single pass it becomes the gradient of the weight itself, which `gradients` counts; with
             # several it is added to that one.
             later: tuple[Instant, ...] = ("backward",) if work.passes == 1 else ("backward", "gradients")
@@ -304,38 +271,32 @@ def _engine(work: Work) -> Iterator[Term]:
     """Yields the terms of one engine."""
     # In the same process learner and engine read the same frozen weights. The engine has an adapter of its own, since
     # the learner's changes before the engine is given it.
-    shared = work.adapter and not work.vllm and not work.engines
-    if shared:
+    if work.adapter and not work.vllm and not work.engines:
         adapter_bytes = 4.0 * work.adapter
         yield Term("engine's adapter", adapter_bytes, "4 T: the frozen weights are shared", small=adapter_bytes)
         # The compiled decoder joins the layers of one input, and holds those with an adapter merged
         # (`engine.embedded.cache.fused_decoder`).
         if work.width == 4 and not work.accelerator and work.shape.family in FUSED and not work.quantize:
-            merged = 4.0 * work.in_linear
             small = sum(4.0 * i * o * n for i, o, n in work.linear.values() if 8 * i * o < SMALL)
-            yield Term("engine's merged layers", merged, "4 bytes x numbers of the linear layers", small=small)
+            formula = "4 bytes x numbers of the linear layers"
+            yield Term("engine's merged layers", 4.0 * work.in_linear, formula, small=small)
     else:
-        yield _of_tensors(work, "engine's weights", work.width, "{} P")
+        yield _of_tensors(work, "engine's weights", work.width, "{:g} P", divided=False)
     if not work.samples:
         return
-    cached, formula = cache(work)
+    cached, formula = _cache(work)
     yield Term("cache of keys and values", cached, formula, ("rollout",) if work.sleep else INSTANTS)
     if not work.vllm:
-        drawn, formula_of_draw = activations.logits(work), f"{work.together} sequences x V"
-        yield Term(
-            "scores that tokens are drawn from", drawn, formula_of_draw, ("rollout",), 2 * _kept_small(drawn / 2)
-        )
+        drawn, formula = activations.logits(work), f"{work.together} sequences x V"
+        yield Term("scores that tokens are drawn from", drawn, formula, ("rollout",), 2 * _kept_small(drawn / 2))
         yield _small("engine's pass", activations.prefill(work), "positions of prompts", ("rollout",))
 
 
-def cache(work: Work) -> tuple[float, str]:
-    """Bytes of the cache of keys and values, and their formula in words.
-
-    The embedded engine keeps float32. vLLM takes all that it is allowed.
-    """
+def _cache(work: Work) -> tuple[float, str]:
+    """Bytes of the cache of keys and values, and their formula in words."""
     if work.vllm:
         return work.cache, "engine.cache_gib: taken at the start"
-    bytes_a_token = work.shape.cache_bytes(4)
+    bytes_a_token = work.shape.cache_bytes(4)  # the embedded engine keeps float32
     # Siblings share the cache of their prompt. The last block of a sequence is half empty in the mean.
     groups = math.ceil(work.together / work.siblings)
     rows = groups * work.lengths.prompt + work.together * (work.lengths.answer + 8)  # blocks of 16 rows
@@ -346,7 +307,7 @@ def cache(work: Work) -> tuple[float, str]:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def tensors(work: Work) -> Iterable[tuple[int, int]]:
+def tensors(work: Work) -> list[tuple[int, int]]:
     """(numbers in a tensor, how many such tensors there are) for the tensors of a model."""
     s, parts = work.shape, work.shape.parts
     listed = [(s.vocabulary * s.hidden, 1 + (not s.tied)), *((i * o, n) for i, o, n in work.linear.values())]
@@ -360,34 +321,30 @@ def tensors(work: Work) -> Iterable[tuple[int, int]]:
     return [*listed, (max(0, rest) // max(1, 2 * s.layers), 2 * s.layers)]
 
 
-def _of_tensors(work: Work, name: str, each: float, formula: str, divided: bool = False, parts: int = 1) -> Term:
-    """The term of something that has `each` bytes for each number of the model.
-
-    Args:
-        divided: whether ranks divide it.
-        parts: the number of tensors of equal size in which it lies, for each tensor of the model.
-    """
+def _of_tensors(
+    work: Work, name: str, each: float, formula: str, instants: tuple[Instant, ...] = INSTANTS, divided: bool = True
+) -> Term:
+    """The term of something that has `each` bytes for each number of the model; `divided`: whether ranks divide it."""
     share = _share(work) if divided else 1.0
     total = work.shape.parameters * each * share
-    # The gradient of the embedding has a row for each token that was read. How many different ones there are is not
-    # known: as many as tokens, and at most a quarter of the vocabulary.
-    if name.startswith("gradients") and _by_rows(work):
+    # Where no head reads the embedding and it is large, its gradient has a row for each token that was read. How many
+    # different ones there are is not known: as many as tokens, and at most a quarter of the vocabulary.
+    by_rows = not work.head and work.ranks == 1 and work.shape.vocabulary * work.shape.hidden >= WORTH
+    if name.startswith("gradients") and by_rows:
         total -= each * (work.shape.vocabulary - min(work.tokens, work.shape.vocabulary / 4)) * work.shape.hidden
-    # glibc decides by the size of a single block. So what counts is the size of one tensor on this rank, or of one of
-    # the parts in which it lies.
+    # glibc decides by the size of a single block. So what counts is the size of one tensor on this rank. 8 bytes are
+    # two moments of 4, each a tensor of its own.
+    parts = 2 if each == 8 else 1
     small = sum(size * count * each for size, count in tensors(work) if size * each * share / parts < SMALL)
-    text = formula.format(f"{each:g}") + (_over(work) if divided else "")
-    return Term(name, total, text, small=min(small * share, total))
+    text = formula.format(each) + (_over(work) if divided else "")
+    return Term(name, total, text, instants, min(small * share, total))
 
 
 def _trained(work: Work, name: str, each: float, formula: str, instants: tuple[Instant, ...]) -> Term:
     """The term of something that has `each` bytes for each number that trains."""
     if work.adapter:
-        held = each * work.adapter / _cut(work)
-        return Term(name, held, formula.format(f"{each:g}"), instants, held)
-    # 8 bytes are two moments of 4, each a tensor of its own.
-    made = _of_tensors(work, name, each, formula, divided=True, parts=2 if each == 8 else 1)
-    return replace(made, instants=instants)
+        return _small(name, each * work.adapter / work.cut, formula.format(each), instants)
+    return _of_tensors(work, name, each, formula, instants)
 
 
 def _small(name: str, held: float, formula: str, instants: tuple[Instant, ...]) -> Term:
@@ -400,38 +357,16 @@ def _kept_small(held: float) -> float:
     return held if held < SMALL else 0.0
 
 
-def _cut(work: Work) -> int:
-    """The number of ranks over which one copy of the weights is cut."""
-    return work.ranks // work.replicas
-
-
-def _by_rows(work: Work) -> bool:
-    """Whether the gradient of the embedding holds only the rows that were read: no head reads the weight, and it is
-    large."""
-    return not work.head and work.ranks == 1 and work.shape.vocabulary * work.shape.hidden >= WORTH
-
-
-def _rows(work: Work) -> bool:
-    """True where ranks hold rows of every weight, and bring a layer together to compute with it."""
-    return work.parallel == "rows" and _cut(work) > 1
-
-
 def _share(work: Work) -> float:
     """The share of the weights that a rank holds."""
-    if work.parallel == "rows" or _cut(work) == 1:
-        return 1 / _cut(work)
+    if work.parallel == "rows" or work.cut == 1:
+        return 1 / work.cut
     s, whole = work.shape, work.shape.parameters
-    # Expert parallelism cuts the experts alone, tensor parallelism the linear layers too; all
-    # else is whole on each rank.
-    cut = s.parts.get("experts", 0) if work.parallel == "experts" else work.in_linear + s.parts.get("experts", 0)
-    return (whole - cut + cut / _cut(work)) / whole
-
-
-def _heads(work: Work) -> float:
-    """The share of a layer's activations that a rank keeps. Tensor parallelism cuts about half of them."""
-    return 1.0 if work.parallel != "tensor" or work.ranks == 1 else 0.5 + 0.5 / _cut(work)
+    # Expert parallelism cuts the experts alone, tensor parallelism the linear layers too; all else is whole.
+    cut = s.parts.get("experts", 0) + work.in_linear * (work.parallel == "tensor")
+    return (whole - cut + cut / work.cut) / whole
 
 
 def _over(work: Work) -> str:
     """Words for a formula that say over how many ranks the weights are cut; '' where they are whole."""
-    return "" if _cut(work) == 1 else f", cut over {_cut(work)} ranks"
+    return "" if work.cut == 1 else f", cut over {work.cut} ranks"

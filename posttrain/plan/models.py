@@ -13,10 +13,7 @@ from posttrain.system.errors import ConfigError, nearest
 
 
 def _config(family: str, hidden: int, layers: int, heads: int, kv: int, feed: int, words: int, **more: Any) -> Any:
-    """A `config.json` with these settings.
-
-    `kv` is the number of key heads, `feed` the width of the feed-forward part, `words` the size of the vocabulary.
-    """
+    """A `config.json`: `kv` key heads, `feed` the width of the feed-forward part, `words` of the vocabulary."""
     return {
         "model_type": family,
         "hidden_size": hidden,
@@ -81,13 +78,10 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def shape_by_name(name: str) -> ModelShape:
-    """The shape of a model of the table; capital letters do not matter.
+    """The shape of a model of the table, whatever its capital letters; ConfigError suggests the nearest name.
 
     >>> shape_by_name("qwen2.5-0.5b").parameters
     494032768
-
-    Raises:
-        ConfigError: the table has no such model.
     """
     by_lower = {n.lower(): n for n in MODELS}
     # `Qwen/Qwen3-8B` of the hub is `Qwen3-8B` here.

@@ -13,8 +13,6 @@ from posttrain.plan.machines import Device
 from posttrain.plan.shapes import ModelShape
 from posttrain.system.errors import ConfigError
 
-Bound = Literal["memory", "bandwidth", "arithmetic"]
-
 
 @dataclass(frozen=True)
 class Decoding:
@@ -84,7 +82,7 @@ class Decoding:
         return self.sequences * operations / (self.device.flops * self.devices)
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> Literal["memory", "bandwidth", "arithmetic"]:
         """What limits decoding: "memory" if it does not fit, "bandwidth" if it waits for reading, else "arithmetic"."""
         if self.weights + self.cache > self.memory:
             return "memory"

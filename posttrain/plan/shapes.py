@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,6 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family(True, True, head_dim=64),
 }
 """By `model_type` of the config."""
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size", "n_embd"),
-    "layers": ("num_hidden_layers", "n_layer"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocabulary": ("vocab_size",),
-}
-"""Names of sizes in configs."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +148,6 @@ class ModelShape:
         into = 2 * width if self.form.gated else width
         return self.hidden * into + width * self.hidden + (into + self.hidden) * self.form.feed_bias
 
-    @property
-    def norms(self) -> int:
-        """Parameters of the norms of one layer."""
-        return self.form.norms * self.hidden * (1 + self.form.norm_bias)
-
     def mixture(self, experts: int) -> int:
         """Parameters of `experts` experts of one layer, its router and its shared part."""
         x = self.experts
@@ -180,7 +168,7 @@ class ModelShape:
             "feed-forward": dense * self.feed_forward(self.feed),
             "experts": (self.layers - dense) * self.mixture(x.count) if x is not None else 0,
             # The norms of all layers, and the last norm before the head.
-            "norms": self.layers * self.norms + h * (1 + self.form.norm_bias),
+            "norms": (self.layers * self.form.norms + 1) * h * (1 + self.form.norm_bias),
             "head": 0 if self.tied else self.vocabulary * h,
         }
         return {name: count for name, count in counts.items() if count}
@@ -192,19 +180,20 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters that one token is multiplied with. The embedding's table is not among them; the head is."""
-        x = self.experts
-        # In each layer with experts a token is multiplied with `active` of them. The embedding's table is looked up and
-        # not multiplied; where the head shares it, it is multiplied once, as the head.
-        mixtures = 0 if x is None else self.layers - min(x.dense, self.layers)
-        unused = 0 if x is None else mixtures * (self.mixture(x.count) - self.mixture(x.active))
+        """Parameters that one token is multiplied with.
+
+        The embedding's table is looked up and not multiplied; where the head shares it, it counts once, as the head.
+        """
+        unused, x = 0, self.experts
+        if x is not None:
+            unused = (self.layers - min(x.dense, self.layers)) * (self.mixture(x.count) - self.mixture(x.active))
         return self.parameters - unused - self.parts["embedding"] + self.vocabulary * self.hidden * self.tied
 
     def cache_bytes(self, bytes_each: float = 2, *, shared: bool = True) -> int:
         """Bytes that one token's keys and values take in all layers.
 
-        GQA has fewer key heads than query heads. A latent cache keeps the short vector and the part with the position.
-        Without `shared` the result is that of a model whose query heads each have keys and values of their own (MHA).
+        A latent cache keeps the short vector and the part with the position. Without `shared` the result is that of a
+        model whose query heads each have keys and values of their own (MHA).
         """
         x, heads = self.latent, self.kv_heads if shared else self.heads
         if x is None:
@@ -212,15 +201,12 @@ class ModelShape:
         return round(self.layers * bytes_each * (x.rank + x.rope if shared else heads * (x.plain + x.rope + x.value)))
 
     def attending(self, length: int) -> int:
-        """Operations of attention for one token that reads `length` cached ones, in all layers.
-
-        A latent cache is read as it is: the step that would unfold it is applied to the query instead.
-        """
+        """Operations of attention for one token that reads `length` cached ones, in all layers."""
         x = self.latent
-        # A head reads a token twice: its key for the score and its value for the sum. A latent one is read
-        # as its short vector both times, and the part with the position once. Each is a multiplication and
-        # an addition (the 2 below).
+        # A head reads a token twice: its key for the score and its value for the sum. A latent one is not unfolded: its
+        # short vector is read both times, and the part with the position once.
         width = 2 * self.head_dim if x is None else 2 * x.rank + x.rope
+        # A multiplication and an addition each.
         return 2 * self.layers * self.heads * width * length
 
 
@@ -237,43 +223,37 @@ def shape_of(config: Mapping[str, Any], name: str = "the config") -> ModelShape:
         known = nearest(family, FAMILIES)
         raise ConfigError(f"{name}: model_type={family!r} is no decoder whose shape is known; {known}")
     form = FAMILIES[family]
-    # `attention_bias` gives a bias to the output projection too in these families, and in the others to
-    # queries, keys and values alone.
     biased = bool(config.get("attention_bias", form.qkv_bias))
     form = replace(
         form,
         qkv_bias=biased,
+        # In the other families `attention_bias` gives no bias to the output projection.
         out_bias=form.out_bias or (biased and family in ("llama", "qwen3", "qwen3_moe")),
         feed_bias=bool(config.get("mlp_bias", form.feed_bias)),
         query_norms="head" if config.get("use_qk_norm") else form.query_norms,
     )
-    hidden, layers, heads, vocabulary = (_size(config, name, *NAMES[k]) for k in NAMES)
-    fallback = form.head_dim or hidden // heads
+    size = partial(_size, config, name)
+    hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
+    heads, vocabulary = size("num_attention_heads", "n_head"), size("vocab_size")
     return ModelShape(
         family=family,
         form=form,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=heads if family in ("gpt2", "gpt_neox") else _size(config, name, "num_key_value_heads", default=heads),
-        head_dim=_size(config, name, "head_dim", default=fallback),
-        feed=_size(config, name, "n_inner", default=4 * hidden)
-        if family == "gpt2"
-        else _size(config, name, "intermediate_size"),
+        kv_heads=heads if family in ("gpt2", "gpt_neox") else size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=form.head_dim or hidden // heads),
+        feed=size("n_inner", default=4 * hidden) if family == "gpt2" else size("intermediate_size"),
         vocabulary=vocabulary,
         tied=bool(config.get("tie_word_embeddings", form.tied)),
-        positions=_size(config, name, "n_positions", default=1024) if form.positions else 0,
+        positions=size("n_positions", default=1024) if form.positions else 0,
         experts=_experts(config, name, form),
         latent=_latent(config, name) if family == "deepseek_v3" else None,
     )
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of a model that lies in a folder.
-
-    Raises:
-        ConfigError: there is no `config.json`, or it is not that of a decoder of a known family.
-    """
+    """The shape of a model that lies in a folder; ConfigError where that has no `config.json`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json, so it is no model's folder")
@@ -290,11 +270,10 @@ def _size(config: Mapping[str, Any], name: str, *keys: str, default: int | None 
 
 def _experts(config: Mapping[str, Any], name: str, form: Family) -> Experts | None:
     """The experts of a mixture; None for a dense model."""
-    keys = ("num_local_experts", "num_experts", "n_routed_experts")
     if config["model_type"] not in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"):
         return None
     width = _size(config, name, "moe_intermediate_size", "intermediate_size")
-    count = _size(config, name, *keys)
+    count = _size(config, name, "num_local_experts", "num_experts", "n_routed_experts")
     # A shared part is given as a number of experts (DeepSeek, GLM) or as a width (Qwen2-MoE).
     shared = _size(config, name, "n_shared_experts", default=0, least=0) * width
     return Experts(

@@ -132,9 +132,8 @@ class Throughput:
 
     def __post_init__(self) -> None:
         if min(self.engines, self.learners) < 1:
-            raise ConfigError(
-                f"{self.machine.count} devices for {self.topology} roles: each of engines and learner needs at least 1"
-            )
+            devices = f"{self.machine.count} devices for {self.topology} roles"
+            raise ConfigError(f"{devices}: each of engines and learner needs at least 1")
 
     @property
     def processor(self) -> bool:
@@ -146,22 +145,13 @@ class Throughput:
     @cached_property
     def times(self) -> Times:
         """The five times, multiplied by the assumed factors."""
-        unscaled, factors = self.plain, self.assumed.factors
-        return (
-            replace(unscaled, **{role: getattr(unscaled, role) * factors.get(role, 1.0) for role in ROLES})
-            if factors
-            else unscaled
-        )
-
-    @cached_property
-    def plain(self) -> Times:
-        """The five times before any factor."""
-        w, played = self.work, self.work.sequences / self.assumed.kept
-        if not w.samples:
-            return Times(0, 0, self.reference, self.learn, 0)
-        reward = self.assumed.reward * played / self.assumed.judges
-        # A filter that keeps a share of the groups has 1 / kept times as many played, and judged.
-        return Times((self.prefill + self.decode) / self.assumed.kept, reward, self.reference, self.learn, self.sync)
+        a, plain = self.assumed, Times(0, 0, self.reference, self.learn, 0)
+        if self.work.samples:
+            # A filter that keeps a share of the groups has 1 / kept times as many played, and judged.
+            reward = a.reward * (self.work.sequences / a.kept) / a.judges
+            plain = replace(plain, rollout=(self.prefill + self.decode) / a.kept, reward=reward, sync=self.sync)
+        scaled = {role: getattr(plain, role) * a.factors.get(role, 1.0) for role in ROLES}
+        return replace(plain, **scaled) if a.factors else plain
 
     @property
     def prefill(self) -> float:
@@ -174,21 +164,19 @@ class Throughput:
 
     def decoding(self, sequences: float, length: float) -> float:
         """Seconds of one decoding step of `sequences` sequences, each with `length` tokens so far."""
+        m, w, drafts = self.machine, self.work, self.assumed.drafts
         # Each engine reads its own copy of the weights.
-        apart = max(1, self.work.engines)
-        m, one = self.machine, Decoding(
-            self.work.shape, self.machine.device, max(1, self.engines // apart), max(1, round(sequences / apart)),
-            max(1, round(length)), bytes_each=self.work.width,
-        )  # fmt: skip
-        # Drafts are checked in the same pass: more arithmetic, and no more reading. That is why they pay where
-        # a pass waits for reading.
-        positions = 1 + self.assumed.drafts
+        apart = max(1, w.engines)
+        devices, running = max(1, self.engines // apart), max(1, round(sequences / apart))
+        one = Decoding(w.shape, m.device, devices, running, max(1, round(length)), bytes_each=w.width)
         reading, drawn = one.reading / m.reading, 0.0
         if self.processor:
             reading *= READS
-            drawn = 0.0 if self.work.vllm else sequences * self.work.shape.vocabulary * DRAWN / m.bandwidth
-        busy = max(reading, positions * one.arithmetic / m.compute) + drawn
-        return (busy + m.latency) * (1 + self.assumed.drafts * self.assumed.draft_cost)
+            drawn = 0.0 if w.vllm else sequences * w.shape.vocabulary * DRAWN / m.bandwidth
+        # Drafts are checked in the same pass: more arithmetic, and no more reading. That is why they pay where
+        # a pass waits for reading.
+        busy = max(reading, (1 + drafts) * one.arithmetic / m.compute) + drawn
+        return (busy + m.latency) * (1 + drafts * self.assumed.draft_cost)
 
     @property
     def together(self) -> int:
@@ -203,15 +191,9 @@ class Throughput:
         As long as answers wait for a slot, all slots are full. Then the tail begins: fewer and fewer are sampled at
         once, at last only the longest.
         """
-        w = self.work
-        slots = self.together
-        # First all slots are full, until as many answers are left as there are slots. While it is said, an answer has
-        # half of its length in the mean.
-        full_slots = (w.sequences - slots) * w.lengths.answer / slots * self.decoding(
-            slots, w.lengths.prompt + w.lengths.answer / 2
-        )  # fmt: skip
-        # Then the tail. The slots' answers are taken as begun at once; between two edges a share of 1 / PIECES of them
-        # ends, so fewer and fewer are said, each pass reading the weights for all of them.
+        w, slots = self.work, self.together
+        full_slots = (w.sequences - slots) * w.lengths.answer / slots * self._full_pass
+        # The tail's answers are taken as begun at once; between two edges a share of 1 / PIECES of them ends.
         edges = [0.0, *(w.lengths.quantile((i + 0.5) / PIECES) for i in range(PIECES)), w.lengths.longest(slots)]
         tail, begun = 0.0, 0.0
         for i, end in enumerate(edges[1:]):
@@ -225,9 +207,12 @@ class Throughput:
     def flat(self) -> float:
         """Seconds of decoding if all answers had the mean length: what the long tail adds is `decode` less this."""
         w = self.work
-        slots = self.together
-        passes = w.sequences / slots * w.lengths.answer / self.assumed.tokens_a_pass
-        return passes * self.decoding(slots, w.lengths.prompt + w.lengths.answer / 2)
+        return w.sequences / self.together * w.lengths.answer / self.assumed.tokens_a_pass * self._full_pass
+
+    @property
+    def _full_pass(self) -> float:
+        """Seconds of a decoding step with full slots, whose answers have half of their length in the mean."""
+        return self.decoding(self.together, self.work.lengths.prompt + self.work.lengths.answer / 2)
 
     @property
     def _body(self) -> float:
@@ -239,17 +224,13 @@ class Throughput:
     def _each(self) -> float:
         """Operations of a forward pass for one token, without the head."""
         s, length = self.work.shape, self.work.lengths.prompt + self.work.lengths.answer
-        # The head is counted apart, because only tokens that are learned from reach it. Half of the
-        # length, as attention is causal.
+        # Only tokens that are learned from reach the head. Half of the length, as attention is causal.
         return 2 * (s.active - s.vocabulary * s.hidden) + s.attending(round(length)) / 2
 
     def _head(self, products: int, touched: int) -> float:
-        """Seconds of `products` products with the head's weight over the tokens that are learned from.
-
-        The scores are read and written so many times: `touched`.
-        """
-        # The share of a pass's tokens that are learned from, of all tokens of the step; 0 for a reward
-        # model, which has no head.
+        """Seconds of `products` products with the head's weight over the tokens that are learned from, whose scores are
+        read and written `touched` times."""
+        # A reward model has no head.
         s, spoken = self.work.shape, self.tokens * self.work.spoken / self.work.tokens * self.work.head
         arithmetic = 2 * s.vocabulary * s.hidden / self.machine.flops
         traffic = SCORES * s.vocabulary / self.machine.bandwidth
@@ -280,31 +261,20 @@ class Throughput:
     def learn(self) -> float:
         """Seconds of forward and backward passes and of the optimizer.
 
-        Both passes take the time of 3 forward passes, or of 2 where the weights are frozen beneath an adapter.
+        A backward pass makes two products where the forward makes one, a gradient of the input and one of the weight;
+        frozen weights beneath an adapter have only the first. So both passes take as long as 3 forward passes, or 2.
         Checkpointing adds up to one more, for layers that are computed again.
         """
         w = self.work
-        # A backward pass makes two products where the forward makes one: a gradient of the input and one of the weight.
-        # Frozen weights have only the first.
         passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]
         products = 3 if w.lora is not None else 4  # scores are computed again
         computed = passes * self._body + self._head(products, products)
         # 28 bytes in float32: the weight and two moments read and written (24), the gradient read (4).
         moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)
-        return (max(computed, self.gathering) + moved * w.minibatches) * w.epochs
-
-    @property
-    def gathering(self) -> float:
-        """Seconds in which ranks that hold rows of the weights bring them together twice a pass and sum gradients once.
-
-        It goes on at the same time as the arithmetic, so the longer of the two counts.
-        """
-        w = self.work
-        cut = w.ranks // w.replicas
-        if cut == 1 or w.parallel != "rows":
-            return 0.0
-        sent = 3 * w.shape.parameters * w.width * w.passes * w.minibatches
-        return sent / self.machine.between(cut)
+        # Ranks that hold rows of the weights bring them together twice a pass and sum gradients once. It goes on at the
+        # same time as the arithmetic, so the longer of the two counts.
+        sent = 3 * w.shape.parameters * w.width * w.passes * w.minibatches * w.cut_in_rows
+        return (max(computed, sent / self.machine.between(w.cut)) + moved * w.minibatches) * w.epochs
 
     @property
     def sync(self) -> float:
@@ -337,15 +307,10 @@ class Throughput:
         return self.said / self.step
 
     @property
-    def busy(self) -> dict[str, float]:
-        """The share of a step in which the engines' and the learner's devices work."""
-        t = self.times
-        return {"engines": t.rollout / self.step, "learner": (t.reference + t.learn) / self.step}
-
-    @property
     def idle(self) -> float:
         """The share of all devices' time in which they do nothing."""
-        used = self.busy["engines"] * self.engines + self.busy["learner"] * self.learners
+        t, step = self.times, self.step
+        used = t.rollout / step * self.engines + (t.reference + t.learn) / step * self.learners
         return max(0.0, 1 - used / self.machine.count)
 
     @property

@@ -9,7 +9,7 @@ from posttrain.config.engines import GIB, Embedded
 from posttrain.config.model_settings import ALL_LINEAR, Lora
 from posttrain.config.placement import Local, Processes
 from posttrain.config.rank_limits import Parallel
-from posttrain.config.run import Checkpointing, Model, Reinforce, Run, Supervised
+from posttrain.config.run import Checkpointing, Reinforce, Run, Supervised
 from posttrain.config.stages.preference_settings import OnlinePreference, Preference
 from posttrain.config.stages.rejection import Rejection
 from posttrain.config.stages.reward_model_settings import RewardModel
@@ -61,16 +61,12 @@ class Work:
     reference: bool = False
     """Whether a second model scores."""
     values: bool = False
-    judges: float = 0.0
-    """Bytes of reward models that judge."""
     vllm: bool = False
     slots: int = 256
     cache: float = 4.0 * GIB
     """Most bytes of the cache of keys and values."""
     budget: int = 2048
     sleep: bool = False
-    context: int = 0
-    """Tokens of the model's context; 0: as long as the longest sequence."""
     engines: int = 0
     """Engines in processes of their own; 0: there is one in the learner's process."""
     delta: bool = False
@@ -113,20 +109,14 @@ class Work:
 
     @property
     def unit(self) -> float:
-        """Tokens computed for one group of siblings.
-
-        A shared prompt counts once. The last token of an answer is never an input.
-        """
-        answer = self.lengths.answer - 1
-        shared = self.share and self.siblings > 1
-        prompts = 1 if shared else self.siblings
-        return self.lengths.prompt * prompts + answer * self.siblings
+        """Tokens computed for one group of siblings: a shared prompt once, the last token of an answer never."""
+        prompts = 1 if self.share else self.siblings
+        return self.lengths.prompt * prompts + (self.lengths.answer - 1) * self.siblings
 
     @property
     def minibatch(self) -> float:
         """Tokens computed for one optimizer step, on one rank."""
-        # With rows of the weights each rank computes other tokens. Tensor and expert parallelism compute
-        # every token on each rank.
+        # With rows of the weights each rank computes other tokens; else every rank computes all of them.
         divided = self.ranks if self.parallel == "rows" else 1
         return self.prompts * self.unit * self.learned / self.minibatches / divided
 
@@ -148,9 +138,18 @@ class Work:
 
     @property
     def spoken(self) -> float:
-        """Tokens of a pass whose log-probs are learned."""
-        # The answers' share of the tokens of a group: prompts are only read.
+        """Tokens of a pass whose log-probs are learned: those of answers, as prompts are only read."""
         return self.tokens * self.lengths.answer * self.siblings / self.unit
+
+    @property
+    def cut(self) -> int:
+        """Ranks over which one copy of the weights is cut."""
+        return self.ranks // self.replicas
+
+    @property
+    def cut_in_rows(self) -> bool:
+        """Whether ranks hold rows of every weight, and bring a layer together to compute with it."""
+        return self.parallel == "rows" and self.cut > 1
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
@@ -175,9 +174,8 @@ class Work:
         """Parameters of the adapter; 0: all weights train."""
         if self.lora is None:
             return 0
-        chosen = [
-            x for n, x in self.linear.items() if {ALL_LINEAR, n} & {t.rpartition(".")[2] for t in self.lora.targets}
-        ]
+        targets = {t.rpartition(".")[2] for t in self.lora.targets}
+        chosen = [x for n, x in self.linear.items() if {ALL_LINEAR, n} & targets]
         # A is rank x inputs and B is outputs x rank.
         return sum(self.lora.rank * (i + o) * n for i, o, n in chosen)
 
@@ -196,7 +194,7 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         lengths=lengths,
         prompts=1,
         micro_tokens=stage.micro_tokens,
-        width={"float32": 4}.get(model.dtype, 2),
+        width=4 if model.dtype == "float32" else 2,
         accelerator=model.device != "cpu",
         lora=model.lora,
         quantize=model.quantize,
@@ -211,19 +209,19 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         cache=engine.cache_gib * GIB,
         budget=engine.budget if isinstance(engine, Embedded) else 2048,
         sleep=isinstance(engine, Embedded) and engine.sleep,
-        context=model.context or 0,
         engines=0 if isinstance(run.placement, Local) else run.placement.engines,
         delta=isinstance(run.placement, Processes) and run.placement.delta,
+        samples=isinstance(stage, Reinforce | OnlinePreference | Rejection),
     )
+    # What is compared with is a second model, but for an adapter that is switched off, which is its own reference.
+    apart = model.lora is None or getattr(stage, "reference", None) is not None
     if isinstance(stage, Reinforce):
         a = stage.algorithm
-        # A second model is held where something is compared with it. A teacher with the policy's weights is the policy.
-        holds_reference = (
-            bool(a.reads & {"reference", "teacher"}) and not a.own_teacher and _apart(model, stage.reference)
-        )
+        # A teacher with the policy's weights is the policy.
+        compares = bool(a.reads & {"reference", "teacher"}) and not a.own_teacher
         return replace(common, prompts=stage.prompts, siblings=stage.siblings, minibatches=stage.minibatches,
-                       epochs=stage.epochs, samples=True, staleness=stage.staleness,
-                       reference=holds_reference, values="values" in a.reads)  # fmt: skip
+                       epochs=stage.epochs, staleness=stage.staleness, reference=compares and apart,
+                       values="values" in a.reads)  # fmt: skip
     if isinstance(stage, Preference):
         # As the stage decides it (`PreferenceDriver._ahead`): where log-probs are computed before the first step, no
         # second model is in memory later. Worlds of the library, which have no colon, and mixed data are endless; of an
@@ -231,22 +229,16 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         env = run.env_of(stage)
         endless = bool(env.mix) or (env.name != "prompts" and ":" not in env.name)
         ahead = not endless and model.lora is None if stage.ahead is None else stage.ahead
-        held = stage.algorithm.reads_reference and not ahead and _apart(model, stage.reference)
+        held = stage.algorithm.reads_reference and not ahead and apart
         return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.algorithm.kind], reference=held)
     if isinstance(stage, RewardModel):
         return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.judgement], head=False)
     if isinstance(stage, OnlinePreference):
-        held = stage.algorithm.reads_reference and _apart(model, stage.reference)
+        held = stage.algorithm.reads_reference and apart
         learned = 2 * stage.pairs / (stage.prompts * stage.samples)
-        return replace(common, prompts=stage.prompts, siblings=stage.samples, learned=learned, samples=True,
-                       reference=held)  # fmt: skip
+        return replace(common, prompts=stage.prompts, siblings=stage.samples, learned=learned, reference=held)
     if isinstance(stage, Rejection):
-        return replace(common, prompts=stage.prompts, siblings=stage.siblings, samples=True)
+        return replace(common, prompts=stage.prompts, siblings=stage.siblings)
     if isinstance(stage, Supervised):
         return replace(common, prompts=stage.batch)
     raise ConfigError(f"{stage.name}: a stage of kind {type(stage).__name__} is not planned; name another with --stage")
-
-
-def _apart(model: Model, reference: str | None) -> bool:
-    """Whether the reference is a second model: an adapter that is switched off is its own one."""
-    return model.lora is None or reference is not None

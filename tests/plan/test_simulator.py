@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,63 @@ from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.plan.lengths import POINTS, Lengths
 from posttrain.plan.simulation.simulated_loop import SimulatedLoop
 from posttrain.plan.simulation.simulator import MOST_PLAYED, simulate
-from posttrain.plan.staleness import CoupledStages
 from posttrain.system.errors import ConfigError
 
 EXPONENTIAL = [-math.log(1 - (i + 0.5) / 2000) for i in range(2000)]
 PAIRS = [(r, t, k) for r, t in ((1.0, 2.0), (1.0, 1.0), (2.0, 1.0)) for k in (0, 1, 2, 4)]
+
+
+@dataclass(frozen=True)
+class CoupledStages:
+    """Engines that need `rollout` seconds for the groups of a step, and a learner that needs `learn`, sync included.
+
+    The engines work at one step's groups after the other. Where they are `even` both always take as long. Else both
+    times are exponential, and a step that has its groups waits in a queue of at most `staleness` others (the queue
+    M/M/1/K+1 with K = staleness).
+    """
+
+    rollout: float
+    learn: float
+    staleness: int
+    even: bool = False
+
+    @property
+    def _waiting(self) -> list[float]:
+        """Entry n is the probability that n steps have all their groups and are not learned yet, the one that the
+        learner works at included; n = 0 to staleness + 1."""
+        # p_n is proportional to (learn / rollout)^n, as in every M/M/1 queue. All powers are divided by the largest one
+        # where the ratio is above 1, so that none overflows.
+        ratio = self.learn / self.rollout
+        each = [ratio ** (n - self.staleness - 1 if ratio > 1 else n) for n in range(self.staleness + 2)]
+        return [x / math.fsum(each) for x in each]
+
+    @property
+    def step(self) -> float:
+        """Mean seconds from one update to the next."""
+        # The learner works unless no step has its groups, and each step takes it `learn` seconds, so
+        # 1 / step = (1 - p_0) / learn.
+        if not self.even:
+            return self.learn / (1 - self._waiting[0])
+        return max(self.rollout, self.learn) if self.staleness else self.rollout + self.learn
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Share of the time in which each waits for the other."""
+        return {"learner": 1 - self.learn / self.step, "engines": 1 - self.rollout / self.step}
+
+    @property
+    def behind(self) -> float:
+        """Mean age of a token: the updates between its sampling and its own step's."""
+        # While the queue is full the engines wait and say nothing, so that state is left out. A token that is said with
+        # n steps before it is learned n steps later.
+        if not self.even:
+            said = self._waiting[:-1]
+            return math.fsum(n * p for n, p in enumerate(said)) / math.fsum(said)
+        if not self.staleness:
+            return 0.0
+        # Faster engines keep the queue full. Slower ones never wait, and while the learner is at the step before,
+        # `learn` of `rollout` seconds, what they say is one step old.
+        return float(self.staleness) if self.rollout < self.learn else self.learn / self.rollout
 
 
 def loop(**changes: Any) -> SimulatedLoop:
@@ -55,11 +107,6 @@ def test_a_synchronous_step_waits_for_its_longest_answer() -> None:
     drawn = [at.quantile((i + 0.5) / POINTS) for i in range(POINTS)]
     found = simulate(loop(prompts=1, siblings=16, lengths=drawn, learn=(0.0,)), 400)
     assert found.step == pytest.approx(0.01 * at.longest(16), rel=0.05)
-
-
-def test_nonsense_has_no_closed_form() -> None:
-    with pytest.raises(ConfigError, match="above 0"):
-        CoupledStages(0.0, 1.0, 1)
 
 
 # --- the rule of the queue --------------------------------------------------------------------------------------------

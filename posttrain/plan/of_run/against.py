@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from posttrain.core.gauge import Gauge, Step, merge
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.memory import Instant, Place, Term
-from posttrain.plan.throughput import ROLES, Throughput, Times
+from posttrain.plan.throughput import Throughput
 from posttrain.plan.work import Work
 
+PACKED = "learner/shared"
+"""Gauge of all positions of the learner (its count), and of those that shared beginnings saved (its sum)."""
 SPOKEN = ("sft/tokens", "preference/tokens", "ranking/tokens")
 """Gauges of the tokens that are learned from, for stages that do not sample."""
 PHASES: Mapping[str, tuple[Instant, ...]] = {
@@ -35,8 +37,6 @@ CLOCK: Mapping[str, tuple[str, ...]] = {
 are judged while others are still sampled."""
 OWN = ("check", "book", "data")
 """Roles of the record that no plan counts: the checks of a run, its record, and its reading of data."""
-FIRST = 5
-"""Number of first steps by which a plan is calibrated."""
 
 
 @dataclass(frozen=True)
@@ -59,41 +59,33 @@ class Compared:
 def recorded_work(work: Work, steps: Sequence[Step]) -> Work:
     """The stage's sizes, with the lengths and the share of computed tokens that these steps had."""
     gauges = merge(*(s.gauges for s in steps))
-    packed = gauges.get("learner/shared", Gauge(0, 0))
-    taken = len([s for s in steps if "learner/shared" in s.gauges])
+    packed, taken = gauges.get(PACKED, Gauge(0, 0)), sum(PACKED in s.gauges for s in steps)
     if work.samples:
-        spoken_tokens = gauges.get("rollout/tokens", Gauge(0, 0))
-        lengths = _sampled(work, spoken_tokens, gauges) if spoken_tokens.count else work.lengths
+        lengths = _sampled(work, gauges)
     else:
-        spoken = sum(gauges[n].sum for n in SPOKEN if n in gauges)
+        spoken, rows = sum(gauges[n].sum for n in SPOKEN if n in gauges), taken * work.sequences
         if not spoken or not taken:
             return work
-        rows = taken * work.sequences
-        # `learner/shared` counts all positions, and its sum is what shared beginnings saved. Positions that are not
-        # learned from are prompts.
+        # Positions that are not learned from are prompts.
         prompt, answer = max(1, round((packed.count - spoken) / rows)), max(1.0, spoken / rows)
         lengths = Lengths(prompt=prompt, mean=answer, most=max(1, round(answer)))
-    # The share of tokens that the learner computed: groups without spread are left out of its passes.
     with_lengths = replace(work, lengths=lengths, learned=1.0)
+    if packed.count <= packed.sum:
+        return with_lengths
+    # The share of tokens that the learner computed: groups without spread are left out of its passes.
     all_tokens = with_lengths.prompts * with_lengths.unit * max(1, taken) * with_lengths.epochs
-    return (
-        replace(with_lengths, learned=min(1.0, (packed.count - packed.sum) / all_tokens))
-        if packed.count > packed.sum
-        else with_lengths
-    )
+    return replace(with_lengths, learned=min(1.0, (packed.count - packed.sum) / all_tokens))
 
 
-def _sampled(work: Work, said: Gauge, seen: Mapping[str, Gauge]) -> Lengths:
+def _sampled(work: Work, gauges: Mapping[str, Gauge]) -> Lengths:
     """The lengths of a stage that samples, from its record.
 
     Prompts are as long as the engine's requests. The spread is the one at which the expected longest answer of a step
     is as long as the run's.
-
-    Args:
-        said: the gauge of spoken tokens.
-        seen: all gauges.
     """
-    prompts, tail = seen.get("engine/shared", Gauge(0, 0)), seen.get("engine/straggler", Gauge(0, 0))
+    said, prompts, tail = (gauges.get(n, Gauge(0, 0)) for n in ("rollout/tokens", "engine/shared", "engine/straggler"))
+    if not said.count:
+        return work.lengths
     prompt = max(1, round(prompts.count / said.count)) if prompts.count else work.lengths.prompt
     mean = max(1.0, said.mean)
     even = Lengths(prompt=prompt, mean=mean, most=max(work.lengths.most, round(mean)))
@@ -105,61 +97,41 @@ def _sampled(work: Work, said: Gauge, seen: Mapping[str, Gauge]) -> Lengths:
 
 
 def largest_step(steps: Iterable[Step]) -> list[Step]:
-    """The step whose learner computed the most tokens, as a list of one: memory is compared at it. Empty without
-    any."""
-    counted = [s for s in steps if "learner/shared" in s.gauges]
-    return (
-        [max(counted, key=lambda s: s.gauges["learner/shared"].count - s.gauges["learner/shared"].sum)]
-        if counted
-        else []
-    )
+    """A list of the step whose learner computed the most tokens, at which memory is compared; empty without any."""
+    counted = [s for s in steps if PACKED in s.gauges]
+    return sorted(counted, key=lambda s: s.gauges[PACKED].sum - s.gauges[PACKED].count)[:1]
 
 
 def memory_terms(place: Place, steps: Sequence[Step], held: float) -> list[Compared]:
-    """The peak of memory in each role and phase, predicted and measured.
-
-    Args:
-        held: resident bytes before the model was there, which are subtracted; 0 on an accelerator.
-    """
+    """The peak of memory in each role and phase, predicted and measured, less what was `held` before the model was."""
     out: list[Compared] = []
     for name, instants in PHASES.items():
         measured = [s.memory[name] for s in steps if name in s.memory]
         if not measured:
             continue
-        # A phase is measured by its peak, so it is compared with the largest of its instants.
-        at = max(instants, key=lambda i: _counted(place, i))
-        out.append(Compared(name, _counted(place, at), max(measured) - held, tuple(place.held(at)), at))
+        # A run measures resident bytes, or those that torch's allocator gave out; and of a phase the peak, so it is
+        # compared with the largest of its instants.
+        counted = {i: place.total(i) - (place.slack(i) if place.accelerator else 0.0) for i in instants}
+        at = max(instants, key=lambda i: counted[i])
+        out.append(Compared(name, counted[at], max(measured) - held, tuple(place.held(at)), at))
     return out
-
-
-def _counted(place: Place, at: Instant) -> float:
-    """Bytes as a run measures them: resident ones, or those that torch's allocator gave out."""
-    return place.total(at) - (place.slack(at) if place.accelerator else 0.0)
 
 
 def time_terms(timed: Throughput, steps: Sequence[Step]) -> list[Compared]:
     """The time of each role and of the step, predicted and measured. Measured times are medians over steps."""
     # The first step is left out where there are others: it also compiles, and makes the checks of a first step.
     steps = steps[1:] if len(steps) > 1 else steps
-    times = _in_turn(timed)
+    times = timed.times
+    if timed.topology == "asynchronous":
+        # The clock's rollout is the time that the learner waits for groups. Verdicts come with them.
+        waits = max(0.0, timed.step - times.reference - times.learn - times.sync)
+        times = replace(times, rollout=waits, reward=0.0)
     out: list[Compared] = []
     for role, parts in CLOCK.items():
         measured = [s.clock[role] for s in steps if role in s.clock]
         if measured:
             out.append(Compared(role, sum(getattr(times, p) for p in parts), statistics.median(measured)))
     return [*out, Compared("step", sum(x.predicted for x in out), step_seconds(steps))] if out else []
-
-
-def _in_turn(timed: Throughput) -> Times:
-    """The times that a run's clock would show.
-
-    Where samples are asked ahead, the clock's rollout is the time that the learner waits for groups.
-    """
-    t = timed.times
-    if timed.topology != "asynchronous":
-        return t
-    # Verdicts come with the groups, so they are a part of what is waited for.
-    return replace(t, rollout=max(0.0, timed.step - t.reference - t.learn - t.sync), reward=0.0)
 
 
 def step_seconds(steps: Sequence[Step]) -> float:
@@ -170,4 +142,4 @@ def step_seconds(steps: Sequence[Step]) -> float:
 def time_factors(rows: Iterable[Compared]) -> dict[str, float]:
     """Measured / predicted for each role of a plan (`Assumed.factors`)."""
     ratios = {x.name: x.ratio for x in rows if x.name in CLOCK and 0 < x.ratio < float("inf")}
-    return {part: ratios[role] for role, parts in CLOCK.items() if role in ratios for part in parts if part in ROLES}
+    return {part: ratios[role] for role, parts in CLOCK.items() if role in ratios for part in parts}

@@ -1,5 +1,4 @@
 """A simulation of a loop of engines, verifiers and a learner, event by event.
 
-`simulated_loop` has the loop's sizes and times and the outcome; `simulator` plays it. `plan.staleness` has closed forms
-for the cases that can be solved.
+`simulated_loop` has the loop's sizes and times and the outcome; `simulator` plays it.
 """

@@ -19,10 +19,7 @@ LEAST |= dict.fromkeys(("staleness", "prefill", "sync", "handle", "reward", "ext
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedLoop:
-    """Sizes and times (seconds) of a loop.
-
-    Where a field is a sequence, one of its values is drawn each time, all with the same chance.
-    """
+    """Sizes and times (seconds) of a loop. Of a sequence one value is drawn each time, all with the same chance."""
 
     prompts: int
     """Groups that a step learns from."""
@@ -58,8 +55,7 @@ class SimulatedLoop:
     kept: float = 1.0
     """Share of groups that a filter keeps."""
     extra: int = 0
-    """Siblings that are asked beyond `siblings`. When `siblings` of them have ended, the others are given up (dynamic
-    K)."""
+    """Siblings that are asked beyond `siblings`, of whom the last to end are given up (dynamic K)."""
     failed: float = 0.0
     """Share of answers that cannot be judged: nothing is learned from them."""
     deaths: float = math.inf
@@ -87,11 +83,9 @@ class LoopOutcome:
     seconds: tuple[float, ...]
     """Time of each step, from one push of weights to the next."""
     ages: Mapping[int, float]
-    """Share of the learned tokens by their age: the steps by which they are older than the weights that learn from
-    them."""
+    """Share of the learned tokens by their age: the version that learns from a token less the version that said it."""
     idle: Mapping[str, float]
-    """Share of the time in which a role has nothing to do: `learner` (waits for groups or engines), `engines` (have no
-    turn), `judges` (have no answer)."""
+    """Share of the time in which `learner` waits for groups or engines, `engines` have no turn, `judges` no answer."""
     slots_used: float
     """Share of the engines' slots that hold an answer, over the time."""
     lost: float

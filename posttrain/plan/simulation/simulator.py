@@ -64,7 +64,8 @@ class _Slots:
     """An engine, with its `passes` up to the time `at`."""
 
     active: list[tuple[float, int, _Turns]] = field(default_factory=list[Any])
-    """A heap of (the pass in which the turn ends, a number that orders equal passes, the answer)."""
+    """A heap of (the pass in which the turn ends, a number that orders equal passes, the answer). It has passes and no
+    times, so that a change of speed changes no entry."""
     queue: deque[_Turns] = field(default_factory=deque[Any])
     """Turns that wait for a slot."""
     passes: float = 0.0
@@ -78,10 +79,7 @@ class _Slots:
 
 
 class _Simulation:
-    """The state of a simulation.
-
-    The methods of engines stand first, then those for what follows a turn, then those of the queue and the learner.
-    """
+    """The state of a simulation. Its methods: of engines, of what follows a turn, of the queue, of the learner."""
 
     def __init__(self, loop: SimulatedLoop, steps: int, seed: int) -> None:
         # The first steps find empty queues. As many as may be on their way, and two, are played and not measured.
@@ -109,8 +107,8 @@ class _Simulation:
     def after(self, seconds: float, what: Callable[..., None], *given: Any) -> None:
         """Call `what` when this time has passed."""
         self.count += 1
-        # The count orders events of one time as they were made, so a loop is the same at every play;
-        # methods cannot be compared.
+        # The count orders events of one time as they were made, so a loop is the same at every play. Methods have no
+        # order.
         heapq.heappush(self.events, (self.now + seconds, self.count, what, given))
 
     def run(self) -> LoopOutcome:
@@ -126,17 +124,13 @@ class _Simulation:
             self.now, _, what, given = heapq.heappop(self.events)
             what(*given)
         self._advance(*self.engines)
-        s, measured_time, n = self.sums, self.now - self.began, len(self.engines)
-        idle = {
-            "learner": s["learner"],
-            "engines": s["idle"] / n,
-            "judges": measured_time - s["judged"] / self.o.judges,
-        }
+        s, measured, n = self.sums, self.now - self.began, len(self.engines)
+        idle = {"learner": s["learner"], "engines": s["idle"] / n, "judges": measured - s["judged"] / self.o.judges}
         return LoopOutcome(
             seconds=tuple(b - a for a, b in pairwise(self.pushed[self.settle :])),
             ages={a: s[a] / s["kept"] for a in sorted(x for x in s if isinstance(x, int))},
-            idle={role: seconds / measured_time for role, seconds in idle.items()},
-            slots_used=s["used"] / measured_time / n / self.o.slots,
+            idle={role: seconds / measured for role, seconds in idle.items()},
+            slots_used=s["used"] / measured / n / self.o.slots,
             lost=max(0.0, round(1 - s["kept"] / s["spoken"], 9)),
         )
 
@@ -144,9 +138,8 @@ class _Simulation:
         """Bring engines up to the present time."""
         self.touched.update(dict.fromkeys(engines))
         for e in engines:
-            # An engine is brought up to date before anything about it changes. Between two changes it has
-            # the same answers, so its passes go on evenly: first what it owes for prompts, then passes at
-            # the rate for its number of answers.
+            # It is called before anything about an engine changes. So it had the same answers since the last call, and
+            # went on evenly: first what it owes for prompts, then passes at the rate for its number of answers.
             seconds, e.at = self.now - e.at, self.now
             self.sums["idle"] += seconds * (not e.active and not e.queue)
             self.sums["used"] += seconds * len(e.active)
@@ -158,12 +151,9 @@ class _Simulation:
     def _plan(self) -> None:
         """For each engine that has changed, plan the event at which its next turn ends."""
         for e in self.touched:
-            # The end that was planned before is void. It cannot be taken out of the heap, so it is passed over when its
-            # time comes (`_turn_ends`).
+            # The end that was planned before is void, and passed over when its time comes (`_turn_ends`).
             e.plan += 1
             if e.active and not e.stands:
-                # On the heap of an engine is, for each answer, the number of the pass in which its turn ends. So a
-                # change of speed changes no entry.
                 until_end = max(0.0, e.active[0][0] - e.passes) * self.o.passes(len(e.active))
                 self.after(e.debt + until_end, self._turn_ends, e, e.plan)
         self.touched.clear()
@@ -190,17 +180,12 @@ class _Simulation:
         while e.queue and len(e.active) < self.o.slots:
             answer = e.queue.popleft()
             answer.mark, self.count = e.passes, self.count + 1
-            # Only the first of the siblings pays for their prompt. A later turn reads a new one, and
-            # `first` is set again then.
+            # Only the first of the siblings pays for their prompt.
             e.debt += self.o.prefill * answer.first
             heapq.heappush(e.active, (e.passes + answer.lengths[0], self.count, answer))
 
     def _say(self, e: _Slots, answer: _Turns, active: bool = True) -> None:
-        """Count an answer's tokens since the last count, one for each pass.
-
-        They count under the present version of the weights. So it is called before the version changes, and where a
-        turn ends or is broken off.
-        """
+        """Count an answer's tokens under the present version: before it changes, or where a turn ends or breaks off."""
         tokens, answer.mark = (e.passes - answer.mark) * active, e.passes
         answer.turn.append((self.version, tokens))
         self.sums["spoken"] += tokens
@@ -210,8 +195,7 @@ class _Simulation:
         if plan != e.plan:
             return
         self._advance(e)
-        # The number of passes is a sum of floats, so the turn for which the event was planned may be short
-        # of its end by a rounding.
+        # The number of passes is a sum of floats, so a turn may be short of its end by a rounding.
         while e.active and e.active[0][0] <= e.passes + 1e-6:
             answer = heapq.heappop(e.active)[2]
             self._say(e, answer)
@@ -237,8 +221,7 @@ class _Simulation:
         self._advance(e)
         for _, _, answer in e.active:
             self._say(e, answer)
-        # What was said of these turns is lost, and they are given out again in the order of their ends. Earlier turns
-        # of the same answers stay.
+        # What was said of these turns is lost, and they are given out again in the order of their ends.
         turns = [x[2] for x in sorted(e.active)] + list(e.queue)
         e.active, e.queue, e.debt, e.stands = [], deque(), 0.0, e.stands + 1
         self.after(self.o.restart, self._revives, e)
@@ -255,8 +238,7 @@ class _Simulation:
 
     def _go_on(self) -> None:
         """The learner's process handles what has ended, one after the other, and then goes on with its step."""
-        # Turns, verdicts and tools may end while the learner computes. They wait in `hands` until it is done. Each
-        # ended turn takes `handle` seconds of the process.
+        # What ends while the learner computes waits in `hands` until it is done.
         while self.hands and not self.handling and self.state != "learns":
             what, answer, seconds = self.hands.popleft()
             if not seconds:
@@ -278,8 +260,7 @@ class _Simulation:
 
     def _heard(self, answer: _Turns) -> None:
         """A turn of an answer has ended."""
-        # Another turn follows after its tool; else the answer has ended and is judged.
-        if answer.lengths:
+        if answer.lengths:  # another turn follows after its tool, and reads a prompt
             answer.first = True
             self.after(answer.waits.pop(), self._later, self._give, answer)
         elif self.o.reward:
@@ -354,7 +335,6 @@ class _Simulation:
             for answer in () if group.refused else group.ended:
                 if self.fate.random() >= o.failed:
                     for version, tokens in answer.said:
-                        # The age of a token: the version that learns from it less the version that said it.
                         self.sums[self.version - version] += tokens
                         self.sums["kept"] += tokens
             self._admit()
@@ -404,15 +384,12 @@ class _Simulation:
 
 
 def simulate(loop: SimulatedLoop, steps: int = 24, seed: int = 0) -> LoopOutcome:
-    """Plays `steps` steps that are measured, after those that the loop needs to settle.
+    """Plays `steps` steps that are measured, after those that the loop needs to settle. ConfigError: none would end.
 
     >>> even = SimulatedLoop(prompts=4, lengths=(100,), passes=lambda n: 0.01, learn=(2.0,), staleness=2)
     >>> found = simulate(even)
     >>> found.step, round(found.idle["engines"], 6), found.behind
     (2.0, 0.5, 2.0)
-
-    Raises:
-        ConfigError: `steps` is below 1, or no step would ever end.
     """
     if steps < 1:
         raise ConfigError(f"{steps} steps to simulate: must be at least 1")

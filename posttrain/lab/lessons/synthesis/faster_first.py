@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from posttrain.lab import lesson as lab
-from posttrain.plan.budget import OPTIMISATIONS, faster, order
+from posttrain.plan.budget import OPTIMISATIONS
 from posttrain.plan.throughput import ROLES, Times
 from posttrain.web.picture import Bars
 
@@ -16,6 +19,25 @@ def times(k: lab.Values) -> Times:
 
 def word(name: str) -> str:
     return name.replace(" ", "_")
+
+
+def faster(now: Times, chosen: Collection[str], overlap: bool = False) -> float:
+    """Seconds of a step with these optimisations. Factors of one role multiply: each is of what the others leave."""
+    shares: dict[str, float] = dict.fromkeys(ROLES, 1.0)
+    for name in chosen:
+        shares[OPTIMISATIONS[name].role] *= OPTIMISATIONS[name].factor
+    changed = replace(now, **{role: getattr(now, role) * share for role, share in shares.items()})
+    return changed.step("asynchronous" if overlap else "colocated")
+
+
+def order(now: Times) -> list[tuple[str, float]]:
+    """The optimisations with the seconds of a step after each, each time the one that saves most after those before."""
+    made: dict[str, float] = {}
+    while left := [n for n in OPTIMISATIONS if n not in made]:
+        # What is worth doing next depends on what was done: a role that became short is no longer the bottleneck.
+        best = min(left, key=lambda n: faster(now, [*made, n]))
+        made[best] = faster(now, [*made, best])
+    return list(made.items())
 
 
 def compute(k: lab.Values) -> lab.Readout:
@@ -93,6 +115,7 @@ LESSON = lab.Lesson(
         lab.AskChoice("Rollout 90 s, learn 10 s. What does overlap save at most?", ("10 s", "45 s", "90 s"), 0,
                       why="The longer side counts: 90 s instead of 100."),
     ),
-    code=("posttrain.plan.budget.order", "posttrain.plan.budget.faster", "posttrain.plan.throughput.Times"),
+    code=("posttrain.lab.lessons.synthesis.faster_first.order", "posttrain.lab.lessons.synthesis.faster_first.faster",
+          "posttrain.plan.throughput.Times"),
     docs="help/slow.md", command="posttrain plan grpo model=Qwen2.5-7B machine=8xH100", grid=("rollout", "learn"),
 )  # fmt: skip

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from posttrain.lab import lesson as lab
-from posttrain.plan.forces import CELLS, MIDDLE, nearest_cell
+from posttrain.plan.forces import CELLS, MIDDLE, Cell
 from posttrain.web.picture import Bars, TextTile, Tiles
 
 AXES = ("signal", "estimator", "cost")
 
 
+def distances(*asked: float) -> list[float]:
+    """How far each cell lies from a case on the three axes. They have one scale, so none weighs more."""
+    return [sum((a - b) ** 2 for a, b in zip(c.at, asked, strict=True)) ** 0.5 for c in CELLS]
+
+
+def nearest_cell(*asked: float) -> Cell:
+    away = distances(*asked)
+    return CELLS[away.index(min(away))]
+
+
 def compute(k: lab.Values) -> lab.Readout:
     asked = tuple(float(k[a]) for a in AXES)
-    found = nearest_cell(*asked)
+    found, away = nearest_cell(*asked), distances(*asked)
     rows = {
         c.recipe: [
             TextTile(c.reward, "good" if c is found else "plain"),
@@ -20,7 +30,6 @@ def compute(k: lab.Values) -> lab.Readout:
         ]
         for c in CELLS
     }
-    away = [sum((a - b) ** 2 for a, b in zip(c.at, asked, strict=True)) ** 0.5 for c in CELLS]
     return lab.Readout(
         pictures=(
             Tiles("The table: reward, algorithm, topology of each recipe", rows),
@@ -79,6 +88,6 @@ LESSON = lab.Lesson(
         lab.AskKnobs("Find the case in which nothing is sampled and pairs are learned from (recipe 2).", "recipe", 2,
                      2, {"signal": 0, "estimator": 0, "cost": 0}),
     ),
-    code=("posttrain.plan.forces.nearest_cell", "posttrain.plan.forces.Cell"),
+    code=("posttrain.lab.lessons.synthesis.three_forces.nearest_cell", "posttrain.plan.forces.Cell"),
     docs="guides/planning.md", command="posttrain plan --forces", grid=("signal", "estimator"),
 )  # fmt: skip
