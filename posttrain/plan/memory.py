@@ -150,6 +150,8 @@ def _learner(work: Work) -> Iterator[Term]:
     yield from _passes(work)
     if work.reference:
         yield _of_tensors(work, "reference", work.width, "{:g} P: a frozen copy")
+    if work.judging:
+        yield _of_tensors(work, "models that judge", work.width * work.judging, "{:g} P: each as large as the policy")
     if work.accelerator:  # what is on its way to engines lies in the host's memory, which is not planned here
         return
     whole, largest = (n * work.width for n in (work.shape.parameters, work.shape.vocabulary * work.shape.hidden))

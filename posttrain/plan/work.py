@@ -61,6 +61,8 @@ class Work:
     reference: bool = False
     """Whether a second model scores."""
     values: bool = False
+    judging: int = 0
+    """Models that judge; each is taken to be as large as the policy."""
     vllm: bool = False
     slots: int = 256
     cache: float = 4.0 * GIB
@@ -212,6 +214,7 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         engines=0 if isinstance(run.placement, Local) else run.placement.engines,
         delta=isinstance(run.placement, Processes) and run.placement.delta,
         samples=isinstance(stage, Reinforce | OnlinePreference | Rejection),
+        judging=len({m for r in run.env_of(stage).rewards for m in (*r.models, r.judge_run, r.meta) if m}),
     )
     # What is compared with is a second model, but for an adapter that is switched off, which is its own reference.
     apart = model.lora is None or getattr(stage, "reference", None) is not None

@@ -255,6 +255,14 @@ def test_a_reference_beneath_an_adapter_takes_a_pass_and_no_memory(
     assert not (work.reference and work.lora)
 
 
+@pytest.mark.parametrize(("rewards", "models"), [("exact", 0), ("model:a+b,exact", 2), ("model:a,model:a", 1)])
+def test_models_that_judge_are_in_memory_once_each(rewards: str, models: int) -> None:
+    run = apply(recipe("grpo"), ["model=m", "env.prompts=p.jsonl", f"env.rewards={rewards}"])
+    work = work_of(run, run.stages[-1], SEVEN.shape, SEVEN.lengths)
+    terms = {t.name: t.bytes for t in places(work)[0].terms}
+    assert terms.get("models that judge", 0) == models * work.width * SEVEN.shape.parameters
+
+
 def test_a_judgement_has_as_many_completions_as_its_kind() -> None:
     """Of those that a stage samples, only pairs are learned from."""
     run = recipe("dpo")
