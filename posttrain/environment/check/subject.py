@@ -76,6 +76,7 @@ class Subject:
             if outages:
                 raise EndpointError(f"{outages[0].source} judges nothing: {outages[0].verdict.why}", "judge")
         answerable = [t for t in tasks if env.knows_gold(t)]
+        # The form is found first, because `right` and `near` write in it.
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(answerable[:SHAPED])
         for turns, verdicts in ((subject.right, subject.gold), (subject.near, subject.wrong)):
@@ -199,7 +200,7 @@ class Subject:
     @property
     def _scored(self) -> list[str]:
         """All sources that gave a right answer a score."""
-        return list(dict.fromkeys(s for told in self.gold.values() for s in told.scores))
+        return list(dict.fromkeys(s for answer in self.gold.values() for s in answer.scores))
 
     def _wins(self, source: str, sign: int) -> int:
         """The number of tasks on which a source scores the right answer higher (sign 1), or the wrong one (sign -1)."""
@@ -216,17 +217,19 @@ class Subject:
         right, wrong = self.gold[task.id].scores, self.wrong[task.id].scores
         return tuple(s for s in self.sources if s in right and (s not in wrong or right[s] > wrong[s]))
 
-    def paid(self, told: JudgedAnswer) -> tuple[str, ...]:
+    def paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
         """Sources that score this answer as high as the right one."""
-        right = self.gold[told.task.id].scores
-        return tuple(s for s in self.deciding(told.task) if s in told.scores and told.scores[s] >= right[s] - 1e-9)
-
-    def part_paid(self, told: JudgedAnswer) -> tuple[str, ...]:
-        """Sources that score this answer higher than the wrong one, as a graded reward does for a partly right
-        answer."""
-        wrong, scores = self.wrong[told.task.id].scores, told.scores
+        right = self.gold[answer.task.id].scores
         return tuple(
-            s for s in self.deciding(told.task) if s in scores and s in wrong and scores[s] > max(wrong[s], 0.0)
+            s for s in self.deciding(answer.task) if s in answer.scores and answer.scores[s] >= right[s] - 1e-9
+        )
+
+    def part_paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
+        """Sources that score this answer above 0 and higher than the wrong one, as a graded reward does for a partly
+        right answer."""
+        wrong, scores = self.wrong[answer.task.id].scores, answer.scores
+        return tuple(
+            s for s in self.deciding(answer.task) if s in scores and s in wrong and scores[s] > max(wrong[s], 0.0)
         )
 
     def chance(self, count: int) -> float:
@@ -257,12 +260,12 @@ class Attack:
     hits: list[tuple[JudgedAnswer, tuple[str, ...]]] = field(default_factory=list[tuple[JudgedAnswer, tuple[str, ...]]])
     failed: list[JudgedAnswer] = field(default_factory=list[JudgedAnswer])
 
-    def add(self, told: JudgedAnswer, paid: tuple[str, ...]) -> None:
+    def add(self, answer: JudgedAnswer, paid: tuple[str, ...]) -> None:
         self.tried += 1
         if paid:
-            self.hits.append((told, paid))
-        if told.failed:
-            self.failed.append(told)
+            self.hits.append((answer, paid))
+        if answer.failed:
+            self.failed.append(answer)
 
     @property
     def share(self) -> float:

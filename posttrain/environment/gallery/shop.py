@@ -178,17 +178,17 @@ class Shop(GeneratedTasks, ToolWorld):
         return str(task.prompt), self._turns(looked, done)
 
     def _slips(
-        self, i: Mapping[str, Any], rng: np.random.Generator
+        self, info: Mapping[str, Any], rng: np.random.Generator
     ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """(changes to what is looked up, changes to what is done), for each part of the task.
 
         Every part is wrong, because a policy that imitates each part separately could not learn which one is wrong.
         """
         for whole, name, others in (("item", "n", range(1, MOST + 1)), ("day", "errand", ERRANDS)):
-            if name in i and rng.random() < 0.5:
-                yield {}, {name: _another(rng, others, i[name])}
-            elif name in i:
-                other = {whole: _another(rng, ITEMS if whole == "item" else DAYS, i[whole])}
+            if name in info and rng.random() < 0.5:
+                yield {}, {name: _another(rng, others, info[name])}
+            elif name in info:
+                other = {whole: _another(rng, ITEMS if whole == "item" else DAYS, info[whole])}
                 yield other, other
 
     def _turns(self, looked: Any, done: Any) -> tuple[str, ...]:

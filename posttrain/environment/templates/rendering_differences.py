@@ -68,8 +68,9 @@ def continued(chat: Chat, completion: str, opened: str) -> str:
     """
     begin = opened.strip()
     if completion.lstrip().startswith(begin):
-        rest = completion.lstrip()[len(begin) :]
-        return rest.lstrip("\n") if opened.endswith("\n") else rest
+        # The prompt has the line break behind the tag already.
+        after_tag = completion.lstrip()[len(begin) :]
+        return after_tag.lstrip("\n") if opened.endswith("\n") else after_tag
     return completion if dict(THOUGHTS)[begin] in completion else closing(chat, opened)[0] + completion
 
 

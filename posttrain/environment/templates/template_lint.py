@@ -56,12 +56,12 @@ def template_findings(
     demonstrations = [(r.task, r.completion) for r in rows if learns and r.completion is not None]
     judged_rows = [r for r in rows if learns and r.judged is not None and r.judged.kind != "steps"]
     written = f"the chat template leaves out {lost[0]}" if lost else "the chat template writes every message"
-    see = "the policy never sees it: correct the template, or write it into another message"
+    message_advice = "the policy never sees it: correct the template, or write it into another message"
     prompt = begins or "the prompt ends where the policy's turn begins"
-    begin = "let the template begin an assistant's turn where add_generation_prompt is set"
+    prompt_advice = "let the template begin an assistant's turn where add_generation_prompt is set"
     return [
-        LintFinding("template: messages", written, warns=bool(lost), advice=see),
-        LintFinding("template: generation prompt", prompt, warns=bool(begins), advice=begin),
+        LintFinding("template: messages", written, warns=bool(lost), advice=message_advice),
+        LintFinding("template: generation prompt", prompt, warns=bool(begins), advice=prompt_advice),
         *_opened(
             render, chats, [*demonstrations, *((r.task, text) for r in judged_rows for text in r.judged.completions)]
         ),

@@ -119,12 +119,16 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
     render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
 
     def answer(request: Any) -> dict[str, Any]:
-        source, named, messages, tools, generate = request
+        source, special_tokens, messages, tools, generate = request
         # Null fields are removed, because templates test for a field by `is defined`, and null is defined.
         conversation = [{name: value for name, value in m.items() if value is not None} for m in messages]
         try:
             written, _ = render(
-                conversations=[conversation], tools=tools, chat_template=source, add_generation_prompt=generate, **named
+                conversations=[conversation],
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=generate,
+                **special_tokens,
             )
         # On a MemoryError the process reached its limit and ends. It is no error that the template raised.
         except MemoryError:

@@ -60,7 +60,7 @@ class OfferedTools:
 
     def box(self, task: Task) -> Toolbox:
         """The tools of one episode, with the initial content that the task gives."""
-        return Toolboxes([self._one(name, task) for name in self.names])
+        return Toolboxes([self._toolbox(name, task) for name in self.names])
 
     def check(self, task: Task) -> None:
         """DataError if a tool cannot start from the task's column of its name."""
@@ -68,9 +68,9 @@ class OfferedTools:
         # training.
         for name in self.names:
             if name != "python":
-                self._one(name, task)
+                self._toolbox(name, task)
 
-    def _one(self, name: str, task: Task) -> Toolbox:
+    def _toolbox(self, name: str, task: Task) -> Toolbox:
         """One toolbox by its name. DataError if the task's column of that name does not fit."""
         make: Mapping[str, Callable[[Any], Toolbox]] = {
             "calculator": lambda _: Calculator(),
