@@ -84,7 +84,7 @@ class Callers:
         # Only a connection without a request may be closed for another one. A connection whose body arrives, or whose
         # answer is computed, stays.
         silent = ((since, w) for since, w, phase in candidates if phase in ("headers", "idle"))
-        since, wire = min(silent, key=lambda found: found[0], default=(0.0, None))
+        since, wire = min(silent, key=lambda entry: entry[0], default=(0.0, None))
         if wire is None or time.monotonic() - since < YOUNG:
             return False
         self._forget(wire)

@@ -128,6 +128,7 @@ class Executor(ThreadingHTTPServer):
             LOG.warning(
                 "connections wait: %s. Lower --connections %d, or raise the limit on files", error, self.callers.most
             )
+            # Most often no file is free, and `sweep` frees those of connections that have been silent too long.
             self.callers.sweep()
             time.sleep(0.5)
             raise

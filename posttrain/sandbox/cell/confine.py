@@ -140,7 +140,7 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
 
 def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) -> tuple[Any, Any]:
     """Sets Landlock, and prepares the filter for `shut`. This is everything that is possible before the job is
-    known."""
+    known. `told`: as of `syscalls.program`."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
     # Landlock can be set before the job comes, because it only concerns files that are opened later. The filter of
