@@ -1,4 +1,5 @@
-"""Makes the environment that a configuration names. An unknown name is an error that gives the nearest known one."""
+"""Makes the environment that a configuration names, and imports its module only then. An unknown name is an error that
+gives the nearest known one."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ lib = v["INSTSONAME"] if v.get("Py_ENABLE_SHARED") else ""
 paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), lib and v["LIBDIR"] + "/" + lib]
 print(json.dumps([list(sys.version_info[:2]), *paths]))
 """
+"""A program by which an interpreter says its version and its paths, in the order of `Interpreter`."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Callers:
         self.most, self.per_address = most, per_address
         self._guard = threading.Lock()
         self._held: dict[socket.socket, tuple[str, Phase, float]] = {}
+        """Of each connection its address, its phase, and when the phase began."""
         self._count: Counter[str] = Counter()
 
     def __len__(self) -> int:

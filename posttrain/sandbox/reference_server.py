@@ -220,7 +220,7 @@ class Handler(BaseHTTPRequestHandler):
         """Length of the request body, which counts as held from now on."""
         # Exactly one plain length is accepted. Servers differ in how they read two lengths, a sign, or a transfer
         # encoding, and this could hide a request from a proxy. A body without a length could not be checked against the
-        # bound.
+        # bound, and `int` raises at a text of thousands of digits.
         lengths = self.headers.get_all("Content-Length", ["0"])
         length = lengths[0] if len(lengths) == 1 else ""
         if (

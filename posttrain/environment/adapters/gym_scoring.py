@@ -134,9 +134,9 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
     def data(task: str, args: tuple[tuple[str, Any], ...], seed: int) -> Any:
         return factory.create_dataset(task, seed=seed, size=CHUNK, **dict(args))
 
-    def answer(request: Any) -> dict[str, Any]:
-        asked = ScoringRequest(*request)
-        return reply_of(scored(data(asked.task, asked.args, asked.seed), asked))
+    def answer(fields: Any) -> dict[str, Any]:
+        request = ScoringRequest(*fields)
+        return reply_of(scored(data(request.task, request.args, request.seed), request))
 
     return answer
 

@@ -66,6 +66,7 @@ class Judge(GeneratedTasks):
 
     def __post_init__(self) -> None:
         judge_format(self.format)
+        # With such a gap the sides' scores in whole numbers (`_scored`) always differ, so no critique ends in a tie.
         require(1 / 8 <= self.gap <= 0.5, self.name, f"gap={self.gap:g}: must lie in 0.125..0.5")
 
     @property

@@ -123,13 +123,13 @@ def _as_json(words: str) -> tuple[str, ...]:
 def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
     """The messages that the template leaves out if one of this role follows a turn. Empty if it refuses the messages,
     which other checks report."""
-    named = {"name": "probe_tool", "tool_call_id": "call00000"} if role == "tool" else {}
+    tool_fields = {"name": "probe_tool", "tool_call_id": "call00000"} if role == "tool" else {}
     for arguments in ({"city": "a b"}, '{"city": "a b"}'):
         call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
-        turn = {"content": "", "tool_calls": [call]} if named else {"content": SAID}
-        talk: Any = [ASKED, {"role": "assistant", **turn}, {"role": role, "content": "r0", **named}]
+        turn = {"content": "", "tool_calls": [call]} if tool_fields else {"content": SAID}
+        conversation: Any = [ASKED, {"role": "assistant", **turn}, {"role": role, "content": "r0", **tool_fields}]
         try:
-            return left_out(chat, talk, [WEATHER] if named else [])
+            return left_out(chat, conversation, [WEATHER] if tool_fields else [])
         except DataError:
             continue
     return []
@@ -157,14 +157,14 @@ def _begins_otherwise(chat: Chat) -> str:
     )
 
 
-def _opened(render: Renderer, chats: Sequence[Task], said: Iterable[tuple[Task, str]]) -> Iterator[LintFinding]:
+def _opened(render: Renderer, chats: Sequence[Task], completions: Iterable[tuple[Task, str]]) -> Iterator[LintFinding]:
     """A thought that the template opens, and the completions that have none."""
     opened = next((o for t in chats if (o := render.opening(render.prompt(t.prompt, t.id, t.tools)))), "")
     if not opened:
         return
     begin, end = next((b, e) for b, e in THOUGHTS if b == opened.strip())
     yield LintFinding("template: thought", f"prompts end in {begin}; rewards read the policy's turn with it in front")
-    texts = [text for task, text in said if not isinstance(task.prompt, str)]
+    texts = [text for task, text in completions if not isinstance(task.prompt, str)]
     if bare := sum(end not in text for text in texts):
         close, by_template = closing(render.template, opened)
         yield LintFinding(

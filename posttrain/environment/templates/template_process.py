@@ -42,24 +42,24 @@ def apply(
         LimitError: it used more time or memory than allowed.
         DataError: the process did not start.
     """
-    listed = [dict(t) for t in tools] or None
+    tool_list = [dict(t) for t in tools] or None
     conversation = [
         {**m, "content": plain(m["content"])} if isinstance(m.get("content"), tuple) else dict(m) for m in messages
     ]
     if getattr(type(tokenizer).apply_chat_template, "__module__", "") != "transformers.tokenization_utils_base":
-        arguments = {"tools": listed} if listed else {}
+        arguments = {"tools": tool_list} if tool_list else {}
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate, **arguments)
-    source = tokenizer.get_chat_template(None, listed)
+    source = tokenizer.get_chat_template(None, tool_list)
     special_tokens = {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)
     }
-    reply = _ask(pickle.dumps((source, special_tokens, conversation, listed, generate)), len(messages))
+    reply = _ask(pickle.dumps((source, special_tokens, conversation, tool_list, generate)), len(messages))
     if "text" not in reply:
         raise RefusedError(reply.get("error", "it wrote nothing"))
     return str(reply["text"])
 
 
-def _ask(request: bytes, messages: int) -> dict[str, Any]:
+def _ask(request: bytes, message_count: int) -> dict[str, Any]:
     """The process's reply. If the process was killed, or has ended with the thread that started it, it is started once
     more."""
     with _SERVER.lock:
@@ -75,7 +75,7 @@ def _ask(request: bytes, messages: int) -> dict[str, Any]:
                 if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last:
                     continue
                 raise LimitError(
-                    f"the chat template was stopped while it wrote {messages} messages: its process"
+                    f"the chat template was stopped while it wrote {message_count} messages: its process"
                     f" {error.why.removeprefix('the worker ')}. Templates take milliseconds; correct this one"
                     " (chat_template.jinja, or chat_template in tokenizer_config.json), or use another model"
                 ) from None

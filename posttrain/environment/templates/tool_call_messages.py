@@ -59,8 +59,8 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
         DataError: the prompt is text; or the template writes no calls, or other calls than these; or it does not begin
             the turn as its generation prompt ends.
     """
-    content, _, listed = text.partition(MARK)
-    calls = json.loads(listed)
+    content, _, calls_text = text.partition(MARK)
+    calls = json.loads(calls_text)
     if isinstance(prompt, str):
         raise DataError(
             "the completion has tool calls, which a chat template writes, and the prompt is text: write the prompt as"
