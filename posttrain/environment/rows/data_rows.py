@@ -46,10 +46,13 @@ def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> Data
         # All rows of one set are of one kind, so it is enough to compare the first rows of two sets.
         _same_kind(data_sets[0].rows[0], data_set.rows[0], columns)
         for row in data_set.rows:
-            # Ids are unique within a set. Two sets may have the same id, so the second one gets the number of its set.
-            row_id = row.task.id if row.task.id not in used_ids else f"{row.task.id}@{number}"
+            # Ids are unique within a set. Two sets may have the same id, so the second one gets the number of its set,
+            # again and again where a row has that id too.
+            row_id = row.task.id
+            while row_id in used_ids:
+                row_id = f"{row_id}@{number}"
+            used_ids.add(row_id)
             rows.append(replace(row, task=replace(row.task, id=row_id)))
-        used_ids.update(r.task.id for r in rows[-len(data_set.rows) :])
     sizes = zip(data_sets, config.data, strict=True)
     without = tuple(line for data_set in data_sets for line in data_set.without)
     return DataRows(tuple(rows), without, tuple((len(data_set.rows), weight) for data_set, (_, weight) in sizes))
