@@ -75,10 +75,10 @@ def _same(said: Any, wanted: Any, comparison: Comparison) -> bool:
     # Every other value is {tag: parts}, as `cell.program.encode` writes it. The wanted value has this form. The other
     # one may be anything, so its form is checked step by step.
     ((tag, parts),) = wanted.items()
-    ((got, body),) = said.items()
-    if comparison.any_sequence and {tag, got} <= {"list", "tuple"}:
-        got = tag
-    if got != tag:
+    ((said_tag, body),) = said.items()
+    if comparison.any_sequence and {tag, said_tag} <= {"list", "tuple"}:
+        said_tag = tag
+    if said_tag != tag:
         return False
     # `encode` writes integers and bytes as text, with one text for each value.
     if tag in ("int", "bytes"):

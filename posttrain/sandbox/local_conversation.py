@@ -153,10 +153,10 @@ class LocalConversation:
         except OSError:
             return b""
 
-    def _send(self, what: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         """Sends a message to the zygote."""
         try:
-            self.worker.control.send(what)
+            self.worker.control.send(message)
         except OSError as error:
             raise SandboxBroken(f"{self.worker.backend.name}: the sandbox is gone ({error})") from error
 
@@ -189,8 +189,8 @@ class LocalConversation:
         if status is None:
             status = os.waitstatus_to_exitcode(account["status"])
             # A piece that ends its process by os._exit(0) counts as an error, because all definitions are lost.
-            ended = "timeout" if account["spent"] else how_it_ended(status, stopped, False)
-            outcome = "error" if ended == "ok" else ended
+            why_ended = "timeout" if account["spent"] else how_it_ended(status, stopped, False)
+            outcome = "error" if why_ended == "ok" else why_ended
         else:
             outcome = stopped or ("ok" if status == 0 else "memory" if status == MEMORY_ERROR else "error")
         return Ran(

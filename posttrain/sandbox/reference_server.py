@@ -293,15 +293,15 @@ def unpacked(body: dict[str, Any], name: str) -> bytes:
 
 def limits_of(body: dict[str, Any]) -> ProgramLimits:
     """The requested limits. Each must be a number; time and memory are at most those of this executor."""
-    asked = body.get("limits", {})
+    requested = body.get("limits", {})
     names = {f.name for f in fields(ProgramLimits)}
     if (
-        not isinstance(asked, dict)
-        or set(asked) - names
-        or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in asked.values())
+        not isinstance(requested, dict)
+        or set(requested) - names
+        or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in requested.values())
     ):
         raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
-    limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in asked.items()})
+    limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in requested.items()})
     # `cpu` needs no bound of its own, because a program ends after `wall` seconds.
     too_large = limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or max(limits.output, limits.result) > MOST_SAID
     if too_large or limits.processes > 64:

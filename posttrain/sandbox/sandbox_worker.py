@@ -74,12 +74,14 @@ class SandboxWorker:
         self.backend = backend
         self.jobs = 0
         self.notes: dict[str, Any] = {}
+        """What the zygote said of itself when it was ready."""
         self.pids: tuple[int, ...] = ()
         """Ids of the process we started and, if there is one, of the namespace's first process."""
         self._init = -1
         """A pidfd of the namespace's first process; killing it ends everything inside at once."""
         self.lock = threading.Lock()
         self.busy = False
+        """True while a job runs, which `stop` may then end. Written under `lock`."""
         self.clean = True
         """False from the begin of a job until the zygote has removed the job's files."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -174,15 +174,15 @@ class Subject:
     async def judge_all(self, asked: Iterable[tuple[Task, Sequence[str]]], repeat: bool = False) -> list[JudgedAnswer]:
         """Judge many episodes concurrently. The results are in the order of `asked`."""
 
-        every, done = list(asked), itertools.count(1)
+        episodes, numbers = list(asked), itertools.count(1)
 
         async def limited(task: Task, turns: Sequence[str]) -> JudgedAnswer:
             async with self._limit:
                 judged = await self.judge(task, turns, repeat)
-            self.counted(f"{next(done)} of {len(every)} answers judged")
+            self.counted(f"{next(numbers)} of {len(episodes)} answers judged")
             return judged
 
-        return await asyncio.gather(*(limited(t, turns) for t, turns in every))
+        return await asyncio.gather(*(limited(t, turns) for t, turns in episodes))
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
@@ -193,8 +193,8 @@ class Subject:
         """
         # The share is only a tenth because a source may judge some kinds of tasks only. The second condition excludes
         # sources whose scores differ by chance, such as one of length.
-        every = [s for s in self._scored if s not in self.depends or self.depends[s].on_task]
-        wins = [(s, self._wins(s, 1), self._wins(s, -1)) for s in every]
+        candidates = [s for s in self._scored if s not in self.depends or self.depends[s].on_task]
+        wins = [(s, self._wins(s, 1), self._wins(s, -1)) for s in candidates]
         return tuple(s for s, won, lost in wins if won >= 0.1 * len(self.gold) and won > 2 * lost)
 
     @property

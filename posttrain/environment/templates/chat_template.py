@@ -234,8 +234,8 @@ class Chat:
             whole = self.render(
                 [*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools
             )
-            if whole.startswith(before) and (rest := whole[len(before) :].lstrip()).startswith(content):
-                return rest[len(content) :]
+            if whole.startswith(before) and (after_prompt := whole[len(before) :].lstrip()).startswith(content):
+                return after_prompt[len(content) :]
         return self._behind(history, before, [Message(role="assistant", content=PROBE)], new, tools)
 
     def _behind(

@@ -81,9 +81,9 @@ class Renderer:
         if not len(ids):
             raise DataError(f"{_named(task)}: the prompt has no tokens; the policy cannot speak after nothing")
         if self.context is not None and len(ids) >= self.context:
-            many = f"{len(ids)}" if len(ids) <= 2 * self.context else f"more than {2 * self.context}"
+            count = f"{len(ids)}" if len(ids) <= 2 * self.context else f"more than {2 * self.context}"
             raise DataError(
-                f"{_named(task)}: the prompt has {many} tokens, and a context of {self.context} leaves no room to"
+                f"{_named(task)}: the prompt has {count} tokens, and a context of {self.context} leaves no room to"
                 " answer; shorten it or raise model.context"
             )
         return ids
@@ -308,9 +308,11 @@ class RenderedDialogue:
     def __init__(self, renderer: Renderer, task: str = "") -> None:
         self._renderer, self._task = renderer, task
         self._history: list[Message] | None = None
+        """The messages shown so far, with a message for each turn of the policy; None before the prompt."""
         self._chat = False
         self._tools: Tools = ()
         self._said: list[int] | None = None
+        """The ids of the policy's last turn, until messages follow it."""
         self.restarted = False
         """True if the ids that `see` returned last are a new prompt and no continuation."""
 

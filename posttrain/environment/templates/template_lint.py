@@ -148,8 +148,8 @@ def _begins_otherwise(chat: Chat) -> str:
     # A thought at the end is removed on both sides, because many templates open one in the prompt and leave it out of
     # past turns.
     prompt = _THOUGHT.sub("", before).rstrip()
-    rest = _THOUGHT.sub("", whole[len(prompt) :]).strip()
-    if not whole or (whole.startswith(prompt) and (before != bare or not rest)):
+    turn_start = _THOUGHT.sub("", whole[len(prompt) :]).strip()
+    if not whole or (whole.startswith(prompt) and (before != bare or not turn_start)):
         return ""
     return (
         f"a prompt ends in {before[-30:]!r}, and the chat template begins an assistant's turn with {whole[-30:]!r},"

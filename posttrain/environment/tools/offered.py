@@ -75,9 +75,9 @@ class OfferedTools:
         make: Mapping[str, Callable[[Any], Toolbox]] = {
             "calculator": lambda _: Calculator(),
             "python": lambda _: Python(self.interpreters),
-            "files": lambda given: Files(_texts(given)),
-            "database": lambda given: Database(str(given or "")),
-            "store": lambda given: KeyValue(_texts(given)),
+            "files": lambda column: Files(_texts(column)),
+            "database": lambda column: Database(str(column or "")),
+            "store": lambda column: KeyValue(_texts(column)),
         }
         try:
             return make[name](task.info.get(name))
@@ -99,10 +99,10 @@ class OfferedTools:
             self.interpreters.sandbox.close()
 
 
-def _texts(given: Any) -> dict[str, str]:
+def _texts(column: Any) -> dict[str, str]:
     """Texts by name, from a column; TypeError for anything else."""
-    if given is None:
+    if column is None:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in given.items()):
+    if not isinstance(column, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in column.items()):
         raise TypeError("wanted an object of texts by name")
-    return dict(given)
+    return dict(column)

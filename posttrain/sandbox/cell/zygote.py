@@ -157,10 +157,10 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
             # it was confined.
             ran = os.read(confined, 1) == DONE
             os.close(confined)
-            used = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
+            costs = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
             reply = {"ran": ran, "status": status, "seconds": took, "spent": spent}
             # The reply is sent before the scratch directory is emptied. `CLEAN` says that the next job may come.
-            control.send(json.dumps(reply | used).encode())
+            control.send(json.dumps(reply | costs).encode())
             if settings["scratch"]:
                 clean(settings["scratch"])
             control.send(CLEAN)
