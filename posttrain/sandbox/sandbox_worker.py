@@ -83,7 +83,7 @@ class SandboxWorker:
         self.busy = False
         """True while a job runs, which `stop` may then end. Written under `lock`."""
         self.clean = True
-        """False from the begin of a job until the zygote has removed the job's files."""
+        """False from the start of a job until the zygote has removed the job's files."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
         # The error output of the sandbox at its start goes to a file in memory. Unlike a pipe it does not fill up while

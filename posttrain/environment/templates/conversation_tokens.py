@@ -153,7 +153,7 @@ def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTu
     weight: list[np.ndarray] = []
     at = 0
     for i, turn in turns:
-        # Encoded apart, as in a rollout: no token may contain the end of the seen text and the begin of the turn.
+        # Encoded apart, as in a rollout: no token may contain the end of the seen text and the start of the turn.
         seen_ids = render.encode(whole[at : len(turn.before)])
         said_ids = render.completion_ids(turn.said, chat=True)
         # The stop token that the template wrote here replaces the usual one.

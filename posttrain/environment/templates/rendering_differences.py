@@ -63,7 +63,7 @@ def opening(prompt: str) -> str:
 def continued(chat: Chat, completion: str, opened: str) -> str:
     """A completion as it continues a thought that the prompt has opened.
 
-    An opening tag at its begin is left out. A completion without a thought gets the closing tag first, as the template
+    An opening tag at its start is left out. A completion without a thought gets the closing tag first, as the template
     writes a turn without a thought.
     """
     begin = opened.strip()
