@@ -218,7 +218,7 @@ class Subject:
         return tuple(s for s in self.sources if s in right and (s not in wrong or right[s] > wrong[s]))
 
     def paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
-        """Sources that score this answer as high as the right one."""
+        """Sources that score this answer as high as the right one, up to rounding."""
         right = self.gold[answer.task.id].scores
         return tuple(
             s for s in self.deciding(answer.task) if s in answer.scores and answer.scores[s] >= right[s] - 1e-9
