@@ -118,6 +118,7 @@ async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
 def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
     """Checks that no two held-out tasks have the same id or key."""
     keys, ids = {env.key(t) for t in held}, {t.id for t in held}
+    # Rows of a user may have equal prompts. They are held out together (`own_prompts`), so equal keys are no fault.
     return Check(
         "held-out tasks are distinct",
         len(ids) == len(held) and (len(keys) == len(held) or env.abilities.rows is not None),
@@ -165,7 +166,8 @@ def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) ->
 
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
     """Checks that the alphabet has every character of these tasks."""
-    # Not every environment has wrong answers, and those of prompts of the user's are no texts of theirs.
+    # Not every environment has wrong answers. That of a user's prompt is its answer with a `?`, which the data need not
+    # have.
     wrong_answer = env.distractor if env.knows_distractor and env.abilities.rows is None else lambda _: ()
     texts = [x for t in _known(env, tasks) for x in (t.prompt, *env.gold(t), *wrong_answer(t)) if isinstance(x, str)]
     used = {c for text in texts for c in text}

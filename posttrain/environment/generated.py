@@ -53,10 +53,10 @@ class GeneratedTasks(SingleTurn):
     def _held(self) -> frozenset[Hashable]:
         return frozenset(self.key(t) for t in self.heldout)
 
-    def _new(self, rng: np.random.Generator, name: str, taken: Collection[Hashable]) -> Task:
+    def _new(self, rng: np.random.Generator, task_id: str, taken: Collection[Hashable]) -> Task:
         """A task whose key is not in `taken`. ConfigError after `TRIES` draws."""
         for _ in range(TRIES):
-            task = self.draw(rng, name)
+            task = self.draw(rng, task_id)
             if task is not None and self.key(task) not in taken:
                 return task
         settings = ", ".join(self.settings())

@@ -1,4 +1,5 @@
-"""Makes the environment that a configuration names. An unknown name is an error that gives the nearest known one."""
+"""Makes the environment that a configuration names, and imports its module only then. An unknown name is an error that
+gives the nearest known one."""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
         DataError: the user's prompts cannot be read.
     """
     # A class of the user's is loaded first, because only the class shows whether the environment reads rows.
-    own = ":" in config.name and not is_inline(config.name) and not config.name.startswith(("gym:", "verifiers:"))
-    own_class = _own(config.name) if own else None
-    if config.name == "prompts" or config.data or own_class is not None:
+    in_file = ":" in config.name and not is_inline(config.name) and not config.name.startswith(("gym:", "verifiers:"))
+    user_class = _load_user_class(config.name) if in_file else None
+    if config.name == "prompts" or config.data or user_class is not None:
         from posttrain.environment.rows.own_prompts import PromptsEnv, read_tasks
 
-        rows_class = PromptsEnv if config.name == "prompts" else own_class or SingleTurn
+        rows_class = PromptsEnv if config.name == "prompts" else user_class or SingleTurn
         if issubclass(rows_class, PromptsEnv):
             return read_tasks(config, checked(config.name, rows_class, config.args), seed, given, rows_class)
         if config.data:
@@ -57,8 +58,8 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
                 " derive your own class from posttrain.environment.rows.own_prompts.PromptsEnv, or leave"
                 " env.prompts out"
             )
-    judges = sources(config.rewards, where=config.sandbox, given=given)
-    common = common_settings(config, judges, seed)
+    rewards = sources(config.rewards, where=config.sandbox, given=given)
+    common = common_settings(config, rewards, seed)
     if is_inline(config.name):
         return _handed(config, given.environment(config.name), common)
     if config.name.startswith("gym:"):
@@ -71,8 +72,8 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
         return Verifiers.of(config.name.removeprefix("verifiers:"), config.args, **common)
     if config.name in GALLERY:
         cls = gallery_class(config.name)
-    elif own_class is not None:
-        cls = own_class
+    elif user_class is not None:
+        cls = user_class
     else:
         like_data = "/" in config.name or Path(config.name).suffix in (".jsonl", ".json", ".parquet")
         suggestion = f"rows of yours are env=prompts env.prompts={config.name}, from Python env=posttrain.prompts(...)"
@@ -105,7 +106,7 @@ def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
     return thing
 
 
-def _own(name: str) -> type[SingleTurn]:
+def _load_user_class(name: str) -> type[SingleTurn]:
     """The environment class of a user's file, `path.py:Class`. ConfigError if it is not one, or lacks methods."""
     path, _, attribute = name.rpartition(":")
     cls: Any = load(Path(path), attribute, "env.name", "class")
@@ -128,10 +129,10 @@ def _complete(name: str, cls: type[SingleTurn]) -> None:
             f"env.name={name}: write @dataclass(frozen=True, kw_only=True) above class {attribute}; its fields are its"
             " settings"
         )
-    if strange := [(n, near[0]) for n in vars(cls) if (near := _meant(cls, n))]:
+    if misspelt := [(n, near[0]) for n in vars(cls) if (near := _meant(cls, n))]:
         raise ConfigError(
-            f"env.name={name}: {attribute} has {strange[0][0]}, which nothing reads: did you mean {strange[0][1]}? Give"
-            " it another name if not"
+            f"env.name={name}: {attribute} has {misspelt[0][0]}, which nothing reads: did you mean {misspelt[0][1]}?"
+            " Give it another name if not"
         )
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(

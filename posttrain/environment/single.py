@@ -98,10 +98,10 @@ class SingleTurn(ABC):
     def __init_subclass__(cls) -> None:
         """ConfigError if a class defines only one of `styles` and `demonstrate`: the other is missing or misspelt."""
         super().__init_subclass__()
-        given = [f"{n}()" for n in ("styles", "demonstrate") if getattr(cls, n) is not getattr(SingleTurn, n)]
-        if len(given) == 1:
+        defined = [f"{n}()" for n in ("styles", "demonstrate") if getattr(cls, n) is not getattr(SingleTurn, n)]
+        if len(defined) == 1:
             raise ConfigError(
-                f"environment class {cls.__name__} has {given[0]} alone: an environment that writes texts to imitate"
+                f"environment class {cls.__name__} has {defined[0]} alone: an environment that writes texts to imitate"
                 " has styles and demonstrate()"
             )
 

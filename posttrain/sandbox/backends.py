@@ -31,6 +31,7 @@ lib = v["INSTSONAME"] if v.get("Py_ENABLE_SHARED") else ""
 paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), lib and v["LIBDIR"] + "/" + lib]
 print(json.dumps([list(sys.version_info[:2]), *paths]))
 """
+"""A program by which an interpreter says its version and its paths, in the order of `Interpreter`."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ ALLOW = "ALLOW_UNSANDBOXED_CODE"
 """The environment variable that `Unconfined` needs."""
 # Variables with the value 1, and variables with other values.
 _ONE = "PYTHONUTF8 PYTHONDONTWRITEBYTECODE MALLOC_ARENA_MAX OPENBLAS_NUM_THREADS OMP_NUM_THREADS MKL_NUM_THREADS"
-_OWN = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-ENVIRONMENT = {**_OWN, **dict.fromkeys(_ONE.split(), "1")}
+_OTHER = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+ENVIRONMENT = {**_OTHER, **dict.fromkeys(_ONE.split(), "1")}
 """The zygote's whole environment; nothing of ours is inherited. It has one malloc arena, because every thread's arena
 would take 64 MiB of the address-space limit."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -160,14 +161,14 @@ class Namespaces:
         env = {**ENVIRONMENT, "PYTHONPATH": "/inside", "LD_LIBRARY_PATH": "/python/lib"}
         for name, value in env.items():
             command += ["--setenv", name, value]
-        given = settings("namespaces", control, uid, self.packages, limits.processes)
-        given |= {"home": "/inside", "package_path": "/packages", "scratch": "/tmp", "readable": ["/"]}
+        zygote_settings = settings("namespaces", control, uid, self.packages, limits.processes)
+        zygote_settings |= {"home": "/inside", "package_path": "/packages", "scratch": "/tmp", "readable": ["/"]}
         # The bound counts all tasks of the sandbox's user: the program's children, the program itself, the zygote and,
         # for an ordinary user, the namespace's first process. Without children it only bounds threads.
-        given["tasks"] = limits.processes + 3 if limits.processes else 64
+        zygote_settings["tasks"] = limits.processes + 3 if limits.processes else 64
         # bwrap itself gets an empty environment. --clearenv is only for the processes that it starts, and the
         # environment of bwrap could be read in /proc.
-        return Start((*command, "--", "/python/bin/python3", *FLAGS), {}, given, reports=True)
+        return Start((*command, "--", "/python/bin/python3", *FLAGS), {}, zygote_settings, reports=True)
 
 
 def spaces(unprivileged: bool) -> list[str]:
@@ -243,10 +244,10 @@ class Landlock:
             raise SandboxUnavailableError("landlock cannot contain programs with processes; only namespaces can")
         # There is no scratch directory, because without namespaces /tmp belongs to the machine. There is no bound on
         # tasks, because for an ordinary user it would count all other processes of that user.
-        given = settings("landlock", control, unused_uid(), self.packages, 0)
+        zygote_settings = settings("landlock", control, unused_uid(), self.packages, 0)
         command, where, readable = in_place(self.packages, self.interpreter, self.cell)
-        given |= {**where, "readable": readable}
-        return Start(command, {**ENVIRONMENT, "PYTHONPATH": given["home"]}, given)
+        zygote_settings |= {**where, "readable": readable}
+        return Start(command, {**ENVIRONMENT, "PYTHONPATH": zygote_settings["home"]}, zygote_settings)
 
 
 def in_place(
@@ -285,5 +286,5 @@ class Unconfined:
         if limits.processes:
             raise SandboxUnavailableError("sandbox='none' cannot end a program's children; processes need namespaces")
         command, where, _ = in_place(self.packages, self.interpreter, CELL)
-        given = settings("none", control, None, self.packages, 0) | where
-        return Start(command, {**ENVIRONMENT, "PYTHONPATH": given["home"]}, given)
+        zygote_settings = settings("none", control, None, self.packages, 0) | where
+        return Start(command, {**ENVIRONMENT, "PYTHONPATH": zygote_settings["home"]}, zygote_settings)

@@ -59,8 +59,8 @@ def open_sandbox(
         SandboxUnavailableError: no sandbox works. The message has the reason for each and what to change.
     """
     backend = choose(name, packages, interpreter, token)
-    many = REMOTE_WORKERS if workers is None and isinstance(backend, RemoteExecutor) else workers
-    return Sandbox(backend, workers=many, limits=limits, sessions=sessions)
+    worker_count = REMOTE_WORKERS if workers is None and isinstance(backend, RemoteExecutor) else workers
+    return Sandbox(backend, workers=worker_count, limits=limits, sessions=sessions)
 
 
 def choose(

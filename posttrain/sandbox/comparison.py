@@ -51,22 +51,22 @@ def heard(result: bytes) -> Any:
     return reply["value"]
 
 
-def same(said: Any, wanted: Any, how: Comparison = Comparison()) -> bool:
+def same(said: Any, wanted: Any, comparison: Comparison = Comparison()) -> bool:
     """Returns whether an encoded value equals the wanted one.
 
     >>> same({"int": "0x5"}, 5), same(5.0, 5), same(0.30000000000000004, 0.3, Comparison(1e-9))
     (True, False, True)
     """
     try:
-        return _same(said, encode(wanted), how)
+        return _same(said, encode(wanted), comparison)
     except RecursionError:
         return False
 
 
-def _same(said: Any, wanted: Any, how: Comparison) -> bool:
+def _same(said: Any, wanted: Any, comparison: Comparison) -> bool:
     """Returns whether an encoded value equals the wanted one, which is encoded too."""
     if isinstance(wanted, float):
-        return _close(said, wanted, how)
+        return _close(said, wanted, comparison)
     if wanted is None or isinstance(wanted, bool | str):
         # JSON gives exact built-in types, so this comparison runs no code of the program's.
         return type(said) is type(wanted) and said == wanted
@@ -75,10 +75,10 @@ def _same(said: Any, wanted: Any, how: Comparison) -> bool:
     # Every other value is {tag: parts}, as `cell.program.encode` writes it. The wanted value has this form. The other
     # one may be anything, so its form is checked step by step.
     ((tag, parts),) = wanted.items()
-    ((got, body),) = said.items()
-    if how.any_sequence and {tag, got} <= {"list", "tuple"}:
-        got = tag
-    if got != tag:
+    ((said_tag, body),) = said.items()
+    if comparison.any_sequence and {tag, said_tag} <= {"list", "tuple"}:
+        said_tag = tag
+    if said_tag != tag:
         return False
     # `encode` writes integers and bytes as text, with one text for each value.
     if tag in ("int", "bytes"):
@@ -86,27 +86,29 @@ def _same(said: Any, wanted: Any, how: Comparison) -> bool:
     if not isinstance(body, list) or len(body) != len(parts):
         return False
     if tag in ("list", "tuple"):
-        return all(_same(b, p, how) for b, p in zip(body, parts, strict=True))
+        return all(_same(b, p, comparison) for b, p in zip(body, parts, strict=True))
     if tag == "dict":
-        return _same_dict(body, parts, how)
+        return _same_dict(body, parts, comparison)
     # Sets have the same elements in any order. A forged set with repeated elements has another sorted list, and
     # differs.
     return sorted(map(_text, body)) == sorted(map(_text, parts))
 
 
-def _same_dict(body: list[Any], parts: list[Any], how: Comparison) -> bool:
+def _same_dict(body: list[Any], parts: list[Any], comparison: Comparison) -> bool:
     """Returns whether two encoded dictionaries are equal, from their lists of [key, value]."""
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in body):
         return False
     # Pairs are matched by their keys, which have to be exactly equal. A tolerance is for the values only.
     left = sorted((_text(k), i) for i, (k, _) in enumerate(body))
     right = sorted((_text(k), i) for i, (k, _) in enumerate(parts))
-    return all(a == b and _same(body[i][1], parts[j][1], how) for (a, i), (b, j) in zip(left, right, strict=True))
+    return all(
+        a == b and _same(body[i][1], parts[j][1], comparison) for (a, i), (b, j) in zip(left, right, strict=True)
+    )
 
 
-def _close(said: Any, wanted: float, how: Comparison) -> bool:
+def _close(said: Any, wanted: float, comparison: Comparison) -> bool:
     """Returns whether an encoded value equals a wanted float, up to the tolerance."""
-    tolerance = how.tolerance
+    tolerance = comparison.tolerance
     if tolerance:
         number = _integer(said)
         said = said if number is None else float(number)
@@ -117,7 +119,7 @@ def _close(said: Any, wanted: float, how: Comparison) -> bool:
         return math.isnan(wanted) and math.isnan(said)
     if tolerance:
         return said == wanted or math.isclose(
-            said, wanted, rel_tol=tolerance if how.relative else 0.0, abs_tol=tolerance
+            said, wanted, rel_tol=tolerance if comparison.relative else 0.0, abs_tol=tolerance
         )
     # Without a tolerance the sign of a zero counts too.
     return said == wanted and math.copysign(1.0, said) == math.copysign(1.0, wanted)

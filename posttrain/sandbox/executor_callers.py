@@ -35,6 +35,7 @@ class Callers:
         self.most, self.per_address = most, per_address
         self._guard = threading.Lock()
         self._held: dict[socket.socket, tuple[str, Phase, float]] = {}
+        """Of each connection its address, its phase, and when the phase began."""
         self._count: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -84,7 +85,7 @@ class Callers:
         # Only a connection without a request may be closed for another one. A connection whose body arrives, or whose
         # answer is computed, stays.
         silent = ((since, w) for since, w, phase in candidates if phase in ("headers", "idle"))
-        since, wire = min(silent, key=lambda found: found[0], default=(0.0, None))
+        since, wire = min(silent, key=lambda entry: entry[0], default=(0.0, None))
         if wire is None or time.monotonic() - since < YOUNG:
             return False
         self._forget(wire)

@@ -41,25 +41,27 @@ class LocalConversation:
         self.answered = 0
         self._used = 0.0
         """Seconds of processor time of all pieces so far."""
-        self._ended: dict[str, Any] | None = None
-        self._ends: dict[str, int] = {}
+        self._last_account: dict[str, Any] | None = None
+        """The zygote's report about the whole process, once it has ended."""
+        self._read_ends: dict[str, int] = {}
+        """Our ends of the pipes of standard output and standard error."""
         worker.settle()
         worker.jobs += 1
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             writers: list[int] = []
             for name in ("stdout", "stderr"):
-                self._ends[name], writer = os.pipe()
-                os.set_blocking(self._ends[name], False)
-                held.callback(os.close, writer)
+                self._read_ends[name], writer = os.pipe()
+                os.set_blocking(self._read_ends[name], False)
+                stack.callback(os.close, writer)
                 writers.append(writer)
             self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            held.callback(theirs.close)
+            stack.callback(theirs.close)
             self._wire.setblocking(False)
             # In place of the pipe for a result, the job gets the socket that brings the pieces. Source and call are
             # empty.
             request = json.dumps({"limits": limits.plain(), "session": True, "followed": False}).encode()
             try:
-                worker.begin(request, [nothing(), silent(held), *writers, theirs.fileno(), nothing()])
+                worker.begin(request, [nothing(), silent(stack), *writers, theirs.fileno(), nothing()])
             except BaseException:
                 self._over()
                 raise
@@ -68,12 +70,12 @@ class LocalConversation:
         """Run one piece to its end or its limits. SandboxBroken where the sandbox is lost; that ends it."""
         start = time.monotonic()
         self.answered += 1
-        readers = {fd: PipeReader(name, self.limits.output) for name, fd in self._ends.items()}
+        readers = {fd: PipeReader(name, self.limits.output) for name, fd in self._read_ends.items()}
         try:
             status, stopped = self._exchange(piece, readers, start)
             # If the process has not ended, it is stopped until the next piece, and the zygote sends the account of this
             # piece.
-            if (account := self._ended) is None:
+            if (account := self._last_account) is None:
                 self._send(REST)
                 account = self._read_reply()
             for fd, reader in readers.items():
@@ -109,7 +111,7 @@ class LocalConversation:
                 for key, events in ready:
                     # The zygote sends a message without a request only if the process has ended.
                     if key.fileobj is self.worker.control:
-                        self._ended = self.worker.reply()
+                        self._last_account = self.worker.reply()
                         return None, stopped
                     if key.fileobj is not self._wire:
                         if not readers[key.fd].read(key.fd):
@@ -135,14 +137,14 @@ class LocalConversation:
                     stopped = "output" if too_much else "timeout"
                     self._send(KILL)
 
-    def _write(self, rest: memoryview) -> memoryview:
+    def _write(self, unsent: memoryview) -> memoryview:
         """Sends a part of the piece. Returns the rest."""
         try:
-            return rest[self._wire.send(rest) :]
+            return unsent[self._wire.send(unsent) :]
         except BlockingIOError:
-            return rest
+            return unsent
         except OSError:
-            return rest[:0]  # the process has ended, which the zygote reports
+            return unsent[:0]  # the process has ended, which the zygote reports
 
     def _read_control(self) -> bytes:
         """What the session has written on its socket; empty if it has ended."""
@@ -151,10 +153,10 @@ class LocalConversation:
         except OSError:
             return b""
 
-    def _send(self, what: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         """Sends a message to the zygote."""
         try:
-            self.worker.control.send(what)
+            self.worker.control.send(message)
         except OSError as error:
             raise SandboxBroken(f"{self.worker.backend.name}: the sandbox is gone ({error})") from error
 
@@ -187,8 +189,8 @@ class LocalConversation:
         if status is None:
             status = os.waitstatus_to_exitcode(account["status"])
             # A piece that ends its process by os._exit(0) counts as an error, because all definitions are lost.
-            ended = "timeout" if account["spent"] else how_it_ended(status, stopped, False)
-            outcome = "error" if ended == "ok" else ended
+            why_ended = "timeout" if account["spent"] else how_it_ended(status, stopped, False)
+            outcome = "error" if why_ended == "ok" else why_ended
         else:
             outcome = stopped or ("ok" if status == 0 else "memory" if status == MEMORY_ERROR else "error")
         return Ran(
@@ -232,5 +234,5 @@ class LocalConversation:
         with self.worker.lock:
             self.worker.busy = False
         self._wire.close()
-        for fd in self._ends.values():
+        for fd in self._read_ends.values():
             os.close(fd)

@@ -46,8 +46,8 @@ class PythonSession:
         self._sessions = sessions
         # The thread refers only to the shared state. So a session that nobody uses is garbage-collected, and its
         # finalizer ends it.
-        self._talk = _SharedSession(limits, idle)
-        self._finalizer = weakref.finalize(self, _SharedSession.end, self._talk, CLOSED)
+        self._shared = _SharedSession(limits, idle)
+        self._finalizer = weakref.finalize(self, _SharedSession.end, self._shared, CLOSED)
 
     async def run(self, code: str | bytes) -> Ran:
         """Run a piece of Python after those before it.
@@ -84,14 +84,14 @@ class PythonSession:
     def _ask(self, code: str | bytes) -> Future[Ran]:
         text = code if isinstance(code, bytes) else code.encode("utf-8", "surrogatepass")
         piece = _Piece(text, Future())
-        if self._talk.ask(piece):
-            self._sessions.queue(self._talk)
+        if self._shared.ask(piece):
+            self._sessions.queue(self._shared)
         return piece.answer
 
     @property
     def ended(self) -> bool:
         """True where the session takes no more pieces."""
-        return bool(self._talk.ended)
+        return bool(self._shared.ended)
 
     def end(self) -> None:
         """End the session, also during a piece, without waiting for it."""
@@ -100,7 +100,7 @@ class PythonSession:
     async def close(self) -> None:
         """End the session and wait until its process is gone."""
         self.end()
-        await asyncio.wrap_future(self._talk.over())
+        await asyncio.wrap_future(self._shared.over())
 
     async def __aenter__(self) -> Self:
         return self
@@ -214,7 +214,7 @@ class Sessions:
             raise ConfigError(f"sandbox: sessions={most} must be 1 or more")
         # What the threads refer to must not refer to `self`, or an unused one would never be garbage-collected.
         self._threads = WorkerThreads[_SharedSession](
-            "sandbox session", most, lambda talks: _SessionThread(backend, network).serve(talks), SPARE_SECONDS
+            "sandbox session", most, lambda sessions: _SessionThread(backend, network).serve(sessions), SPARE_SECONDS
         )
         self._finalizer = weakref.finalize(self, self._threads.close, _SharedSession.refuse, wait=True)
 
@@ -226,20 +226,20 @@ class Sessions:
             raise ConfigError(f"sandbox: idle={idle!r} must be more than 0 seconds")
         return PythonSession(self, limits, idle)
 
-    def queue(self, talk: _SharedSession) -> None:
+    def queue(self, shared: _SharedSession) -> None:
         """Queue a session for the next free sandbox."""
-        if self._threads.put(talk) is None:
-            talk.refuse()
+        if self._threads.put(shared) is None:
+            shared.refuse()
 
     @property
     def alive(self) -> int:
         """Sessions that have a sandbox now."""
-        return sum(not talk.gone for talk in self._threads.running)
+        return sum(not shared.gone for shared in self._threads.running)
 
     @property
     def waiting(self) -> int:
         """Sessions that wait for a sandbox."""
-        return sum(not talk.ended for talk in list(self._threads.waiting))
+        return sum(not shared.ended for shared in list(self._threads.waiting))
 
     @property
     def begun(self) -> int:
@@ -259,30 +259,31 @@ class _SessionThread:
     network: NetworkAttempts
     worker: SandboxWorker | None = None
     held: LocalConversation | RemoteConversation | None = None
+    """The session that runs in `worker` now."""
 
-    def serve(self, talks: Iterator[_SharedSession]) -> None:
+    def serve(self, sessions: Iterator[_SharedSession]) -> None:
         try:
-            for talk in talks:
+            for shared in sessions:
                 try:
-                    self._run_pieces(talk)
+                    self._run_pieces(shared)
                 finally:
-                    talk.leave()
+                    shared.leave()
         finally:
             if self.worker is not None:
                 self.worker.close()
 
-    def _run_pieces(self, talk: _SharedSession) -> None:
+    def _run_pieces(self, shared: _SharedSession) -> None:
         """Run a session's pieces until it ends; then end its process."""
         try:
-            while (piece := talk.next()) is not None:
+            while (piece := shared.next()) is not None:
                 if not piece.answer.set_running_or_notify_cancel():
                     continue
                 try:
-                    ran = self._answer(talk, piece.code)
+                    ran = self._answer(shared, piece.code)
                 except Exception as error:
                     known = isinstance(error, SandboxBroken | SandboxUnavailableError)
                     failure = error if known else SandboxBroken(f"{error!r}")
-                    talk.end(f"this session was lost: {error}")
+                    shared.end(f"this session was lost: {error}")
                     settle(piece.answer.set_exception, failure)
                 else:
                     settle(piece.answer.set_result, ran)
@@ -292,27 +293,30 @@ class _SessionThread:
                 self._keep_usable()
                 self.held = None
 
-    def _answer(self, talk: _SharedSession, code: bytes) -> Ran:
+    def _answer(self, shared: _SharedSession, code: bytes) -> Ran:
         """Run one piece. If a sandbox is lost before anything was defined in it, use another one."""
         tries = TRIES
         while True:
             try:
                 if self.held is None or not self.held.alive:
                     self.worker = self.worker or begin(self.backend)
-                    talk.use(self.worker)
+                    shared.use(self.worker)
                     remote = self.worker if isinstance(self.worker, RemoteWorker) else None
-                    self.held = remote.converse(talk.limits) if remote else LocalConversation(self.worker, talk.limits)
+                    self.held = (
+                        remote.converse(shared.limits) if remote else LocalConversation(self.worker, shared.limits)
+                    )
                 # If `end` was called before it knew the sandbox, it has stopped nothing. So this is checked again.
-                if talk.ended:
-                    raise SandboxBroken(talk.ended)
+                if shared.ended:
+                    raise SandboxBroken(shared.ended)
                 return self.network.add(self.held.answer(code))
+            # ValueError and KeyError: the reply of a broken sandbox is no JSON, or lacks a part.
             except (SandboxBroken, OSError, ValueError, KeyError):
                 # The lost piece is already counted. If it was the first piece, nothing was defined before it, so
                 # another sandbox can replace this one.
                 answered = self.held.answered if self.held is not None else 0
                 self._lose()
                 tries -= 1
-                if answered > 1 or not tries or talk.ended:
+                if answered > 1 or not tries or shared.ended:
                     raise
 
     def _lose(self) -> None:

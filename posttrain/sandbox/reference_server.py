@@ -128,6 +128,7 @@ class Executor(ThreadingHTTPServer):
             LOG.warning(
                 "connections wait: %s. Lower --connections %d, or raise the limit on files", error, self.callers.most
             )
+            # Most often no file is free, and `sweep` frees those of connections that have been silent too long.
             self.callers.sweep()
             time.sleep(0.5)
             raise
@@ -219,7 +220,7 @@ class Handler(BaseHTTPRequestHandler):
         """Length of the request body, which counts as held from now on."""
         # Exactly one plain length is accepted. Servers differ in how they read two lengths, a sign, or a transfer
         # encoding, and this could hide a request from a proxy. A body without a length could not be checked against the
-        # bound.
+        # bound, and `int` raises at a text of thousands of digits.
         lengths = self.headers.get_all("Content-Length", ["0"])
         length = lengths[0] if len(lengths) == 1 else ""
         if (
@@ -292,15 +293,15 @@ def unpacked(body: dict[str, Any], name: str) -> bytes:
 
 def limits_of(body: dict[str, Any]) -> ProgramLimits:
     """The requested limits. Each must be a number; time and memory are at most those of this executor."""
-    asked = body.get("limits", {})
+    requested = body.get("limits", {})
     names = {f.name for f in fields(ProgramLimits)}
     if (
-        not isinstance(asked, dict)
-        or set(asked) - names
-        or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in asked.values())
+        not isinstance(requested, dict)
+        or set(requested) - names
+        or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in requested.values())
     ):
         raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
-    limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in asked.items()})
+    limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in requested.items()})
     # `cpu` needs no bound of its own, because a program ends after `wall` seconds.
     too_large = limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or max(limits.output, limits.result) > MOST_SAID
     if too_large or limits.processes > 64:

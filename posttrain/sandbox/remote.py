@@ -57,8 +57,8 @@ class RemoteExecutor:
             parts, _ = urlsplit(self.url), urlsplit(self.url).port
         except ValueError:  # half of an IPv6 address, or a port that is none
             parts = urlsplit("")
-        more = parts.query or parts.fragment or "@" in parts.netloc
-        if parts.scheme not in ("http", "https") or not parts.hostname or more:
+        extra = parts.query or parts.fragment or "@" in parts.netloc
+        if parts.scheme not in ("http", "https") or not parts.hostname or extra:
             raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
         # Anybody who reads the token on the way could run programs there.
         if in_the_clear(self.url):
@@ -125,22 +125,22 @@ class RemoteWorker(SandboxWorker):
         received, status, late = b"", 0, threading.Event()
         # The socket's time-out is for each read, so a server that sends a byte now and then would never exceed it. The
         # timer limits the whole answer.
-        limit = threading.Timer(seconds, self._hang_up, (late,))
-        limit.daemon = True
-        limit.start()
+        timer = threading.Timer(seconds, self._hang_up, (late,))
+        timer.daemon = True
+        timer.start()
         try:
             self._wire.timeout = seconds
             # An executor closes a connection that was silent for long, and then there is its end to read.
-            if (silent := self._wire.sock) is not None:
-                end = select.poll()
-                end.register(silent, select.POLLIN)
-                if end.poll(0):
+            if (open_socket := self._wire.sock) is not None:
+                poll = select.poll()
+                poll.register(open_socket, select.POLLIN)
+                if poll.poll(0):
                     self._wire.close()
             if self._wire.sock is None:
                 self._wire.connect()
-            self._sock = wire = self._wire.sock
-            assert wire is not None
-            wire.settimeout(seconds)
+            self._sock = sock = self._wire.sock
+            assert sock is not None
+            sock.settimeout(seconds)
             self._wire.request(
                 method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
             )
@@ -154,7 +154,7 @@ class RemoteWorker(SandboxWorker):
             why = f"no whole answer in {seconds:g} s" if slow else f"{type(error).__name__}: {error}"
             raise SandboxBroken(f"{self.backend.url}: {why}"[:300]) from error
         finally:
-            limit.cancel()
+            timer.cancel()
         if status != 200 or not isinstance(answer, dict):
             self.destroy()
             why = f"{self.backend.url}: status {status}, {received[:200].decode(errors='replace')!r}"
@@ -189,25 +189,25 @@ class RemoteWorker(SandboxWorker):
             raise SandboxBroken(f"{self.backend.url}: began no session: {str(answer)[:200]}")
         return RemoteConversation(self, limits, answer["session"])
 
-    def heard(self, told: dict[str, Any], limits: ProgramLimits) -> Ran:
+    def heard(self, reply: dict[str, Any], limits: ProgramLimits) -> Ran:
         """A reply as `Ran`. SandboxBroken where a part has the wrong type or is too large."""
         try:
-            texts = {k: base64.b64decode(told[k], validate=True) for k in ("stdout", "stderr", "result")}
-            numbers = {k: float(told[k]) for k in ("seconds", "cpu")}
-            plain = {k: told[k] for k in ("exit", "peak", "cut", "lost", "network")}
+            texts = {k: base64.b64decode(reply[k], validate=True) for k in ("stdout", "stderr", "result")}
+            numbers = {k: float(reply[k]) for k in ("seconds", "cpu")}
+            plain = {k: reply[k] for k in ("exit", "peak", "cut", "lost", "network")}
             most = {"stdout": limits.output, "stderr": limits.output, "result": limits.result}
-            good = told["why"] in get_args(Why) and isinstance(told["sandbox"], str)
-            good &= told["sandbox"] not in ("", "none")
+            good = reply["why"] in get_args(Why) and isinstance(reply["sandbox"], str)
+            good &= reply["sandbox"] not in ("", "none")
             # Exact types are compared, because True is an instance of int.
             good &= [type(plain[k]) for k in ("exit", "peak", "cut", "lost")] == [int, int, bool, bool]
-            good &= all(type(told[k]) in (int, float) and 0 <= numbers[k] < math.inf for k in numbers)
+            good &= all(type(reply[k]) in (int, float) and 0 <= numbers[k] < math.inf for k in numbers)
             good &= plain["network"] is None or (type(plain["network"]) is int and plain["network"] >= 0)
             good &= all(len(texts[k]) <= most[k] for k in texts)
         except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
             raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {error!r}") from error
         if not good:
-            raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {str(told)[:200]}")
-        return Ran(why=told["why"], sandbox=f"remote:{told['sandbox'][:40]}", **texts, **numbers, **plain)
+            raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {str(reply)[:200]}")
+        return Ran(why=reply["why"], sandbox=f"remote:{reply['sandbox'][:40]}", **texts, **numbers, **plain)
 
     def stop(self) -> None:
         """Close the connection while a program runs. On the executor it ends by its own limits."""

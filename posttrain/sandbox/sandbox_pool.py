@@ -51,7 +51,7 @@ class JobCounts:
 
 
 @dataclass
-class _Asked:
+class _Submission:
     """A program that was submitted, with the future of its outcome."""
 
     job: Job
@@ -117,11 +117,11 @@ class Sandbox:
             SandboxBroken: several sandboxes were lost; this is no result of the program.
             SandboxUnavailableError: a sandbox could not be started (any more).
         """
-        asked = self._ask(program, stdin, call, limits)
+        submission = self._ask(program, stdin, call, limits)
         try:
-            return await asyncio.wrap_future(asked.answer)
+            return await asyncio.wrap_future(submission.answer)
         except asyncio.CancelledError:
-            self._drop(asked)
+            self._drop(submission)
             raise
 
     def run_sync(
@@ -133,21 +133,21 @@ class Sandbox:
         limits: ProgramLimits | None = None,
     ) -> Ran:
         """`run` for callers without an event loop; an interrupt ends the program too. `call` may be encoded already."""
-        asked = self._ask(program, stdin, call, limits)
+        submission = self._ask(program, stdin, call, limits)
         try:
-            return asked.answer.result()
+            return submission.answer.result()
         except KeyboardInterrupt:
-            self._drop(asked)
+            self._drop(submission)
             raise
 
-    def _drop(self, asked: _Asked) -> None:
+    def _drop(self, submission: _Submission) -> None:
         """End a program that nobody waits for any more, and no other."""
         with self._threads.lock:
-            asked.dropped = True
+            submission.dropped = True
             # Once the program has ended, `_serve` clears the worker under the same lock. So no other program is stopped
             # here.
-            if asked.worker is not None:
-                asked.worker.stop()
+            if submission.worker is not None:
+                submission.worker.stop()
 
     def session(self, *, limits: ProgramLimits | None = None, idle: float = IDLE) -> PythonSession:
         """An interpreter for a program in pieces that keeps the definitions of earlier pieces: the Python tool of an
@@ -169,14 +169,14 @@ class Sandbox:
 
     def _ask(
         self, program: str | bytes, stdin: str | bytes, call: Call | bytes | None, limits: ProgramLimits | None
-    ) -> _Asked:
+    ) -> _Submission:
         """Puts a program into the queue."""
         encoded_call = b"" if call is None else as_json(call) if isinstance(call, Call) else call
         job = Job(as_bytes(program), as_bytes(stdin), encoded_call, limits or self.limits)
-        asked = _Asked(job, Future())
-        if self._threads.put(asked) is None:
+        submission = _Submission(job, Future())
+        if self._threads.put(submission) is None:
             raise SandboxBroken("this sandbox has been closed")
-        return asked
+        return submission
 
     def close(self) -> None:
         """Refuse waiting programs, let running ones reach their end or their limits, then end every sandbox."""
@@ -197,28 +197,30 @@ class _Programs:
         self.backend, self.counts, self.network = backend, counts, network
         self.threads = WorkerThreads("sandbox", most, self._work)
 
-    def _work(self, calls: Iterator[_Asked]) -> None:
+    def _work(self, calls: Iterator[_Submission]) -> None:
         """Runs in each thread: takes a program, runs it in a sandbox, returns the outcome."""
         worker: SandboxWorker | None = None
         try:
-            for asked in calls:
-                worker = self._serve(asked, worker)
+            for submission in calls:
+                worker = self._serve(submission, worker)
         finally:
             if worker is not None:
                 worker.close()
 
-    def _serve(self, asked: _Asked, worker: SandboxWorker | None) -> SandboxWorker | None:
+    def _serve(self, submission: _Submission, worker: SandboxWorker | None) -> SandboxWorker | None:
         """Run one program. Returns the sandbox to use next, if it is still usable.
 
         A job that may start processes gets a sandbox for itself, which ends with it; the warm one is kept.
         """
         lost: Exception | None = None
-        alone = asked.job.limits.processes > 0
+        alone = submission.job.limits.processes > 0
         for _ in range(TRIES):
             used: SandboxWorker | None = None
             try:
-                used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
-                ran = used.run(replace(asked.job, followed=bool(self.threads.waiting), dropped=lambda: asked.dropped))
+                used = submission.worker = self._start(submission.job.limits) if alone else worker or self._start(None)
+                ran = used.run(
+                    replace(submission.job, followed=bool(self.threads.waiting), dropped=lambda: submission.dropped)
+                )
             # Whatever is raised is a failure of the sandbox, so another one is tried. What the program did is in `ran`.
             # An error that left this thread would leave the job without an answer.
             except Exception as error:
@@ -229,24 +231,24 @@ class _Programs:
                     used.destroy()
                 worker = worker if alone else None
                 # If a sandbox cannot be started, the next try would fail too.
-                if isinstance(error, SandboxUnavailableError) or asked.dropped:
+                if isinstance(error, SandboxUnavailableError) or submission.dropped:
                     break
                 continue
             with self.threads.lock:
-                asked.worker = None  # from here on the sandbox may run another program
+                submission.worker = None  # from here on the sandbox may run another program
                 self.counts.why[ran.why] += 1
             if alone:
                 used.destroy()
             else:
                 worker = used
-            settle(asked.answer.set_result, self.network.add(ran))
+            settle(submission.answer.set_result, self.network.add(ran))
             if worker is not None and worker.jobs >= RECYCLE:
                 worker.close()
                 worker = None
             return worker
         if not isinstance(lost, SandboxBroken | SandboxUnavailableError):
             lost = SandboxBroken(f"{self.backend.name}: {type(lost).__name__}: {lost}")
-        settle(asked.answer.set_exception, lost)
+        settle(submission.answer.set_exception, lost)
         return worker
 
     def _start(self, limits: ProgramLimits | None) -> SandboxWorker:

@@ -74,13 +74,16 @@ class SandboxWorker:
         self.backend = backend
         self.jobs = 0
         self.notes: dict[str, Any] = {}
+        """What the zygote said of itself when it was ready."""
         self.pids: tuple[int, ...] = ()
         """Ids of the process we started and, if there is one, of the namespace's first process."""
         self._init = -1
         """A pidfd of the namespace's first process; killing it ends everything inside at once."""
         self.lock = threading.Lock()
         self.busy = False
+        """True while a job runs, which `stop` may then end. Written under `lock`."""
         self.clean = True
+        """False from the start of a job until the zygote has removed the job's files."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
         # The error output of the sandbox at its start goes to a file in memory. Unlike a pipe it does not fill up while
@@ -173,21 +176,21 @@ class SandboxWorker:
             # result, call.
             inputs = [sealed(job.program, stack), sealed(job.stdin, stack) if job.stdin else silent(stack)]
             readers = {}
-            ends = []
+            write_ends = []
             most = {"stdout": job.limits.output, "stderr": job.limits.output, "result": job.limits.result}
             for name, bytes_kept in most.items():
-                reader, writer = os.pipe()
-                os.set_blocking(reader, False)
-                stack.callback(os.close, reader)
-                ends.append(writer)
-                readers[reader] = PipeReader(name, bytes_kept)
+                read_end, write_end = os.pipe()
+                os.set_blocking(read_end, False)
+                stack.callback(os.close, read_end)
+                write_ends.append(write_end)
+                readers[read_end] = PipeReader(name, bytes_kept)
             request = json.dumps({"limits": job.limits.plain(), "session": False, "followed": job.followed}).encode()
             try:
-                self.begin(request, [*inputs, *ends, sealed(job.call, stack) if job.call else nothing()])
+                self.begin(request, [*inputs, *write_ends, sealed(job.call, stack) if job.call else nothing()])
             finally:
                 # The pipes end only if our copies of their writing ends are closed.
-                for writer in ends:
-                    os.close(writer)
+                for write_end in write_ends:
+                    os.close(write_end)
             # Dropped before it was sent: `stop` had nothing to end.
             if job.dropped():
                 self.stop()
@@ -375,20 +378,20 @@ def nothing() -> int:
     return sealed(b"", contextlib.ExitStack())
 
 
-def silent(held: contextlib.ExitStack) -> int:
+def silent(stack: contextlib.ExitStack) -> int:
     """An empty standard input, for one program."""
     fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    held.callback(os.close, fd)
+    stack.callback(os.close, fd)
     return fd
 
 
-def sealed(data: bytes, held: contextlib.ExitStack) -> int:
+def sealed(data: bytes, stack: contextlib.ExitStack) -> int:
     """Bytes as a sealed (read-only) file in memory."""
     fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    held.callback(os.close, fd)
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    stack.callback(os.close, fd)
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[os.write(fd, unwritten) :]
     # Standard input is read from the file's position, so it is set to the beginning. The seals come last, because after
     # them nobody can write.
     os.lseek(fd, 0, os.SEEK_SET)

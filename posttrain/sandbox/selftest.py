@@ -62,9 +62,9 @@ def bait() -> Iterator[AttackTargets]:
         try:
             # /proc shows the environment with which a process was started, and this process was started without the
             # canary. So another process is started with it. Its environment is there when it has said something.
-            waits = [sys.executable, "-ISc", "import sys; print(flush=True); sys.stdin.read()"]
+            command = [sys.executable, "-ISc", "import sys; print(flush=True); sys.stdin.read()"]
             pipe, silent = subprocess.PIPE, subprocess.DEVNULL
-            started = stack.enter_context(subprocess.Popen(waits, stdin=pipe, stdout=pipe, stderr=silent))
+            started = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=silent))
             stack.callback(started.kill)
             assert started.stdout is not None
             started.stdout.readline()
@@ -102,13 +102,13 @@ def selftest(backend: Backend) -> list[str]:
 
 def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
     """Runs the honest program and all attacks. Returns what is wrong."""
-    quick = ProgramLimits(wall=20.0, cpu=10.0)
+    generous = ProgramLimits(wall=20.0, cpu=10.0)
     # The first check is that an honest program runs. In a sandbox in which nothing works every attack would fail too.
     wrong: list[str] = []
-    ran = worker.run(Job(probes.HONEST.encode(), b"in", limits=quick))
+    ran = worker.run(Job(probes.HONEST.encode(), b"in", limits=generous))
     if ran.why != "ok" or ran.stdout != probes.HONEST_SAYS:
         wrong.append(f"an honest program does not run: {_end(ran)}")
-    ran = worker.run(Job(attacks(target), limits=quick))
+    ran = worker.run(Job(attacks(target), limits=generous))
     lines = ran.said.splitlines()
     # The program prints how many attacks it tried. If there are fewer than in its text, it ended early, and the others
     # were not tried.
@@ -117,10 +117,10 @@ def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
     wrong += [f"a program can: {name}" for name in lines[1:] if name]
     # Attacks that end their own process are programs of their own.
     for name, source, limits, expected in (
-        ("call by the numbers of i386", probes.OTHER_ARCHITECTURE, quick, "crashed"),
-        ("call by the numbers of x32", probes.X32, quick, "crashed"),
-        ("allocate 1 GiB", probes.HUNGRY, quick, "memory"),
-        ("say more than is allowed", probes.ENDLESS, quick, "output"),
+        ("call by the numbers of i386", probes.OTHER_ARCHITECTURE, generous, "crashed"),
+        ("call by the numbers of x32", probes.X32, generous, "crashed"),
+        ("allocate 1 GiB", probes.HUNGRY, generous, "memory"),
+        ("say more than is allowed", probes.ENDLESS, generous, "output"),
         ("run longer than is allowed", probes.LOOP, ProgramLimits(wall=0.3), "timeout"),
     ):
         ran = worker.run(Job(source.encode(), limits=limits))

@@ -219,6 +219,15 @@ def test_a_mixed_set_whose_prompts_are_all_held_out_is_refused(tmp_path: Path) -
         _ = mixed.train
 
 
+def test_rows_of_mixed_sets_have_ids_of_their_own(tmp_path: Path) -> None:
+    one, two = (
+        write(tmp_path / f"{s}.jsonl", [{"id": i, "prompt": f"{s} {i}", "completion": f"{s} {i}"} for i in ids])
+        for s, ids in (("one", ("x", "x@1", "y")), ("two", ("x", "y", "y@1")))
+    )
+    mixed = env(one, heldout=0, rewards=(), mix=((two, 1.0),))
+    assert all(mixed.completion(r.task) == r.task.prompt for r in mixed.rows)
+
+
 def test_a_zero_and_an_answer_of_several_lines_are_in_the_alphabet(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": ["x\ny"]}]
     assert {"0", "\n", "x"} <= set(env(write(tmp_path / "p.jsonl", rows), heldout=0).alphabet)

@@ -58,24 +58,24 @@ class ScoringRequest(NamedTuple):
     """The right answer of the data, if there is one. It is used to test whether the scorer works."""
 
 
-def scored(data: Any, asked: ScoringRequest) -> Verdict:
+def scored(data: Any, request: ScoringRequest) -> Verdict:
     """The verdict of a data set's scorer. If the scorer raises, it is tried on the gold answer. If it raises there too,
     the verdict is `failed`."""
     # The answer is checked before the scorer gets it, because the scorer's parser would evaluate it.
-    if asked.task in FORMULAS and (why := _no_formula(asked.answer)):
+    if request.task in FORMULAS and (why := _no_formula(request.answer)):
         return Verdict.value(0.0, "unparsable", why)
     try:
-        score = data.score_answer(asked.answer, asked.entry)
+        score = data.score_answer(request.answer, request.entry)
     except MemoryError:  # the worker ends, and the pool tries the request again
         raise
     except Exception as error:
         try:
             # The same scorer on an answer that is known to be right: if it raises there as well, the answer is
             # not to blame.
-            data.score_answer(asked.gold, asked.entry)
+            data.score_answer(request.gold, request.entry)
         except Exception as gold_error:
             return Verdict.failed(
-                "raised", f"the scorer of {asked.task!r} raises on the right answer too: {where(gold_error)}"
+                "raised", f"the scorer of {request.task!r} raises on the right answer too: {where(gold_error)}"
             )
         return Verdict.value(0.0, "unparsable", where(error))
     return as_verdict(float(score) if isinstance(score, bool) else score)
@@ -106,18 +106,18 @@ def workers() -> WorkerPool:
     return pool
 
 
-async def verdict(pool: WorkerPool, asked: ScoringRequest) -> Verdict:
+async def verdict(pool: WorkerPool, request: ScoringRequest) -> Verdict:
     """The scorer's verdict. An answer that ended the process scores 0 only if the gold answer can be scored after
     it."""
     try:
-        scored_answer = (await pool.ask(asked)).one
+        scored_answer = (await pool.ask(request)).one
         if scored_answer.kind in ("timeout", "memory", "crash") and scored_answer.score is not None:
             # If the right answer ends the process too, the scorer is broken, and the answer is not to blame.
-            scored_gold = (await pool.ask(asked._replace(answer=asked.gold))).one
+            scored_gold = (await pool.ask(request._replace(answer=request.gold))).one
             if scored_gold.state is State.FAILED or scored_gold.kind == scored_answer.kind:
                 return Verdict.failed(
                     scored_answer.kind,
-                    f"{scored_answer.why}, and the scorer of {asked.task!r} does not answer the right answer either",
+                    f"{scored_answer.why}, and the scorer of {request.task!r} does not answer the right answer either",
                 )
         return scored_answer
     except Exception as error:  # an item that cannot be pickled, a pool that was closed
@@ -134,9 +134,9 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
     def data(task: str, args: tuple[tuple[str, Any], ...], seed: int) -> Any:
         return factory.create_dataset(task, seed=seed, size=CHUNK, **dict(args))
 
-    def answer(request: Any) -> dict[str, Any]:
-        asked = ScoringRequest(*request)
-        return reply_of(scored(data(asked.task, asked.args, asked.seed), asked))
+    def answer(fields: Any) -> dict[str, Any]:
+        request = ScoringRequest(*fields)
+        return reply_of(scored(data(request.task, request.args, request.seed), request))
 
     return answer
 

@@ -121,10 +121,10 @@ class Gym(SingleTurn):
         written = "".join(f"{t.prompt}{t.answer or ''}" for t in self.heldout)
         return "".join(sorted({chr(c) for c in range(32, 127)} | {"\n"} | set(written)))
 
-    def _task(self, name: str, side: str, chunk: int, item: int) -> Task:
+    def _task(self, task_id: str, side: str, chunk: int, item: int) -> Task:
         entry = self._entry(side, chunk, item)
         info = {"side": side, "chunk": chunk, "item": item}
-        return Task(id=name, prompt=entry["question"], answer=self._gold(entry), info=info)
+        return Task(id=task_id, prompt=entry["question"], answer=self._gold(entry), info=info)
 
     def _gold(self, entry: Mapping[str, Any]) -> str | None:
         """The right answer of an entry as text; None if the data have none."""
@@ -181,7 +181,7 @@ class Gym(SingleTurn):
 
     def close(self) -> None:
         super().close()
-        vars(self).pop("_pool", None)
+        vars(self).pop("_pool", None)  # the pool ends when no environment refers to it
 
     def key(self, task: Task) -> Any:
         return task.prompt

@@ -177,13 +177,13 @@ async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tup
     return counts, example
 
 
-def _losses(found: Mapping[str, VariantCount], example: str) -> Answer:
+def _losses(counts: Mapping[str, VariantCount], example: str) -> Answer:
     """The result of a probe of variants, from their counts."""
-    if not found:
+    if not counts:
         return Mark.SKIP, "no other spelling of these answers is known"
-    lost = [f"{kind} ({n.lost} of {n.tried})" for kind, n in found.items() if n.lost]
-    less = [kind for kind, n in found.items() if n.less and not n.lost]
-    full = [kind for kind, n in found.items() if not n.less and not n.lost]
+    lost = [f"{kind} ({n.lost} of {n.tried})" for kind, n in counts.items() if n.lost]
+    less = [kind for kind, n in counts.items() if n.less and not n.lost]
+    full = [kind for kind, n in counts.items() if not n.less and not n.lost]
     in_part = [f"paid less: {', '.join(less)}"] * bool(less)
     if lost:
         return Mark.WARN, "; ".join([f"not paid: {', '.join(lost)}", *in_part, f"such as {example}"])
@@ -227,7 +227,7 @@ async def declared(s: Subject) -> Answer:
     return Mark.OK, f"{len(attempts)} answers"
 
 
-def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
+def _above_chance(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
     """Fails if a text that does not depend on the question is rewarded more often than chance allows."""
     # One text for all tasks is right where it happens to be the answer, so a share of the tasks is allowed.
     over = [a for a in attacks if a.hits and a.share > s.chance(a.tried)]
@@ -244,7 +244,7 @@ async def silence(s: Subject) -> Answer:
     if not s.known:
         return _nothing_paid(s)
     attacks = await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known)
-    return _found(s, attacks, f"{len(SILENCE)} ways to say nothing")
+    return _above_chance(s, attacks, f"{len(SILENCE)} ways to say nothing")
 
 
 async def constant(s: Subject) -> Answer:
@@ -253,7 +253,7 @@ async def constant(s: Subject) -> Answer:
         return _nothing_paid(s)
     texts = list(dict.fromkeys([*s.answers()[:5], *WORDS]))
     attacks = await s.attack(lambda _: {repr(x): s.shaped(x) for x in texts}, s.known)
-    return _found(s, attacks, f"{len(texts)} answers, each to every task")
+    return _above_chance(s, attacks, f"{len(texts)} answers, each to every task")
 
 
 async def random_strings(s: Subject) -> Answer:
@@ -268,7 +268,7 @@ async def random_strings(s: Subject) -> Answer:
         strings = {f"a random string of {len(x)} characters ({i // len(NOISE_LENGTHS)})": x for i, x in texts}
         return {**strings, **{f"{kind}, as an answer": s.shaped(x) for kind, x in strings.items() if s.shape != "bare"}}
 
-    return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "random strings")
+    return _above_chance(s, await s.attack(say, s.known[:TASKS_EACH]), "random strings")
 
 
 async def templates(s: Subject) -> Answer:
@@ -282,7 +282,7 @@ async def templates(s: Subject) -> Answer:
         answers |= {f"an empty {name}": form.format("") for name, form in SHAPES.items() if name != "bare"}
         return {**answers, "the prompt": prompt, "the prompt as the answer": s.shaped(prompt)}
 
-    return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "templates, empty forms and the prompt itself")
+    return _above_chance(s, await s.attack(say, s.known[:TASKS_EACH]), "templates, empty forms and the prompt itself")
 
 
 async def several(s: Subject) -> Answer:
@@ -291,7 +291,7 @@ async def several(s: Subject) -> Answer:
         return _nothing_paid(s)
     rng, answers = s.random("lists"), s.answers()[:200]
     attacks = await s.attack(lambda t: lists(answers, s.core(t), rng), s.known)
-    if (answer := _found(s, attacks, "lists of all answers"))[0] is not Mark.OK:
+    if (answer := _above_chance(s, attacks, "lists of all answers"))[0] is not Mark.OK:
         return answer
     # A pair is left out if one answer contains the other (12 and 2): a verifier may read either one.
     tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]

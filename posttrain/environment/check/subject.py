@@ -76,6 +76,7 @@ class Subject:
             if outages:
                 raise EndpointError(f"{outages[0].source} judges nothing: {outages[0].verdict.why}", "judge")
         answerable = [t for t in tasks if env.knows_gold(t)]
+        # The form is found first, because `right` and `near` write in it.
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(answerable[:SHAPED])
         for turns, verdicts in ((subject.right, subject.gold), (subject.near, subject.wrong)):
@@ -173,15 +174,15 @@ class Subject:
     async def judge_all(self, asked: Iterable[tuple[Task, Sequence[str]]], repeat: bool = False) -> list[JudgedAnswer]:
         """Judge many episodes concurrently. The results are in the order of `asked`."""
 
-        every, done = list(asked), itertools.count(1)
+        episodes, numbers = list(asked), itertools.count(1)
 
         async def limited(task: Task, turns: Sequence[str]) -> JudgedAnswer:
             async with self._limit:
                 judged = await self.judge(task, turns, repeat)
-            self.counted(f"{next(done)} of {len(every)} answers judged")
+            self.counted(f"{next(numbers)} of {len(episodes)} answers judged")
             return judged
 
-        return await asyncio.gather(*(limited(t, turns) for t, turns in every))
+        return await asyncio.gather(*(limited(t, turns) for t, turns in episodes))
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
@@ -192,14 +193,14 @@ class Subject:
         """
         # The share is only a tenth because a source may judge some kinds of tasks only. The second condition excludes
         # sources whose scores differ by chance, such as one of length.
-        every = [s for s in self._scored if s not in self.depends or self.depends[s].on_task]
-        wins = [(s, self._wins(s, 1), self._wins(s, -1)) for s in every]
+        candidates = [s for s in self._scored if s not in self.depends or self.depends[s].on_task]
+        wins = [(s, self._wins(s, 1), self._wins(s, -1)) for s in candidates]
         return tuple(s for s, won, lost in wins if won >= 0.1 * len(self.gold) and won > 2 * lost)
 
     @property
     def _scored(self) -> list[str]:
         """All sources that gave a right answer a score."""
-        return list(dict.fromkeys(s for told in self.gold.values() for s in told.scores))
+        return list(dict.fromkeys(s for answer in self.gold.values() for s in answer.scores))
 
     def _wins(self, source: str, sign: int) -> int:
         """The number of tasks on which a source scores the right answer higher (sign 1), or the wrong one (sign -1)."""
@@ -216,17 +217,19 @@ class Subject:
         right, wrong = self.gold[task.id].scores, self.wrong[task.id].scores
         return tuple(s for s in self.sources if s in right and (s not in wrong or right[s] > wrong[s]))
 
-    def paid(self, told: JudgedAnswer) -> tuple[str, ...]:
-        """Sources that score this answer as high as the right one."""
-        right = self.gold[told.task.id].scores
-        return tuple(s for s in self.deciding(told.task) if s in told.scores and told.scores[s] >= right[s] - 1e-9)
-
-    def part_paid(self, told: JudgedAnswer) -> tuple[str, ...]:
-        """Sources that score this answer higher than the wrong one, as a graded reward does for a partly right
-        answer."""
-        wrong, scores = self.wrong[told.task.id].scores, told.scores
+    def paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
+        """Sources that score this answer as high as the right one, up to rounding."""
+        right = self.gold[answer.task.id].scores
         return tuple(
-            s for s in self.deciding(told.task) if s in scores and s in wrong and scores[s] > max(wrong[s], 0.0)
+            s for s in self.deciding(answer.task) if s in answer.scores and answer.scores[s] >= right[s] - 1e-9
+        )
+
+    def part_paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
+        """Sources that score this answer above 0 and higher than the wrong one, as a graded reward does for a partly
+        right answer."""
+        wrong, scores = self.wrong[answer.task.id].scores, answer.scores
+        return tuple(
+            s for s in self.deciding(answer.task) if s in scores and s in wrong and scores[s] > max(wrong[s], 0.0)
         )
 
     def chance(self, count: int) -> float:
@@ -257,12 +260,12 @@ class Attack:
     hits: list[tuple[JudgedAnswer, tuple[str, ...]]] = field(default_factory=list[tuple[JudgedAnswer, tuple[str, ...]]])
     failed: list[JudgedAnswer] = field(default_factory=list[JudgedAnswer])
 
-    def add(self, told: JudgedAnswer, paid: tuple[str, ...]) -> None:
+    def add(self, answer: JudgedAnswer, paid: tuple[str, ...]) -> None:
         self.tried += 1
         if paid:
-            self.hits.append((told, paid))
-        if told.failed:
-            self.failed.append(told)
+            self.hits.append((answer, paid))
+        if answer.failed:
+            self.failed.append(answer)
 
     @property
     def share(self) -> float:

@@ -34,11 +34,11 @@ SECONDS = 0.5
 """The seconds for which throughput is measured."""
 
 
-def _given(told: JudgedAnswer) -> Mapping[str, object]:
+def _comparable(answer: JudgedAnswer) -> Mapping[str, object]:
     """The comparable part of the verdicts: for each source its score, or its state if it has none."""
     return {
         j.source: j.verdict.score if j.verdict.state is State.VALUE else j.verdict.state.value
-        for j in told.judged
+        for j in answer.judged
         if j.counts
     }
 
@@ -54,38 +54,38 @@ def _mixed(s: Subject) -> list[tuple[Task, Sequence[str]]]:
 
 def _differ(one: Sequence[JudgedAnswer], two: Sequence[JudgedAnswer]) -> str:
     """Returns the difference between two rounds of verdicts about the same answers; '' if there is none."""
-    changed = [(a, b) for a, b in zip(one, two, strict=True) if _given(a) != _given(b)]
+    changed = [(a, b) for a, b in zip(one, two, strict=True) if _comparable(a) != _comparable(b)]
     if not changed:
         return ""
     a, b = changed[0]
     return (
-        f"{len(changed)} of {len(one)} answers, such as {a.said} to {prompt_words(a.task.prompt)}: {dict(_given(a))}"
-        f" and then {dict(_given(b))}"
+        f"{len(changed)} of {len(one)} answers, such as {a.said} to {prompt_words(a.task.prompt)}:"
+        f" {dict(_comparable(a))} and then {dict(_comparable(b))}"
     )
 
 
 async def repeats(s: Subject) -> Answer:
     """Judges one answer at a time, so that concurrency cannot be the reason for a difference."""
-    asked = _mixed(s)[:24]
-    first = [await s.judge(*x) for x in asked]
+    cases = _mixed(s)[:24]
+    first = [await s.judge(*x) for x in cases]
     for _ in range(REPEATS - 1):
-        if why := _differ(first, [await s.judge(*x) for x in asked]):
+        if why := _differ(first, [await s.judge(*x) for x in cases]):
             return Mark.FAIL, why
-    return Mark.OK, f"{len(asked)} answers judged {REPEATS} times"
+    return Mark.OK, f"{len(cases)} answers judged {REPEATS} times"
 
 
 async def pool(s: Subject) -> Answer:
     """Judges many answers at once, in another order and with frequent thread switches."""
-    asked = _mixed(s)
-    alone = [await s.judge(*x) for x in asked[:24]]
-    asked = asked[:24]
+    cases = _mixed(s)
+    alone = [await s.judge(*x) for x in cases[:24]]
+    cases = cases[:24]
     # A verifier whose verdicts change even one at a time would fail here too, and not because of the crowd.
-    if _differ(alone, [await s.judge(*x) for x in asked]):
+    if _differ(alone, [await s.judge(*x) for x in cases]):
         return Mark.SKIP, "the verdicts differ even one at a time"
-    crowd = [i % len(asked) for i in range(CONCURRENT)]
+    crowd = [i % len(cases) for i in range(CONCURRENT)]
     s.random("crowd").shuffle(crowd)
     with _frequent_switches():
-        judged = await s.judge_all([asked[i] for i in crowd])
+        judged = await s.judge_all([cases[i] for i in crowd])
     why = _differ([alone[i] for i in crowd], judged)
     return (Mark.FAIL, why) if why else (Mark.OK, f"{CONCURRENT} judged at once say what they said one at a time")
 
@@ -107,8 +107,8 @@ async def siblings(s: Subject) -> Answer:
         return Mark.SKIP, "no reward gets the answers of a group in one call"
     for n, task in enumerate(s.tasks[:8]):
         texts = (s.right(task)[-1], s.near(task)[-1]) if task.id in s.gold else TEXTS[-2:]
-        asked = [Attempt(task, (text,), Stop.SAID) for text in (*texts, *TEXTS[:2])]
-        if why := await misplaced(together, asked, StepNumber(), n):
+        attempts = [Attempt(task, (text,), Stop.SAID) for text in (*texts, *TEXTS[:2])]
+        if why := await misplaced(together, attempts, StepNumber(), n):
             what = "go to the wrong answers of their group" if why == "siblings" else "change with the order of a group"
             return Mark.FAIL if why == "siblings" else Mark.WARN, f"scores {what}: {prompt_words(task.prompt)}"
     return Mark.OK, "groups of four answers, judged in another order"
@@ -145,17 +145,17 @@ async def odd(s: Subject) -> Answer:
 async def throughput(s: Subject) -> Answer:
     """Measures how many answers are judged in a second, 64 at a time, and how long one takes alone."""
     # `singles`: seconds of single answers. The median is reported.
-    asked, done, singles = _mixed(s), 0, list[float]()
-    for x in asked[:8]:
+    cases, judged_count, singles = _mixed(s), 0, list[float]()
+    for x in cases[:8]:
         begun = time.perf_counter()
         await s.judge(*x)
         singles.append(time.perf_counter() - begun)
     begun = time.perf_counter()
-    while (took := time.perf_counter() - begun) < SECONDS or not done:
-        wave = [asked[(done + i) % len(asked)] for i in range(64)]
+    while (seconds := time.perf_counter() - begun) < SECONDS or not judged_count:
+        wave = [cases[(judged_count + i) % len(cases)] for i in range(64)]
         await s.judge_all(wave)
-        done += len(wave)
-    rate, single = done / took, sorted(singles)[len(singles) // 2]
+        judged_count += len(wave)
+    rate, single = judged_count / seconds, sorted(singles)[len(singles) // 2]
     detail = f"{rate:.3g} answers/s with 64 at once, {single * 1000:.3g} ms one alone; expected {s.rate:.3g}/s"
     return (Mark.OK if rate >= s.rate else Mark.FAIL), detail
 

@@ -202,10 +202,10 @@ def _expression(terms: Signed) -> str:
     return "".join(f"{s}{o}" for s, o in terms)[1:]
 
 
-def _task(name: str, terms: Signed) -> Task:
+def _task(task_id: str, terms: Signed) -> Task:
     """The task of these terms."""
     answer, info = str(_running(terms)[-1]), {"terms": [[s, o] for s, o in terms]}
-    return Task(id=name, prompt=f"<{_expression(terms)}>", answer=answer, info=info)
+    return Task(id=task_id, prompt=f"<{_expression(terms)}>", answer=answer, info=info)
 
 
 def _terms(task: Task) -> Signed:

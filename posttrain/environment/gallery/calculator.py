@@ -89,9 +89,9 @@ class CalculatorEnv(GeneratedTasks):
     def verify(self, attempt: Attempt) -> Verdict:
         if is_request(attempt.text):
             return Verdict.value(0.0, "no_answer", f"the last turn is a request: {attempt.text[:80]!r}")
-        said = last_integer(attempt.text)
+        number = last_integer(attempt.text)
         return graded(
-            said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong"
+            number == attempt.task.answer, number, attempt.task.answer, kind="no_integer" if number is None else "wrong"
         )
 
     def key(self, task: Task) -> Key:
@@ -118,13 +118,13 @@ class CalculatorEnv(GeneratedTasks):
             return str(task.prompt), self.gold(task)
         if rng.random() < 0.5:
             return str(task.prompt), (self.gold(task)[0], str(_misread(rng, int(task.answer))))
-        right, value = b, int(task.answer)
+        other_operand, value = b, int(task.answer)
         while value == int(task.answer):
-            right = int(rng.integers(0, self.max_operand + 1))
+            other_operand = int(rng.integers(0, self.max_operand + 1))
             # 0 times anything is 0, so with a factor 0 no other number would give a wrong result.
             a = a if a or op != "*" else 1 + int(rng.integers(self.max_operand))
-            value = {"+": a + right, "-": a - right, "*": a * right}[op]
-        return str(task.prompt), (f"{REQUEST}{a}{op}{right}", str(value))
+            value = {"+": a + other_operand, "-": a - other_operand, "*": a * other_operand}[op]
+        return str(task.prompt), (f"{REQUEST}{a}{op}{other_operand}", str(value))
 
     def distractor(self, task: Task) -> tuple[str, ...]:
         """The right request and the wrong answer."""

@@ -66,6 +66,7 @@ class Judge(GeneratedTasks):
 
     def __post_init__(self) -> None:
         judge_format(self.format)
+        # With such a gap the sides' scores in whole numbers (`_scored`) always differ, so no critique ends in a tie.
         require(1 / 8 <= self.gap <= 0.5, self.name, f"gap={self.gap:g}: must lie in 0.125..0.5")
 
     @property
@@ -148,13 +149,13 @@ class Judge(GeneratedTasks):
             return (pair.chosen, pair.rejected), 0
         return (pair.rejected, pair.chosen), 1
 
-    def _task(self, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Task:
+    def _task(self, task_id: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Task:
         """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown."""
         return Task(
-            id=name,
+            id=task_id,
             prompt=self.asked(conversation(task_at(self.judged_world, index).prompt), texts),
             answer=self.form.ends[gold if self.form.sides == 2 else 1 - gold],
-            info={"pair": name, "index": index, "completions": list(texts), "gold": gold, "best": best},
+            info={"pair": task_id, "index": index, "completions": list(texts), "gold": gold, "best": best},
         )
 
     def asked(self, question: str, texts: Sequence[str]) -> str:
@@ -166,11 +167,11 @@ class Judge(GeneratedTasks):
         info = task.info
         return self._task(task.id, info["index"], tuple(info["completions"]), 1 - info["gold"], 1 - info["best"])
 
-    def exchanged(self, task: Task, name: str) -> Task:
+    def exchanged(self, task: Task, task_id: str) -> Task:
         """The same pair in the other order."""
         info = task.info
         first, second = info["completions"]
-        swapped = self._task(name, info["index"], (second, first), 1 - info["gold"], 1 - info["best"])
+        swapped = self._task(task_id, info["index"], (second, first), 1 - info["gold"], 1 - info["best"])
         return replace(swapped, info={**swapped.info, "pair": info["pair"]})
 
     def key(self, task: Task) -> Hashable:
@@ -181,11 +182,11 @@ class Judge(GeneratedTasks):
         """Each pair in both orders, one after the other."""
         rng, tasks = generator(HELDOUT_SEED, f"{self.name}/heldout"), dict[Hashable, Task]()
         while len(tasks) < self.heldout_count:
-            name = f"{self.name}-heldout-{len(tasks) + 1}"
-            task = self._new(rng, name, tasks)
+            task_id = f"{self.name}-heldout-{len(tasks) + 1}"
+            task = self._new(rng, task_id, tasks)
             tasks[self.key(task)] = task
             if self.form.sides == 2:
-                other = self.exchanged(task, f"{name}-other")
+                other = self.exchanged(task, f"{task_id}-other")
                 tasks[self.key(other)] = other
         return tuple(tasks.values())[: self.heldout_count]
 
@@ -227,6 +228,7 @@ class Judge(GeneratedTasks):
 
     @property
     def pays_parts(self) -> bool:
+        # One order of two may pay half, and some forms pay -1 for a wrong verdict. So it need not earn exactly 0.
         return self.form.consistency or self.form.pays(None, 0) != 0
 
     def gold(self, task: Task) -> tuple[str, ...]:

@@ -171,35 +171,37 @@ class Shop(GeneratedTasks, ToolWorld):
     ) -> tuple[str, tuple[str, ...]]:
         """(prompt, turns). In a wrong one, other things are bought and booked than asked for."""
         self._check_style(style)
-        looked, done = task.info, task.info
+        look_up, action = task.info, task.info
         if rng.random() < wrong:
-            for seen, did in self._slips(task.info, rng):
-                looked, done = {**looked, **seen}, {**done, **did}
-        return str(task.prompt), self._turns(looked, done)
+            for look_up_slip, action_slip in self._slips(task.info, rng):
+                look_up, action = {**look_up, **look_up_slip}, {**action, **action_slip}
+        return str(task.prompt), self._turns(look_up, action)
 
     def _slips(
-        self, i: Mapping[str, Any], rng: np.random.Generator
+        self, info: Mapping[str, Any], rng: np.random.Generator
     ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """(changes to what is looked up, changes to what is done), for each part of the task.
 
         Every part is wrong, because a policy that imitates each part separately could not learn which one is wrong.
         """
-        for whole, name, others in (("item", "n", range(1, MOST + 1)), ("day", "errand", ERRANDS)):
-            if name in i and rng.random() < 0.5:
-                yield {}, {name: _another(rng, others, i[name])}
-            elif name in i:
-                other = {whole: _another(rng, ITEMS if whole == "item" else DAYS, i[whole])}
+        for looked_up, detail, others in (("item", "n", range(1, MOST + 1)), ("day", "errand", ERRANDS)):
+            if detail in info and rng.random() < 0.5:
+                yield {}, {detail: _another(rng, others, info[detail])}
+            elif detail in info:
+                other = {looked_up: _another(rng, ITEMS if looked_up == "item" else DAYS, info[looked_up])}
                 yield other, other
 
-    def _turns(self, looked: Any, done: Any) -> tuple[str, ...]:
-        """The turns: look-ups of the parts in `looked`, actions of the parts in `done`, and `done`."""
+    def _turns(self, look_up: Any, action: Any) -> tuple[str, ...]:
+        """The turns: look-ups of the parts in `look_up`, actions of those in `action`, and `done`."""
         look_ups, actions = [], []
-        if "n" in looked:
-            look_ups.append(f'find(item="{looked["item"]}")')
-            actions.append(f"buy(id={looked['catalogue'][looked['item']]},n={done['n']})")
-        if "errand" in looked:
-            look_ups.append(f'free(day="{looked["day"]}")')
-            actions.append(f'book(day="{done["day"]}",at={looked["free"][looked["day"]][0]},what="{done["errand"]}")')
+        if "n" in look_up:
+            look_ups.append(f'find(item="{look_up["item"]}")')
+            actions.append(f"buy(id={look_up['catalogue'][look_up['item']]},n={action['n']})")
+        if "errand" in look_up:
+            look_ups.append(f'free(day="{look_up["day"]}")')
+            actions.append(
+                f'book(day="{action["day"]}",at={look_up["free"][look_up["day"]][0]},what="{action["errand"]}")'
+            )
         return f"[{','.join(look_ups)}]", f"[{','.join(actions)}]", "done"
 
 

@@ -126,10 +126,10 @@ class VerifySteps(GeneratedTasks):
             return None
         return index, "".join(steps[:upto])
 
-    def _task(self, name: str, index: int, beginning: str, good: int) -> Task:
+    def _task(self, task_id: str, index: int, beginning: str, good: int) -> Task:
         """A task. `good` is 1 where all steps are right, and is not shown."""
         return Task(
-            id=name,
+            id=task_id,
             prompt=self.asked(conversation(task_at(self.verified_world, index).prompt), (beginning,)),
             answer=self.form.ends[1 - good],
             info={"index": index, "beginning": beginning, "good": good},

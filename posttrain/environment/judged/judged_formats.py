@@ -21,10 +21,10 @@ def format_of(data: Mapping[str, Any], c: JudgedColumns) -> str:
         return c.judged
     if c.judged != "auto":
         return ""
-    question, label, given = data.get("question"), data.get("label"), data.get("input")
+    question, label, input_text = data.get("question"), data.get("label"), data.get("input")
     if isinstance(question, Mapping) and "problem" in question and isinstance(label, Mapping) and "steps" in label:
         return "prm800k"
-    if isinstance(given, str) and isinstance(label, str) and TAG in given:
+    if isinstance(input_text, str) and isinstance(label, str) and TAG in input_text:
         return "math_shepherd"
     if type(label) is int and isinstance(data.get("steps"), list) and "problem" in data:
         return "processbench"
@@ -39,8 +39,8 @@ def standard(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> Mapping
     """
     reader, consumed = READERS[format_of(data, c)]
     prompt, steps, labels = reader(place, data)
-    rest = {k: v for k, v in data.items() if k not in consumed}
-    return {**rest, c.prompt_column: prompt, c.completions_column: steps, c.labels_column: labels}
+    other_columns = {k: v for k, v in data.items() if k not in consumed}
+    return {**other_columns, c.prompt_column: prompt, c.completions_column: steps, c.labels_column: labels}
 
 
 Steps = tuple[str, list[str], list[int]]
@@ -50,10 +50,10 @@ def _prm800k(place: Place, data: Mapping[str, Any]) -> Steps:
     """The path that the labeler took: at each step the chosen completion, else the human's, else the first one, with
     which the path ends. Alternatives to a chosen step are not read. A path ends before a step without a rating."""
     problem = _text(place, "question.problem", _at(place, "question", data.get("question"), "problem"))
-    given = _list(place, "label.steps", _at(place, "label", data.get("label"), "steps"))
+    step_entries = _list(place, "label.steps", _at(place, "label", data.get("label"), "steps"))
     steps: list[str] = []
     labels: list[int] = []
-    for i, step in enumerate(given):
+    for i, step in enumerate(step_entries):
         name = f"label.steps[{i}]"
         if not isinstance(step, Mapping):
             raise DataError(f"{place}: {name} is {kind_words(step)}, wanted an object")
@@ -85,8 +85,8 @@ def _prm800k(place: Place, data: Mapping[str, Any]) -> Steps:
 
 def _shepherd(place: Place, data: Mapping[str, Any]) -> Steps:
     """`input` has a tag after each step, and `label` the same text with + or - in its place."""
-    given, label = _text(place, "input", data.get("input")), _text(place, "label", data.get("label"))
-    *pieces, rest = given.split(TAG)
+    input_text, label = _text(place, "input", data.get("input")), _text(place, "label", data.get("label"))
+    *pieces, text_after = input_text.split(TAG)
     if not pieces:
         raise DataError(f"{place}: 'input' has no step tag {TAG!r}")
     labels: list[int] = []
@@ -102,7 +102,7 @@ def _shepherd(place: Place, data: Mapping[str, Any]) -> Steps:
             )
         labels.append(1 if sign == "+" else -1)
         at = end + 1
-    if label[at:].strip() != rest.strip():
+    if label[at:].strip() != text_after.strip():
         raise DataError(f"{place}: 'label' and 'input' end differently")
     problem, first, step = pieces[0].partition(FIRST_STEP)
     if not first or not problem.strip():

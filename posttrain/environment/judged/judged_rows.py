@@ -65,12 +65,12 @@ def kind_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str:
     def has(column: str) -> bool:
         return data.get(column) is not None
 
-    sides = [c.chosen_column, c.rejected_column]
+    side_columns = [c.chosen_column, c.rejected_column]
     # The signs come in order, the most certain one first. Only a pair has columns such as `chosen`. A column `label`
     # beside a completion may mean something else.
-    if any(has(x) for x in sides):
-        if missing := [x for x in sides if not has(x)]:
-            present = next(x for x in sides if x not in missing)
+    if any(has(x) for x in side_columns):
+        if missing := [x for x in side_columns if not has(x)]:
+            present = next(x for x in side_columns if x not in missing)
             raise DataError(
                 f"{place}: there is {present!r} and no {missing[0]!r}: give both sides of the pair (env.args."
                 f"chosen_column, env.args.rejected_column), or set env.args.judged=none if {present!r} is no judgement"
@@ -275,12 +275,12 @@ def _demonstration(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> P
 
 
 def _row(
-    place: Place, data: Mapping[str, Any], c: JudgedColumns, found: SharedPrompt, judged: JudgedRow, read: set[str]
+    place: Place, data: Mapping[str, Any], c: JudgedColumns, shared: SharedPrompt, judged: JudgedRow, read: set[str]
 ) -> PromptRow:
     """The row of a prompt, its completions and their judgement. `read`: columns that are not part of the task's
     info."""
-    tools = _offered(place, data, c, found.prompt)
-    task = replace(task_of(place, data, c, found.prompt, read | ({c.tools_column} if tools else set())), tools=tools)
+    tools = _offered(place, data, c, shared.prompt)
+    task = replace(task_of(place, data, c, shared.prompt, read | ({c.tools_column} if tools else set())), tools=tools)
     return PromptRow(task, None, digest(task.prompt, tools), place, judged)
 
 

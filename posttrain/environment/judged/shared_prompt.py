@@ -68,7 +68,7 @@ def sides(
     """
     texts = [_text(place, name, value) for name, value in completions if isinstance(value, str)]
     if not texts:
-        return _talks(place, prompt, completions, column)
+        return _from_messages(place, prompt, completions, column)
     if len(texts) < len(completions):
         not_text = next(name for name, value in completions if not isinstance(value, str))
         raise DataError(
@@ -81,10 +81,10 @@ def sides(
 
 def _text(place: Place, name: str, value: str) -> str:
     """A completion as text, checked."""
-    return without_halves(place, name, _some(place, name, value))
+    return without_halves(place, name, _not_empty(place, name, value))
 
 
-def _some(place: Place, name: str, value: str) -> str:
+def _not_empty(place: Place, name: str, value: str) -> str:
     """The text itself. DataError if it is empty."""
     if not value.strip():
         raise DataError(f"{place}: {name!r} is empty; a completion has at least one character that is no space")
@@ -149,12 +149,12 @@ def _is_spaced(character: str) -> bool:
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 
-def _talks(
+def _from_messages(
     place: Place, prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
 ) -> SharedPrompt:
     """Completions that are messages or whole conversations."""
-    parts = [(name, *_ended(place, name, value)) for name, value in completions]
-    texts = tuple(_some(place, name, text) for name, _, text in parts)
+    parts = [(name, *_split_last(place, name, value)) for name, value in completions]
+    texts = tuple(_not_empty(place, name, text) for name, _, text in parts)
     conversations = [(name, before) for name, before, _ in parts if before]
     if not conversations:
         if prompt is None:
@@ -199,7 +199,7 @@ def _continued(
     return (*prompt_messages, *first)
 
 
-def _ended(place: Place, name: str, value: Any) -> tuple[tuple[Message, ...], str]:
+def _split_last(place: Place, name: str, value: Any) -> tuple[tuple[Message, ...], str]:
     """(the messages before the last one, the text of the last one). DataError if the last one is not the
     assistant's."""
     if not isinstance(value, list) or not value:
@@ -223,14 +223,14 @@ def _parting(one: Sequence[Message], other: Sequence[Message]) -> int:
 
 
 def _same_prompt(
-    place: Place, prompt: str | tuple[Message, ...], began: tuple[Message, ...], column: str, name: str
+    place: Place, prompt: str | tuple[Message, ...], turns: tuple[Message, ...], column: str, name: str
 ) -> None:
     """UnfitRow where the shared turns do not begin with the row's prompt. A prompt that is text must be one of the
     user's messages in them."""
     if not isinstance(prompt, str):
-        if prompt != began[: len(prompt)]:
-            raise UnfitRow(place, "drift", f"{name!r} and {column!r} differ at message {_parting(prompt, began)}")
+        if prompt != turns[: len(prompt)]:
+            raise UnfitRow(place, "drift", f"{name!r} and {column!r} differ at message {_parting(prompt, turns)}")
         return
-    user_texts = [shown(m["content"]) for m in began if m["role"] == "user"]
+    user_texts = [shown(m["content"]) for m in turns if m["role"] == "user"]
     if prompt.strip() not in (text.strip() for text in user_texts):
         raise UnfitRow(place, "drift", f"no message of the user in {name!r} is the text of {column!r}")

@@ -65,19 +65,19 @@ class Taste:
     """Whether pairs say by how much the judge preferred one."""
 
     def __post_init__(self) -> None:
-        def wrong(said: str) -> ConfigError:
-            return ConfigError(f"Taste: {said}")
+        def error(message: str) -> ConfigError:
+            return ConfigError(f"Taste: {message}")
 
         if not self.weights or min(self.weights.values()) < 0 or not abs(sum(self.weights.values()) - 1) <= 1e-9:
-            raise wrong(f"weights={dict(self.weights)}: weights of at least one feature, none below 0, with the sum 1")
+            raise error(f"weights={dict(self.weights)}: weights of at least one feature, none below 0, with the sum 1")
         if not 0 <= self.noise <= 0.5:
-            raise wrong(f"noise={self.noise}: the share of flipped judgements, in 0..0.5 (0.5 says nothing)")
+            raise error(f"noise={self.noise}: the share of flipped judgements, in 0..0.5 (0.5 says nothing)")
         if not 0 <= self.temperature < float("inf"):
-            raise wrong(f"temperature={self.temperature}: must be finite and not below 0")
+            raise error(f"temperature={self.temperature}: must be finite and not below 0")
         if self.annotators < 1:
-            raise wrong(f"annotators={self.annotators}: at least 1")
+            raise error(f"annotators={self.annotators}: at least 1")
         if not 2 <= self.ranked <= 64:
-            raise wrong(f"ranked={self.ranked}: a ranking has 2 to 64 completions")
+            raise error(f"ranked={self.ranked}: a ranking has 2 to 64 completions")
 
     # --- the truth ---------------------------------------------------------------------------------------------------
 

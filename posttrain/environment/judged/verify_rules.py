@@ -57,11 +57,11 @@ class VerifyFormat:
     ends: tuple[str, str]
     """The verdicts: the step is right, it is not."""
 
-    def critique(self, said: Sequence[str], own: Sequence[str]) -> str:
+    def critique(self, answer_steps: Sequence[str], right_steps: Sequence[str]) -> str:
         """Returns the text that is written before the verdict.
 
-        It has the right form (`own`) of each step that is checked. With `every`, a word behind each says whether the
-        answer (`said`) has the same step.
+        It has the right form of each step that is checked. With `every`, a word behind each says whether the answer
+        has the same step.
 
         >>> FORMATS["thinkprm"].critique(["3+4=7", "7+5=13", "13+1=14"], ["3+4=7", "7+5=12", "12+1=13"])
         '3+4=7 ok 7+5=12 no'
@@ -69,11 +69,11 @@ class VerifyFormat:
         '7+5=12'
         """
         if not self.every:
-            return own[len(said) - 1] if len(said) <= len(own) else WRONG
+            return right_steps[len(answer_steps) - 1] if len(answer_steps) <= len(right_steps) else WRONG
         words: list[str] = []
-        for i, step in enumerate(said):
-            right = i < len(own) and step == own[i]
-            words += [*own[i : i + 1], RIGHT if right else WRONG]
+        for i, step in enumerate(answer_steps):
+            right = i < len(right_steps) and step == right_steps[i]
+            words += [*right_steps[i : i + 1], RIGHT if right else WRONG]
             if not right:
                 break
         return " ".join(words)

@@ -114,6 +114,7 @@ def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
             raise DataError(
                 f"{place}: lists and objects in lists and objects, more than {DEEPEST} deep; make the row flatter"
             )
+        # What is no text counts too, as 8 characters: else a list of millions of numbers would have no size.
         size += len(value) if isinstance(value, str | bytes) else 8
         if isinstance(value, Mapping):
             size += sum(len(str(name)) for name in value)

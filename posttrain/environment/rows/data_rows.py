@@ -46,10 +46,13 @@ def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> Data
         # All rows of one set are of one kind, so it is enough to compare the first rows of two sets.
         _same_kind(data_sets[0].rows[0], data_set.rows[0], columns)
         for row in data_set.rows:
-            # Ids are unique within a set. Two sets may have the same id, so the second one gets the number of its set.
-            name = row.task.id if row.task.id not in used_ids else f"{row.task.id}@{number}"
-            rows.append(replace(row, task=replace(row.task, id=name)))
-        used_ids.update(r.task.id for r in rows[-len(data_set.rows) :])
+            # Ids are unique within a set. Two sets may have the same id, so the second one gets the number of its set,
+            # again and again where a row has that id too.
+            row_id = row.task.id
+            while row_id in used_ids:
+                row_id = f"{row_id}@{number}"
+            used_ids.add(row_id)
+            rows.append(replace(row, task=replace(row.task, id=row_id)))
     sizes = zip(data_sets, config.data, strict=True)
     without = tuple(line for data_set in data_sets for line in data_set.without)
     return DataRows(tuple(rows), without, tuple((len(data_set.rows), weight) for data_set, (_, weight) in sizes))
@@ -78,19 +81,19 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
         # `setdefault` gives the first row with this prompt, or this one.
         if row.task.answer is not None:
             _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
-        name = row.task.id
-        if not name:
+        row_id = row.task.id
+        if not row_id:
             repeats[row.key] = repeats.get(row.key, 0) + 1
             # A made id depends on the prompt alone, so it does not change with the order of the file. Only rows with
             # equal prompts get numbers, in their order.
-            name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
-            row = replace(row, task=replace(row.task, id=name))
-        if name in places:
+            row_id = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
+            row = replace(row, task=replace(row.task, id=row_id))
+        if row_id in places:
             raise DataError(
-                f"{place}: id {name!r} was already given at {places[name]}; ids must differ (or leave the column out,"
-                " and ids are made)"
+                f"{place}: id {row_id!r} was already given at {places[row_id]}; ids must differ (or leave the column"
+                " out, and ids are made)"
             )
-        places[name] = place
+        places[row_id] = place
         rows.append(row)
     if not rows:
         note = f", but {len(unfit)} that were left out (env.args.leave_out)" if unfit else ""

@@ -240,14 +240,14 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         right, so none can be false."""
         base = super().abilities
         texts = base.demonstrations and replace(
-            base.demonstrations, false=False, conversation=lambda task, style: self._talks.get((task.id, style))
+            base.demonstrations, false=False, conversation=lambda task, style: self._conversations.get((task.id, style))
         )
         return replace(
             base,
             demonstrations=texts,
             judgements=None
-            if (own := self._judged) is None
-            else Judgements(kinds=own.kinds, draw=own.draw, every=own.every),
+            if (judged := self._judged) is None
+            else Judgements(kinds=judged.kinds, draw=judged.draw, every=judged.every),
             judges=bool(self.rewards) or self._verifies,
             lint=self.lint if self._judged is not None else None,
             rows=self.rows,
@@ -275,7 +275,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return {r.task.id: r.completion for r in self.rows if r.completion is not None}
 
     @cached_property
-    def _talks(self) -> Mapping[tuple[str, str], LearnedConversation]:
+    def _conversations(self) -> Mapping[tuple[str, str], LearnedConversation]:
         """Conversations by the task's id and the style."""
         return {(r.task.id, "completion"): r.conversation for r in self.rows if r.conversation is not None}
 
@@ -284,7 +284,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         """`completion` if the data has any; `chosen` where every row of judged data has a text to imitate."""
         judged = self._judged
         chosen = judged is not None and len(judged.chosen) == len(self.rows)
-        texts = self._completions or self._talks
+        texts = self._completions or self._conversations
         return (*(("completion",) if texts else ()), *(("chosen",) if chosen else ()))
 
     def demonstrate(

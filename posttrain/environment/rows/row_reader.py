@@ -99,7 +99,7 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
 
 def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
-    column = _asking(data, c)
+    column = _prompt_column(data, c)
     # A row may have several of these columns. A prompt is read before messages, and both are read before a text.
     if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
         text = without_halves(place, c.text_column, text)
@@ -112,8 +112,8 @@ def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     # writes (`turns`).
     turns = () if completion is None else (_last(place, column or "", prompt_value),)
     if (written := data.get(c.completion_column)) is not None:
-        last, completion, turns = completion, completion_of(place, written, c), _said(place, written, c)
-        if last not in (None, completion):
+        prompt_ending, completion, turns = completion, completion_of(place, written, c), _messages_of(place, written, c)
+        if prompt_ending not in (None, completion):
             raise DataError(
                 f"{place}: {column!r} ends with an assistant's message, and {c.completion_column!r} is another text:"
                 " take the message out, or put it before the text"
@@ -131,7 +131,7 @@ def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
     return PromptRow(task, completion, digest(prompt), place, conversation=learned)
 
 
-def _asking(data: Mapping[str, Any], c: Columns) -> str | None:
+def _prompt_column(data: Mapping[str, Any], c: Columns) -> str | None:
     """The column that asks something: the prompt's, or that of messages."""
     return next((n for n in (c.prompt_column, c.messages_column, CONVERSATIONS) if data.get(n) is not None), None)
 
@@ -172,7 +172,7 @@ def _last(place: Place, column: str, value: Any) -> Message:
     return message_of(place, column, len(value) - 1, value[-1], weighs=True)
 
 
-def _said(place: Place, written: Any, c: Columns) -> tuple[Message, ...]:
+def _messages_of(place: Place, written: Any, c: Columns) -> tuple[Message, ...]:
     """The messages of a completion."""
     name = c.completion_column
     if isinstance(written, str):
@@ -185,7 +185,7 @@ def task_of(
 ) -> Task:
     """The task of a row with this prompt; its further columns but those in `read` are its info."""
     known = {c.prompt_column, c.messages_column, c.id_column, *read}
-    known |= {CONVERSATIONS} if _asking(data, c) == CONVERSATIONS else set[str]()
+    known |= {CONVERSATIONS} if _prompt_column(data, c) == CONVERSATIONS else set[str]()
     # Rewards get the answer under the name `answer`, so it is not in `info` too. If another column is the answer, the
     # row's column `answer` is one of the further columns.
     info = {k: v for k, v in data.items() if k not in known and k != "answer"}
@@ -220,17 +220,17 @@ def _whole(answer: Any) -> Any:
 
 def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
     """The row's own name; '' if it has none."""
-    name = data.get(c.id_column)
-    if name is None:
+    row_id = data.get(c.id_column)
+    if row_id is None:
         return ""
-    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
-        raise DataError(f"{place}: {c.id_column!r} is {kind_words(name)}, wanted non-empty text or a whole number")
-    return without_halves(place, c.id_column, str(name))
+    if isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
+        raise DataError(f"{place}: {c.id_column!r} is {kind_words(row_id)}, wanted non-empty text or a whole number")
+    return without_halves(place, c.id_column, str(row_id))
 
 
 def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message, ...], str | None]:
     """(the prompt of a row, the text of the assistant's message behind it or None)."""
-    column = _asking(data, c)
+    column = _prompt_column(data, c)
     if column is None:
         have = sorted(k for k, v in data.items() if v is not None)
         hint = nearest(c.prompt_column, have) if have else "the row is empty"
@@ -264,8 +264,8 @@ def message_of(place: Place, column: str, index: int, value: Any, *, weighs: boo
     if not isinstance(role, str):
         raise DataError(f"{where}: 'role' is {kind_words(role)}, wanted text")
     if role not in ROLES:
-        known = ROLES if body == "content" else (*ROLES, *SPEAKERS)
-        raise DataError(f"{where} has role {role!r}, which chat templates do not know: {nearest(role, known)}")
+        known_roles = ROLES if body == "content" else (*ROLES, *SPEAKERS)
+        raise DataError(f"{where} has role {role!r}, which chat templates do not know: {nearest(role, known_roles)}")
     known_fields = ("role", "content") if body == "content" else ("from", "value")
     known_fields = (*known_fields, "weight") if weighs else known_fields
     # In a table every row has every field. An empty field counts as absent.
@@ -274,9 +274,9 @@ def message_of(place: Place, column: str, index: int, value: Any, *, weighs: boo
     body_value = "" if value.get(body) is None and "tool_calls" in beside else value.get(body)
     if not isinstance(body_value, str | list) or body_value == []:
         raise DataError(f"{where}: {body!r} is {kind_words(body_value)}, wanted text or a list of parts")
-    known = BESIDE.get(role, ())
-    if extra := sorted(beside.keys() - {*known}):
-        note = f", and with role {role} {' or '.join(known)}" if known else ""
+    further_fields = BESIDE.get(role, ())
+    if extra := sorted(beside.keys() - {*further_fields}):
+        note = f", and with role {role} {' or '.join(further_fields)}" if further_fields else ""
         raise DataError(f"{where} has {extra[0]!r}; messages are role and content{note}")
     with placed(where):
         content = content_of(body_value)
@@ -291,18 +291,18 @@ def message_of(place: Place, column: str, index: int, value: Any, *, weighs: boo
     return message
 
 
-def _calls(where: str, given: Any) -> list[dict[str, Any]]:
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     """The calls of an assistant's message, as chat templates read them."""
-    if not isinstance(given, list):
-        raise DataError(f"{where}: 'tool_calls' is {kind_words(given)}, wanted a list")
-    for call in given:
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: 'tool_calls' is {kind_words(calls)}, wanted a list")
+    for call in calls:
         inner = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
             raise DataError(
                 f"{where}: a call is {kind_words(call)} without a function's name; write"
                 ' {"type": "function", "function": {"name": ..., "arguments": {...}}}'
             )
-    return [without_nulls(call) for call in given]
+    return [without_nulls(call) for call in calls]
 
 
 def without_nulls(value: Any) -> Any:
@@ -371,12 +371,12 @@ def source_rows(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any
 
     file = Path(path)
     try:
-        folder, there = file.is_dir(), file.exists()
+        folder, exists = file.is_dir(), file.exists()
     except OSError as error:
         raise DataError(f"env.prompts={path[:200]}: {error.strerror}") from error
     if folder:
         return data_files.saved(path, split)
-    if there:
+    if exists:
         return data_files.parquet(file) if file.suffix == ".parquet" else data_files.json_rows(file)
     if (
         # A name with at most one slash may be an id of the hub. What looks like a path is not looked up there, so that

@@ -166,10 +166,11 @@ class Chat:
         # Some templates refuse results of tools without calls before them. Others accept only one call in a turn, or
         # none. The first number of calls that renders is used. If all fail, the error of the first one is raised,
         # because that number matches the messages.
-        for calls in _call_counts(new):
+        for call_count in _call_counts(new):
             try:
                 return TurnEnding(
-                    self._suffix(history, before, new, calls, tools), self._turn("" if calls else PROBE, calls, new)
+                    self._suffix(history, before, new, call_count, tools),
+                    self._turn("" if call_count else PROBE, call_count, new),
                 )
             except DataError as error:
                 problems.append(error)
@@ -183,14 +184,14 @@ class Chat:
         """
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
-        for calls in _call_counts(new):
-            turns = [self._turn(said, calls, new)]
+        for call_count in _call_counts(new):
+            turns = [self._turn(said, call_count, new)]
             # A template may take reasoning as part of the text, or only in a field of its own.
-            for turn in turns if calls else [*turns, self._structured(said)]:
+            for turn in turns if call_count else [*turns, self._structured(said)]:
                 try:
-                    text = self._suffix(history, before, new, calls, tools)
+                    text = self._suffix(history, before, new, call_count, tools)
                     whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
-                    self._keeps(before, whole, said, calls, new)
+                    self._keeps(before, whole, said, call_count, new)
                     return TurnEnding(text, turn)
                 except DataError as error:
                     problems.append(error)
@@ -199,7 +200,7 @@ class Chat:
     def rewritten(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The whole conversation as the template writes it now, to be used as a new prompt."""
         problems: list[DataError] = []
-        turns = [self._turn(said, calls, new) for calls in _call_counts(new)]
+        turns = [self._turn(said, call_count, new) for call_count in _call_counts(new)]
         for turn in [*turns, self._structured(said)]:
             try:
                 return TurnEnding(self.render([*history, turn, *new], generate=True, tools=tools), turn)
@@ -211,17 +212,20 @@ class Chat:
         """The text that the template writes after an assistant's last turn."""
         history = [Message(role="user", content="hi")]
         before = self.render(history, generate=True)
+        # Several turns are tried, for the templates that `_suffix` names.
         for content in (PROBE, THOUGHT, THOUGHT_ON):
             whole = self.render([*history, Message(role="assistant", content=content)], generate=False)
             if (at := whole.find(PROBE, len(common(before, whole)))) >= 0:
                 return whole[at + len(PROBE) :]
         raise DataError(f"{REWRITES} (an assistant's turn of {PROBE!r} is written as {whole[-60:]!r})")
 
-    def _suffix(self, history: Sequence[Message], before: str, new: Sequence[Message], calls: int, tools: Tools) -> str:
+    def _suffix(
+        self, history: Sequence[Message], before: str, new: Sequence[Message], call_count: int, tools: Tools
+    ) -> str:
         """The text after a turn. It is found with a known turn: a probe, or as many calls as `new` answers."""
-        if calls:
+        if call_count:
             return self._behind(
-                history, before, [self._turn(said, calls, new) for said in ("", *self._reasoned)], new, tools
+                history, before, [self._turn(said, call_count, new) for said in ("", *self._reasoned)], new, tools
             )
         # A known turn is put in the place of the policy's turn, and the text behind it is the text to append. Some
         # templates write a turn unchanged only if it has reasoning, or only if it continues a thought that the prompt
@@ -230,8 +234,8 @@ class Chat:
             whole = self.render(
                 [*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools
             )
-            if whole.startswith(before) and (rest := whole[len(before) :].lstrip()).startswith(content):
-                return rest[len(content) :]
+            if whole.startswith(before) and (after_prompt := whole[len(before) :].lstrip()).startswith(content):
+                return after_prompt[len(content) :]
         return self._behind(history, before, [Message(role="assistant", content=PROBE)], new, tools)
 
     def _behind(
@@ -261,7 +265,7 @@ class Chat:
             first_reason = first_reason or reason
         raise DataError(first_reason)
 
-    def _keeps(self, before: str, whole: str, said: str, calls: int, new: Sequence[Message]) -> None:
+    def _keeps(self, before: str, whole: str, said: str, call_count: int, new: Sequence[Message]) -> None:
         """DataError if the template changes the text that the policy saw, or the policy's turn.
 
         White space in and around the turn may differ. In a turn with calls only the reasoning is compared, because the
@@ -273,23 +277,23 @@ class Chat:
         # case.
         after_prompt = squeezed(whole[len(before) :])
         reasoning_kept = not self._reasoned or squeezed(self._parsed(said).reasoning) in after_prompt
-        if not (reasoning_kept if calls else after_prompt.startswith(squeezed(said))):
+        if not (reasoning_kept if call_count else after_prompt.startswith(squeezed(said))):
             next_role = new[0]["role"] if new else "nothing"
             raise DataError(
                 f"{REWRITES} (a turn that said {said[:60]!r} is written as {whole[len(before) :][:60]!r} once a"
                 f" {next_role} message follows)"
             )
 
-    def _turn(self, said: str, calls: int, new: Sequence[Message]) -> Message:
+    def _turn(self, said: str, call_count: int, new: Sequence[Message]) -> Message:
         """An assistant's turn as a message: its text, or its parsed parts if `new` answers calls. The calls in it are
         placeholders for those that the policy wrote."""
-        if not calls:
+        if not call_count:
             return Message(role="assistant", content=said)
         # Templates may compare the ids of calls with those of results, so the placeholders have the ids of the results.
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
         placeholders = [
             {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}
-            for i in ids[:calls]
+            for i in ids[:call_count]
         ]
         turn = self._structured(said)
         turn["tool_calls"] = placeholders
@@ -301,10 +305,10 @@ class Chat:
 
     def _structured(self, said: str) -> Message:
         """A turn with its reasoning in the fields from which templates read it."""
-        parts = self._parsed(said)
-        turn = Message(role="assistant", content=parts.content)
-        if parts.reasoning:
-            turn["reasoning_content"] = turn["thinking"] = parts.reasoning
+        parsed = self._parsed(said)
+        turn = Message(role="assistant", content=parsed.content)
+        if parsed.reasoning:
+            turn["reasoning_content"] = turn["thinking"] = parsed.reasoning
         return turn
 
     # --- what a template does, found by trying ------------------------------------------------------------------------

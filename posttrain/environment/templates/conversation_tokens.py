@@ -153,14 +153,14 @@ def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTu
     weight: list[np.ndarray] = []
     at = 0
     for i, turn in turns:
-        # Encoded apart, as in a rollout: no token may contain the end of the seen text and the begin of the turn.
-        seen = render.encode(whole[at : len(turn.before)])
-        said = render.completion_ids(turn.said, chat=True)
+        # Encoded apart, as in a rollout: no token may contain the end of the seen text and the start of the turn.
+        seen_ids = render.encode(whole[at : len(turn.before)])
+        said_ids = render.completion_ids(turn.said, chat=True)
         # The stop token that the template wrote here replaces the usual one.
         end = render.encode(turn.stop)
-        said = np.array([*said[: len(said) - len(end)], *end], np.int32)
-        ids += [seen, said]
-        weight += [np.zeros(len(seen)), weights(i, turn, said)]
+        said_ids = np.array([*said_ids[: len(said_ids) - len(end)], *end], np.int32)
+        ids += [seen_ids, said_ids]
+        weight += [np.zeros(len(seen_ids)), weights(i, turn, said_ids)]
         at = turn.end
     return np.concatenate(ids).astype(np.int32), np.concatenate(weight)
 

@@ -70,8 +70,8 @@ class Renderer:
                 messages and there is no template. The error names the task.
         """
         try:
-            text = isinstance(prompt, str)
-            ids = self.text_ids(prompt) if text else self.encode(self.chat(prompt, generate=True, tools=tools))
+            is_text = isinstance(prompt, str)
+            ids = self.text_ids(prompt) if is_text else self.encode(self.chat(prompt, generate=True, tools=tools))
         except DataError as error:
             raise DataError(f"{_named(task)}: {error}") from error
         return self.fits(ids, task)
@@ -81,9 +81,9 @@ class Renderer:
         if not len(ids):
             raise DataError(f"{_named(task)}: the prompt has no tokens; the policy cannot speak after nothing")
         if self.context is not None and len(ids) >= self.context:
-            many = f"{len(ids)}" if len(ids) <= 2 * self.context else f"more than {2 * self.context}"
+            count = f"{len(ids)}" if len(ids) <= 2 * self.context else f"more than {2 * self.context}"
             raise DataError(
-                f"{_named(task)}: the prompt has {many} tokens, and a context of {self.context} leaves no room to"
+                f"{_named(task)}: the prompt has {count} tokens, and a context of {self.context} leaves no room to"
                 " answer; shorten it or raise model.context"
             )
         return ids
@@ -236,12 +236,12 @@ class Renderer:
 
     def written(self, message: Message) -> Message:
         """A message of the environment, with stand-ins for characters that have no token."""
-        words: dict[str, Any] = dict(message)
-        if words.get("content") is not None:
-            words["content"] = mapped(content_of(words["content"]), self.writable.text)
-        if isinstance(words.get("name"), str):
-            words["name"] = self.writable.text(words["name"])
-        return cast("Message", words)
+        fields: dict[str, Any] = dict(message)
+        if fields.get("content") is not None:
+            fields["content"] = mapped(content_of(fields["content"]), self.writable.text)
+        if isinstance(fields.get("name"), str):
+            fields["name"] = self.writable.text(fields["name"])
+        return cast("Message", fields)
 
     def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:
         """The ids of the first pieces, as soon as they are more than `most`; None if all pieces together have no more.
@@ -292,8 +292,8 @@ class Renderer:
         ids = self.encode(text)
         n = len(self.leading)
         # The text may begin with the BOS token already.
-        written = n > 0 and tuple(ids[:n].tolist()) == self.leading
-        return ids if written or not n else np.concatenate([np.array(self.leading, np.int32), ids])
+        has_leading = n > 0 and tuple(ids[:n].tolist()) == self.leading
+        return ids if has_leading or not n else np.concatenate([np.array(self.leading, np.int32), ids])
 
 
 class RenderedDialogue:
@@ -308,9 +308,11 @@ class RenderedDialogue:
     def __init__(self, renderer: Renderer, task: str = "") -> None:
         self._renderer, self._task = renderer, task
         self._history: list[Message] | None = None
+        """The messages shown so far, with a message for each turn of the policy; None before the prompt."""
         self._chat = False
         self._tools: Tools = ()
         self._said: list[int] | None = None
+        """The ids of the policy's last turn, until messages follow it."""
         self.restarted = False
         """True if the ids that `see` returned last are a new prompt and no continuation."""
 

@@ -63,13 +63,14 @@ def opening(prompt: str) -> str:
 def continued(chat: Chat, completion: str, opened: str) -> str:
     """A completion as it continues a thought that the prompt has opened.
 
-    An opening tag at its begin is left out. A completion without a thought gets the closing tag first, as the template
+    An opening tag at its start is left out. A completion without a thought gets the closing tag first, as the template
     writes a turn without a thought.
     """
     begin = opened.strip()
     if completion.lstrip().startswith(begin):
-        rest = completion.lstrip()[len(begin) :]
-        return rest.lstrip("\n") if opened.endswith("\n") else rest
+        # The prompt has the line break behind the tag already.
+        after_tag = completion.lstrip()[len(begin) :]
+        return after_tag.lstrip("\n") if opened.endswith("\n") else after_tag
     return completion if dict(THOUGHTS)[begin] in completion else closing(chat, opened)[0] + completion
 
 

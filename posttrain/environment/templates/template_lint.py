@@ -56,12 +56,12 @@ def template_findings(
     demonstrations = [(r.task, r.completion) for r in rows if learns and r.completion is not None]
     judged_rows = [r for r in rows if learns and r.judged is not None and r.judged.kind != "steps"]
     written = f"the chat template leaves out {lost[0]}" if lost else "the chat template writes every message"
-    see = "the policy never sees it: correct the template, or write it into another message"
+    message_advice = "the policy never sees it: correct the template, or write it into another message"
     prompt = begins or "the prompt ends where the policy's turn begins"
-    begin = "let the template begin an assistant's turn where add_generation_prompt is set"
+    prompt_advice = "let the template begin an assistant's turn where add_generation_prompt is set"
     return [
-        LintFinding("template: messages", written, warns=bool(lost), advice=see),
-        LintFinding("template: generation prompt", prompt, warns=bool(begins), advice=begin),
+        LintFinding("template: messages", written, warns=bool(lost), advice=message_advice),
+        LintFinding("template: generation prompt", prompt, warns=bool(begins), advice=prompt_advice),
         *_opened(
             render, chats, [*demonstrations, *((r.task, text) for r in judged_rows for text in r.judged.completions)]
         ),
@@ -123,13 +123,13 @@ def _as_json(words: str) -> tuple[str, ...]:
 def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
     """The messages that the template leaves out if one of this role follows a turn. Empty if it refuses the messages,
     which other checks report."""
-    named = {"name": "probe_tool", "tool_call_id": "call00000"} if role == "tool" else {}
+    tool_fields = {"name": "probe_tool", "tool_call_id": "call00000"} if role == "tool" else {}
     for arguments in ({"city": "a b"}, '{"city": "a b"}'):
         call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
-        turn = {"content": "", "tool_calls": [call]} if named else {"content": SAID}
-        talk: Any = [ASKED, {"role": "assistant", **turn}, {"role": role, "content": "r0", **named}]
+        turn = {"content": "", "tool_calls": [call]} if tool_fields else {"content": SAID}
+        conversation: Any = [ASKED, {"role": "assistant", **turn}, {"role": role, "content": "r0", **tool_fields}]
         try:
-            return left_out(chat, talk, [WEATHER] if named else [])
+            return left_out(chat, conversation, [WEATHER] if tool_fields else [])
         except DataError:
             continue
     return []
@@ -148,8 +148,8 @@ def _begins_otherwise(chat: Chat) -> str:
     # A thought at the end is removed on both sides, because many templates open one in the prompt and leave it out of
     # past turns.
     prompt = _THOUGHT.sub("", before).rstrip()
-    rest = _THOUGHT.sub("", whole[len(prompt) :]).strip()
-    if not whole or (whole.startswith(prompt) and (before != bare or not rest)):
+    turn_start = _THOUGHT.sub("", whole[len(prompt) :]).strip()
+    if not whole or (whole.startswith(prompt) and (before != bare or not turn_start)):
         return ""
     return (
         f"a prompt ends in {before[-30:]!r}, and the chat template begins an assistant's turn with {whole[-30:]!r},"
@@ -157,14 +157,14 @@ def _begins_otherwise(chat: Chat) -> str:
     )
 
 
-def _opened(render: Renderer, chats: Sequence[Task], said: Iterable[tuple[Task, str]]) -> Iterator[LintFinding]:
+def _opened(render: Renderer, chats: Sequence[Task], completions: Iterable[tuple[Task, str]]) -> Iterator[LintFinding]:
     """A thought that the template opens, and the completions that have none."""
     opened = next((o for t in chats if (o := render.opening(render.prompt(t.prompt, t.id, t.tools)))), "")
     if not opened:
         return
     begin, end = next((b, e) for b, e in THOUGHTS if b == opened.strip())
     yield LintFinding("template: thought", f"prompts end in {begin}; rewards read the policy's turn with it in front")
-    texts = [text for task, text in said if not isinstance(task.prompt, str)]
+    texts = [text for task, text in completions if not isinstance(task.prompt, str)]
     if bare := sum(end not in text for text in texts):
         close, by_template = closing(render.template, opened)
         yield LintFinding(

@@ -22,7 +22,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 LARGEST = 16 << 20
 """The most characters that a template may write."""
 SPEC = Spec(f"{__name__}:handler", cpu=2, wall=60.0, memory=1024, preload=True, quiet=True, most=8 * LARGEST)
-"""The limits of a rendering. Real templates take a few milliseconds."""
+"""The limits of a rendering. Real templates take a few milliseconds. `most` bounds the reply in bytes. It is JSON, in
+which nearly every character has 6 bytes at most."""
 LONGEST_ERROR = 1000
 """The most characters of a template's own error message that are passed on."""
 
@@ -42,24 +43,24 @@ def apply(
         LimitError: it used more time or memory than allowed.
         DataError: the process did not start.
     """
-    listed = [dict(t) for t in tools] or None
+    tool_list = [dict(t) for t in tools] or None
     conversation = [
         {**m, "content": plain(m["content"])} if isinstance(m.get("content"), tuple) else dict(m) for m in messages
     ]
     if getattr(type(tokenizer).apply_chat_template, "__module__", "") != "transformers.tokenization_utils_base":
-        arguments = {"tools": listed} if listed else {}
+        arguments = {"tools": tool_list} if tool_list else {}
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate, **arguments)
-    source = tokenizer.get_chat_template(None, listed)
+    source = tokenizer.get_chat_template(None, tool_list)
     special_tokens = {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)
     }
-    reply = _ask(pickle.dumps((source, special_tokens, conversation, listed, generate)), len(messages))
+    reply = _ask(pickle.dumps((source, special_tokens, conversation, tool_list, generate)), len(messages))
     if "text" not in reply:
         raise RefusedError(reply.get("error", "it wrote nothing"))
     return str(reply["text"])
 
 
-def _ask(request: bytes, messages: int) -> dict[str, Any]:
+def _ask(request: bytes, message_count: int) -> dict[str, Any]:
     """The process's reply. If the process was killed, or has ended with the thread that started it, it is started once
     more."""
     with _SERVER.lock:
@@ -75,7 +76,7 @@ def _ask(request: bytes, messages: int) -> dict[str, Any]:
                 if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last:
                     continue
                 raise LimitError(
-                    f"the chat template was stopped while it wrote {messages} messages: its process"
+                    f"the chat template was stopped while it wrote {message_count} messages: its process"
                     f" {error.why.removeprefix('the worker ')}. Templates take milliseconds; correct this one"
                     " (chat_template.jinja, or chat_template in tokenizer_config.json), or use another model"
                 ) from None
@@ -119,12 +120,16 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
     render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
 
     def answer(request: Any) -> dict[str, Any]:
-        source, named, messages, tools, generate = request
+        source, special_tokens, messages, tools, generate = request
         # Null fields are removed, because templates test for a field by `is defined`, and null is defined.
         conversation = [{name: value for name, value in m.items() if value is not None} for m in messages]
         try:
             written, _ = render(
-                conversations=[conversation], tools=tools, chat_template=source, add_generation_prompt=generate, **named
+                conversations=[conversation],
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=generate,
+                **special_tokens,
             )
         # On a MemoryError the process reached its limit and ends. It is no error that the template raised.
         except MemoryError:

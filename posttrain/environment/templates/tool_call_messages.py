@@ -36,17 +36,17 @@ def kept(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
 def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call as its name, its arguments as an object, and its id where it has one."""
     inner = call["function"]
-    given = inner.get("arguments")
-    if isinstance(given, str) and given.strip():
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
         with suppress(ValueError, RecursionError):  # it is refused below
-            given = json.loads(given)
-    if given is not None and given != "" and not isinstance(given, Mapping):
+            arguments = json.loads(arguments)
+    if arguments is not None and arguments != "" and not isinstance(arguments, Mapping):
         raise DataError(
-            f"the arguments of a call of {inner['name']!r} are {given!r:.60}, wanted an object, or an object in JSON"
-            " text"
+            f"the arguments of a call of {inner['name']!r} are {arguments!r:.60}, wanted an object, or an object in"
+            " JSON text"
         )
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**call_id, "name": inner["name"], "arguments": dict(given or {})}
+    return {**call_id, "name": inner["name"], "arguments": dict(arguments or {})}
 
 
 def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools) -> tuple[str, str]:
@@ -59,8 +59,8 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
         DataError: the prompt is text; or the template writes no calls, or other calls than these; or it does not begin
             the turn as its generation prompt ends.
     """
-    content, _, listed = text.partition(MARK)
-    calls = json.loads(listed)
+    content, _, calls_text = text.partition(MARK)
+    calls = json.loads(calls_text)
     if isinstance(prompt, str):
         raise DataError(
             "the completion has tool calls, which a chat template writes, and the prompt is text: write the prompt as"
@@ -80,7 +80,7 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
             f"this chat template's generation prompt ends with {before[-30:]!r}, and it begins no turn with tool calls"
             f" so (it wrote ...{whole[-60:]!r}): write the calls into the content as the model says them"
         )
-    turn_text, stop = _ended(chat, prompt, turn, whole[len(before) :], tools)
+    turn_text, stop = _split_stop(chat, prompt, turn, whole[len(before) :], tools)
     wanted = tuple(ToolCall(c["name"], c["arguments"]) for c in calls)
     # The text that is learned has to be parsed as the calls that were given. Otherwise the policy would learn other
     # calls.
@@ -93,15 +93,15 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
     return turn_text, stop
 
 
-def _ended(chat: Chat, prompt: Sequence[Message], turn: Message, body: str, tools: Tools) -> tuple[str, str]:
+def _split_stop(chat: Chat, prompt: Sequence[Message], turn: Message, body: str, tools: Tools) -> tuple[str, str]:
     """The text of a turn, and its stop token. Some templates (GLM) write the stop token only if a result follows."""
     at, stop = max(((body.rfind(s), s) for s in chat.stops), default=(-1, ""))
     if at >= 0:
         return body[:at], stop
     calls = turn.get("tool_calls", [])
     results = [Message(role="tool", content="ok", tool_call_id=c["id"], name=c["function"]["name"]) for c in calls]
-    _, _, rest = chat.render([*prompt, turn, *results], generate=True, tools=tools).partition(body)
-    return body, next((s for s in chat.stops if rest.lstrip().startswith(s)), "")
+    _, _, text_after = chat.render([*prompt, turn, *results], generate=True, tools=tools).partition(body)
+    return body, next((s for s in chat.stops if text_after.lstrip().startswith(s)), "")
 
 
 def called(chat: Chat, content: str, plain: Sequence[Mapping[str, Any]]) -> Message:

@@ -69,7 +69,7 @@ class Database(Toolbox):
         c.executescript(script)
         # The order matters. The script is trusted and may do more than the policy, so it runs first. The pragmas come
         # before the authorizer, which refuses them.
-        c.execute(f"PRAGMA max_page_count = {max(1, MOST_BYTES // 4096)}")
+        c.execute(f"PRAGMA max_page_count = {max(1, MOST_BYTES // 4096)}")  # a page has 4096 bytes
         c.execute(f"PRAGMA hard_heap_limit = {HEAP}")
         self._state = self._read()
         for limit, value in _LIMITS.items():
@@ -195,7 +195,7 @@ def _fetched(cursor: sqlite3.Cursor, most: int) -> list[Sequence[Any]]:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: Any) -> int:
-    """SQLite asks this for each action of a statement: whether it is allowed."""
+    """SQLite asks this for each action of a statement: whether it is allowed. `second` is the name of a function."""
     if action not in _ALLOWED or (action == sqlite3.SQLITE_FUNCTION and second in _FUNCTIONS):
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK

@@ -36,19 +36,19 @@ class KeyValue(Toolbox):
     @tool
     def put(self, key: str, value: str) -> str:
         """Stores a text under a key, in place of what was there."""
-        _room(self._entries, key, value)
+        _check_room(self._entries, key, value)
         self._entries[key] = value
         return "ok"
 
     @tool
     def get(self, key: str) -> str:
         """Reads the text stored under a key."""
-        return self._held(key)
+        return self._text(key)
 
     @tool
     def remove(self, key: str) -> str:
         """Removes a key and its text."""
-        self._held(key)
+        self._text(key)
         del self._entries[key]
         return "ok"
 
@@ -57,7 +57,7 @@ class KeyValue(Toolbox):
         """Lists all keys in alphabetical order."""
         return sorted(self._entries)
 
-    def _held(self, key: str) -> str:
+    def _text(self, key: str) -> str:
         """The text under a key. ToolError if there is none."""
         if key not in self._entries:
             raise ToolError(f"no key {key[:LONGEST_NAME]!r}")
@@ -76,7 +76,7 @@ class Files(Toolbox):
     @tool
     def read_file(self, path: str) -> str:
         """Reads a file."""
-        return self._files[self._held(path)]
+        return self._files[self._known_path(path)]
 
     @tool
     def write_file(self, path: str, text: str) -> str:
@@ -99,10 +99,10 @@ class Files(Toolbox):
     @tool
     def delete_file(self, path: str) -> str:
         """Deletes a file."""
-        del self._files[self._held(path)]
+        del self._files[self._known_path(path)]
         return "ok"
 
-    def _held(self, path: str) -> str:
+    def _known_path(self, path: str) -> str:
         """The normalised path of a file. ToolError if there is no such file."""
         path = _path(path)
         if path not in self._files:
@@ -111,11 +111,11 @@ class Files(Toolbox):
 
     def _put(self, path: str, text: str) -> None:
         """Writes a file. ToolError if its path is a folder, or if there is no room."""
-        # A folder exists only as the begin of paths of files. So one name could be a file and a folder, which no file
+        # A folder exists only as the start of paths of files. So one name could be a file and a folder, which no file
         # system allows.
         if any(other.startswith(f"{path}/") or path.startswith(f"{other}/") for other in self._files if other != path):
             raise ToolError(f"{path!r} cannot be a file and a folder")
-        _room(self._files, path, text)
+        _check_room(self._files, path, text)
         self._files[path] = text
 
     def state(self) -> dict[str, str]:
@@ -135,13 +135,13 @@ def _path(path: str) -> str:
     return "/".join(parts)
 
 
-def _room(held: dict[str, str], name: str, text: str) -> None:
+def _check_room(entries: dict[str, str], name: str, text: str) -> None:
     """ToolError if the new text would exceed the limits of an episode."""
     if len(name) > LONGEST_NAME:
         raise ToolError(f"a name has at most {LONGEST_NAME} characters")
-    if name not in held and len(held) >= MOST_KEYS:
+    if name not in entries and len(entries) >= MOST_KEYS:
         raise ToolError(f"there are {MOST_KEYS} entries already: remove one first")
-    size = sum(len(k) + len(v) for k, v in held.items() if k != name) + len(name) + len(text)
+    size = sum(len(k) + len(v) for k, v in entries.items() if k != name) + len(name) + len(text)
     if size > MOST_BYTES:
         raise ToolError(
             f"that would be {size} characters in all, and {MOST_BYTES} are the most: remove something first"

@@ -60,7 +60,7 @@ class OfferedTools:
 
     def box(self, task: Task) -> Toolbox:
         """The tools of one episode, with the initial content that the task gives."""
-        return Toolboxes([self._one(name, task) for name in self.names])
+        return Toolboxes([self._toolbox(name, task) for name in self.names])
 
     def check(self, task: Task) -> None:
         """DataError if a tool cannot start from the task's column of its name."""
@@ -68,16 +68,16 @@ class OfferedTools:
         # training.
         for name in self.names:
             if name != "python":
-                self._one(name, task)
+                self._toolbox(name, task)
 
-    def _one(self, name: str, task: Task) -> Toolbox:
+    def _toolbox(self, name: str, task: Task) -> Toolbox:
         """One toolbox by its name. DataError if the task's column of that name does not fit."""
         make: Mapping[str, Callable[[Any], Toolbox]] = {
             "calculator": lambda _: Calculator(),
             "python": lambda _: Python(self.interpreters),
-            "files": lambda given: Files(_texts(given)),
-            "database": lambda given: Database(str(given or "")),
-            "store": lambda given: KeyValue(_texts(given)),
+            "files": lambda column: Files(_texts(column)),
+            "database": lambda column: Database(str(column or "")),
+            "store": lambda column: KeyValue(_texts(column)),
         }
         try:
             return make[name](task.info.get(name))
@@ -99,10 +99,10 @@ class OfferedTools:
             self.interpreters.sandbox.close()
 
 
-def _texts(given: Any) -> dict[str, str]:
+def _texts(column: Any) -> dict[str, str]:
     """Texts by name, from a column; TypeError for anything else."""
-    if given is None:
+    if column is None:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in given.items()):
+    if not isinstance(column, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in column.items()):
         raise TypeError("wanted an object of texts by name")
-    return dict(given)
+    return dict(column)

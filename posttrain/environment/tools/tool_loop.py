@@ -70,11 +70,11 @@ class Loop:
 
     def gauges(self) -> Gauges:
         """The shares of calls by kind of result, and the seconds per call of each tool, since the last call."""
-        taken, self.counts = self.counts, CallCounts()
-        total = sum(taken.kinds.values())
-        shares = {f"tools/{kind}": Gauge(n, total) for kind, n in taken.kinds.items()}
-        shares |= {f"tools/failed/{name}": Gauge(bad, n) for name, (bad, n) in taken.tried.items()}
-        return shares | {f"tools/seconds/{name}": Gauge(seconds, n) for name, (seconds, n) in taken.seconds.items()}
+        counts, self.counts = self.counts, CallCounts()
+        total = sum(counts.kinds.values())
+        shares = {f"tools/{kind}": Gauge(n, total) for kind, n in counts.kinds.items()}
+        shares |= {f"tools/failed/{name}": Gauge(bad, n) for name, (bad, n) in counts.tried.items()}
+        return shares | {f"tools/seconds/{name}": Gauge(seconds, n) for name, (seconds, n) in counts.seconds.items()}
 
 
 def _messages(results: Sequence[Observation]) -> list[Message]:

@@ -35,8 +35,8 @@ class Attempts:
         header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text)))
         self.fd = libc.syscall(SECCOMP, ctypes.c_uint(FILTER), ctypes.c_uint(NEW_LISTENER), header)
         if self.fd < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"seccomp listener: {os.strerror(code)}")
+            error = ctypes.get_errno()
+            raise OSError(error, f"seccomp listener: {os.strerror(code)}")
         self.count = 0
 
     def refuse(self) -> None:

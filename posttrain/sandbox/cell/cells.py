@@ -53,7 +53,7 @@ def _exactly(wire: int, count: int) -> bytes | None:
     return bytes(parts)
 
 
-def _cell(piece: bytes, name: str, space: dict[str, Any]) -> int:
+def _cell(piece: bytes, name: str, namespace: dict[str, Any]) -> int:
     """Run one piece. Returns 0, or 1 for an exception, or MEMORY_ERROR. SystemExit ends the piece and not the
     session."""
     try:
@@ -63,9 +63,9 @@ def _cell(piece: bytes, name: str, space: dict[str, Any]) -> int:
         last = tree.body[-1] if tree.body else None
         shown = tree.body.pop() and last.value if isinstance(last, ast.Expr) else None
         # With `dont_inherit` the `from __future__` of this file does not apply to the program.
-        exec(compile(tree, name, "exec", dont_inherit=True), space)
+        exec(compile(tree, name, "exec", dont_inherit=True), namespace)
         if shown is not None:
-            value = eval(compile(ast.Expression(shown), name, "eval", dont_inherit=True), space)
+            value = eval(compile(ast.Expression(shown), name, "eval", dont_inherit=True), namespace)
             if value is not None:
                 builtins._ = value  # type: ignore[attr-defined]
                 print(repr(value))

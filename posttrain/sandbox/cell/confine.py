@@ -60,17 +60,17 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
     TCP is shut from version 4, abstract sockets and signals to other processes from version 6.
     """
     # A right that the rule set handles is refused everywhere except under a path with a rule for it. A right that it
-    # does not handle stays allowed. So `every` has all rights that this kernel knows. More rights would be an error.
+    # does not handle stays allowed. So `all_rights` has each that this kernel knows. More rights would be an error.
     version = landlock_version()
-    every = (1 << RIGHTS.get(version, 16)) - 1
+    all_rights = (1 << RIGHTS.get(version, 16)) - 1
     # struct landlock_ruleset_attr: rights of files; bind and connect of TCP; scopes (abstract sockets, signals).
-    attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    attributes = struct.pack("QQQ", all_rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     fd = checked(
         libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint(0)), "landlock_create_ruleset"
     )
     reading = READ_FILE | READ_DIR | (EXECUTE if run else 0)
-    for paths, access in ((read, reading), (write, every & ~SPECIAL & ~(0 if run else EXECUTE))):
+    for paths, access in ((read, reading), (write, all_rights & ~SPECIAL & ~(0 if run else EXECUTE))):
         for path in paths:
             try:
                 tree = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -85,7 +85,7 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
             # The kernel refuses a rule that gives a file the rights of a directory. The structure is packed: no
             # padding.
             rights = access if os.path.isdir(path) else access & OF_A_FILE
-            rule = struct.pack("=Qi", rights & every, tree)
+            rule = struct.pack("=Qi", rights & all_rights, tree)
             checked(libc.syscall(ADD_RULE, fd, ctypes.c_int(1), rule, ctypes.c_uint(0)), f"landlock_add_rule {path}")
             os.close(tree)
     return fd
@@ -140,7 +140,7 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
 
 def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) -> tuple[Any, Any]:
     """Sets Landlock, and prepares the filter for `shut`. This is everything that is possible before the job is
-    known."""
+    known. `told`: as of `syscalls.program`."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
     # Landlock can be set before the job comes, because it only concerns files that are opened later. The filter of

@@ -104,6 +104,7 @@ def run(source: bytes, call: bytes, result: int) -> int:
         atexit._run_exitfuncs()
         # Files that only the program's names refer to are closed by this, and so their buffers are written.
         module.__dict__.clear()
+    # Raised by a signal handler of the program, or while its error is printed. `_guarded` caught everything else.
     except SystemExit as leave:
         status = _status(leave)
     except MemoryError:
@@ -159,17 +160,17 @@ def _answer(call: dict[str, Any], result: int, module: ModuleType) -> None:
     """Call the function that was asked for, by its dotted name; `Solution.f` is a method of a fresh `Solution()`."""
     target: Any = module
     # A class in the dotted name is instantiated, so that `Solution.f` is a bound method.
-    for part in call["function"].split("."):
-        target = getattr(target() if isinstance(target, type) else target, part)
+    for name in call["function"].split("."):
+        target = getattr(target() if isinstance(target, type) else target, name)
     value = target(*decode(call["args"]), **decode(call["kwargs"]))
     try:
         text = json.dumps({"value": encode(value)})
     except (NotPlain, RecursionError) as error:
         text = json.dumps({"type": str(error)})
     # One write may take only a part, as much as the pipe has room for.
-    rest = text.encode()
-    while rest:
-        rest = rest[os.write(result, rest) :]
+    unwritten = text.encode()
+    while unwritten:
+        unwritten = unwritten[os.write(result, unwritten) :]
 
 
 def _status(leave: SystemExit) -> int:

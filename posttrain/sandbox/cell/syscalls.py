@@ -27,7 +27,8 @@ OPEN, OPENAT = 2, 257
 # The call `socket`, and the families of addresses of this machine.
 SOCKET, UNIX, NETLINK = 41, 1, 16
 
-# read write close fstat poll lseek mmap mprotect munmap brk rt_sig* futex openat
+# read write close fstat poll lseek mmap mprotect munmap brk futex newfstatat stat lstat rt_sig* pread64 pwrite64 readv
+# writev access pipe select sched_yield mremap msync mincore madvise
 PLAIN = (
     *(0, 1, 3, 5, 7, 8, 9, 10, 11, 12, 202, 262, 4, 6, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),
     # dup dup2 pause nanosleep getitimer alarm setitimer getpid sendfile recvfrom shutdown getsockname getpeername
@@ -43,8 +44,7 @@ PLAIN = (
     # sched_getaffinity
     *(137, 138, 140, 143, 145, 146, 147, 158, 186, 201, 204),
     # getdents64 set_tid_address restart_syscall (what the kernel makes of a timed wait that a stop interrupted)
-    # fadvise64
-    # clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl
+    # fadvise64 clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl
     *(217, 218, 219, 221, 228, 229, 230, 231, 232, 233),
     # readlinkat faccessat pselect6 ppoll set_robust_list get_robust_list epoll_pwait eventfd2 epoll_create1 dup3 pipe2
     # preadv pwritev
@@ -171,9 +171,8 @@ def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes:
         processes: children and exec are allowed, and signals too, but not to all processes at once, to `keeper`, to
             `keepers` or to process 1.
         told: the filter of `telling` is set too, and it decides about sockets. Of the verdicts of two filters the
-        stricter
-            one holds. So this filter has the verdict TRACE for sockets, which is less strict than a report, and which
-            refuses the call (ENOSYS) if there is no tracer.
+            stricter one holds. So this filter has the verdict TRACE for sockets, which is less strict than a report,
+            and which refuses the call (ENOSYS) if there is no tracer.
     """
     code = template(host_files, processes, told)
     for mark, number in ((PID, pid), (KEEPER, keeper), (-KEEPERS, -keepers)):

@@ -120,6 +120,7 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
     While a job runs, the child for the next job is made, unless the next job waits already. Then all cores are busy,
     and making a child ahead costs more than it saves.
     """
+    # A sandbox for programs with processes runs one job and ends, so it needs no child for a next one.
     makes_spares = settings["processes"] == 0
     spare = hatch(control, settings, rules) if makes_spares else None
     try:
@@ -156,10 +157,10 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
             # it was confined.
             ran = os.read(confined, 1) == DONE
             os.close(confined)
-            used = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
+            costs = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
             reply = {"ran": ran, "status": status, "seconds": took, "spent": spent}
             # The reply is sent before the scratch directory is emptied. `CLEAN` says that the next job may come.
-            control.send(json.dumps(reply | used).encode())
+            control.send(json.dumps(reply | costs).encode())
             if settings["scratch"]:
                 clean(settings["scratch"])
             control.send(CLEAN)
@@ -214,12 +215,12 @@ def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[i
     """Waits for a child. Returns its status and its resource usage. The child is killed if the host asks for it or is
     gone."""
     # A pidfd can be read once the child has ended, so one poll waits for the child, the host and the attempts.
-    watch = os.pidfd_open(pid)
-    poll = watched(attempts, watch, control.fileno())
+    pidfd = os.pidfd_open(pid)
+    poll = watched(attempts, pidfd, control.fileno())
     try:
         while True:
             ready = heard(poll, attempts)
-            if watch in ready:
+            if pidfd in ready:
                 _, status, usage = os.wait4(pid, 0)
                 return status, usage
             if control.fileno() not in ready:
@@ -232,7 +233,7 @@ def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[i
                 os.waitpid(pid, 0)
                 raise ConnectionResetError("the other end is gone")
     finally:
-        os.close(watch)
+        os.close(pidfd)
 
 
 def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any, bool]:
@@ -242,8 +243,8 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
     so a program can neither change it nor ignore the limit.
     """
     # `clock` is the id of another process's CPU-time clock, as the kernel defines it: (~pid << 3) | CPUCLOCK_SCHED.
-    watch, clock = os.pidfd_open(pid), ~pid << 3 | 2
-    poll = watched(attempts, watch, control.fileno())
+    pidfd, clock = os.pidfd_open(pid), ~pid << 3 | 2
+    poll = watched(attempts, pidfd, control.fileno())
     cores, begun, end, spent = os.cpu_count() or 1, 0.0, None, False
     try:
         while True:
@@ -251,7 +252,7 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
             # earlier.
             pause = None if end is None else max(STEP, (end - seconds(clock)) / cores)
             ready = heard(poll, attempts, pause)
-            if watch in ready:
+            if pidfd in ready:
                 _, status, usage = os.wait4(pid, 0)
                 return status, usage, spent
             host_spoke = control.fileno() in ready
@@ -273,7 +274,7 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
                     os.waitpid(pid, 0)
                     raise ConnectionResetError("the other end is gone")
     finally:
-        os.close(watch)
+        os.close(pidfd)
 
 
 def seconds(clock: int) -> float:
