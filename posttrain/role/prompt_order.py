@@ -73,8 +73,9 @@ class Prompts:
             return self._walk()
         if chosen.drawn:
             return self._draw(chosen)
-        # One epoch at most: by then every task has been asked for its weight, and all weights are 0.
-        for _ in range(self.source.count or 1):
+        # The rest of this epoch and all of the next: only then was every task looked at, for each epoch has an order of
+        # its own. Then all weights are 0.
+        for _ in range(2 * (self.source.count or 1)):
             task, visit = self._walk()
             # A task that was never played counts as never solved, so it comes.
             if chosen.weight(self.rates.get(task.id, 0.0)) > 0:
