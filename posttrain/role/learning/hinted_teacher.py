@@ -111,6 +111,7 @@ class Hints:
 
 
 NOBODY = "no other answer of its group is right"
+"""The reason for no hint where a sibling's answer is the hint."""
 
 
 def said(dialogue: Dialogue, e: Episode) -> str:
