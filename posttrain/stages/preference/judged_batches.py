@@ -151,17 +151,17 @@ def training_tasks(
     """
     if not stage.leaves_out_long:  # checked before the run began
         return environment.train
-    some = FittingTasks.of(environment, kind, renderer, context)
-    if some is None:
+    fitting_tasks = FittingTasks.of(environment, kind, renderer, context)
+    if fitting_tasks is None:
         return environment.train
-    if not some.tasks:
-        raise DataError(f"{stage.name}: no judgement fits into {context} tokens. {some.first}")
-    if some.left_out:
+    if not fitting_tasks.tasks:
+        raise DataError(f"{stage.name}: no judgement fits into {context} tokens. {fitting_tasks.first}")
+    if fitting_tasks.left_out:
         say(
-            f"{stage.name}: {some.left_out} of {some.asked} judgements are left out, because they do not fit into"
-            f" {context} tokens, such as: {some.first}"
+            f"{stage.name}: {fitting_tasks.left_out} of {fitting_tasks.asked} judgements are left out, because they"
+            f" do not fit into {context} tokens, such as: {fitting_tasks.first}"
         )
-    return some
+    return fitting_tasks
 
 
 def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: int) -> Batch:

@@ -111,11 +111,11 @@ def tokens_are_as_sampled(batch: Batch, pairs: Sequence[PairAgain]) -> None:
     """Checks that the minibatch has the sampled tokens with the sampler's log-probs, and who said them."""
     episodes = [e for p in pairs for e in (p.chosen, p.rejected)]
     segments = [s for e in episodes for s in e.segments]
-    of_M = np.repeat(np.arange(len(episodes)), [e.spoken for e in episodes])
-    if not np.array_equal(batch.sequence_M, of_M):
+    sequence_M = np.repeat(np.arange(len(episodes)), [e.spoken for e in episodes])
+    if not np.array_equal(batch.sequence_M, sequence_M):
         raise InvariantError(
             f"the completions of the minibatch have {np.bincount(batch.sequence_M).tolist()[:8]}... tokens that count,"
-            f" and those of the {len(pairs)} pairs of this step {np.bincount(of_M).tolist()[:8]}...: chosen and"
+            f" and those of the {len(pairs)} pairs of this step {np.bincount(sequence_M).tolist()[:8]}...: chosen and"
             " rejected are swapped, a completion is another one's or is cut, or prompts and observations count"
         )
     version_M = np.concatenate([s.version[s.mask] for s in segments])

@@ -67,7 +67,7 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
             return reward >= max(others) and (above is None or reward > above)
         case TopShare(share=share, above=above):
             # Of equal rewards any may be kept, so only the completions with a higher reward count. At least one
-            # completion is always kept.
+            # completion is always kept. 1e-6: in floats .29 * 100 is a bit less than 29.
             better = sum(x > reward for x in others)
             return better < max(1, int(share * len(others) + 1e-6)) and (above is None or reward > above)
         case _:
@@ -258,6 +258,7 @@ class RejectionCheck(Observer):
         self._start = start
         """Fingerprint of the weights that the stage started from; '' before its first round."""
         self._asked_with = ""
+        """Fingerprint of the weights that sampled the round; '' in a stage that is resumed inside it."""
         self._played: dict[Place, Episode] = {}
         self._prompts: dict[str, np.ndarray] = {}
         self._rewards: dict[str, list[float]] = {}
@@ -319,13 +320,13 @@ class RejectionCheck(Observer):
     def _take_regenerated(self, roles: RejectionRoles, event: RegeneratedEvent) -> None:
         """Note the regenerated completions as played, but only those that go on from the last right step. So
         `kept_was_played` raises if another one is kept."""
-        how = roles.stage.method.regenerate
-        assert how is not None  # nothing else makes the event
+        settings = roles.stage.method.regenerate
+        assert settings is not None  # nothing else makes the event
         text = roles.rollout.dialogue("").text
         shared: set[Episode] = set()
         for a in event.answers:
-            goes_on_from_its_step(a, how, text)
-            for c in said_anew(a, how):
+            goes_on_from_its_step(a, settings, text)
+            for c in said_anew(a, settings):
                 if c in shared:
                     continue
                 shared.add(c)
