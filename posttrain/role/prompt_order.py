@@ -62,6 +62,7 @@ class Prompts:
 
     @property
     def index(self) -> int:
+        """Index in the source of the task that was taken last."""
         return self._index
 
     def __iter__(self) -> Iterator[tuple[Task, int]]:

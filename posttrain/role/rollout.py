@@ -176,7 +176,7 @@ class Rollout:
         # The stream "shown" is separate, so a demonstration changes no random number of a sampled sibling.
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
         demonstrations = abilities.demonstrations(self.environment)
-        # 0.0: never a wrong text.
+        # Without a style the last one, which is the most elaborate (`Shown.style`). 0.0: never a wrong text.
         prompt, completion = demonstrations.write(task, style or demonstrations.styles[-1], rng, 0.0)
         dialogue = self.dialogue(task.id)
         if isinstance(completion, str):

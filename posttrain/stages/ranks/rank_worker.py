@@ -40,7 +40,7 @@ class Proceed:
 
 def serve(rank: int, world: int, path: str, seconds: float, replicas: int = 1) -> None:
     """The main function of a process that the run has started on this machine."""
-    store = FileStore(path, -1)
+    store = FileStore(path, -1)  # -1: torch counts no users of the file
     sys.exit(work(store, rank, world, seconds, replicas, key=store.get(KEY), local=True))
 
 

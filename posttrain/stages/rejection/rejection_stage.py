@@ -238,6 +238,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         with self.clock.of("learn"):
             candidates = drawn(self._kept, stage.own, s.position, (roles.run.seed, stage.name, s.round))
             batch = await self._batch(candidates, work.index)
+        # `first=False`: what is imitated has no log-probs of the sampler to compare with (`imitation`).
         step = await learn_from(
             roles, DataBatch(work.index, batch), Likelihood(), "kept completion", sampled, first=False
         )
@@ -314,7 +315,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
                 roles.dialogue,
                 settings,
                 seed=roles.run.seed,
-                step=index - 1,
+                step=index - 1,  # steps are counted from 1, minibatches of the data from 0
                 context=roles.context,
             )
             demonstrations = demonstrations[: stage.shown_beside(len(ones))]
