@@ -214,8 +214,8 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
         if not again:
             break
         # The verdicts of a comparing judge depend on the whole group, so it is asked about the whole group again.
-        about = range(len(episodes)) if isinstance(judge, ComparingJudge) and judge.compares else again
-        for i, verdicts in zip(about, await _asked(judge, [episodes[i] for i in about]), strict=True):
+        indices = range(len(episodes)) if isinstance(judge, ComparingJudge) and judge.compares else again
+        for i, verdicts in zip(indices, await _asked(judge, [episodes[i] for i in indices]), strict=True):
             # Verdicts that did not fail stay, also where the judge was asked about the whole group again.
             if i in again:
                 out[i] = verdicts

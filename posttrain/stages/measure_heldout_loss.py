@@ -64,13 +64,13 @@ class HeldoutDemonstrations:
 def heldout_loss(learner: Learner, ones: Sequence[Demonstrated], tokens: int) -> HeldoutLoss:
     """The loss of demonstrations under the learner's weights, about `tokens` tokens at once."""
     rows: dict[str, tuple[float, float]] = {}
-    for part in _parts(ones, tokens):
-        logp_M = learner.score(Packed.of([s for d in part for s in d.segments])).astype(np.float64)
+    for demonstrations in _parts(ones, tokens):
+        logp_M = learner.score(Packed.of([s for d in demonstrations for s in d.segments])).astype(np.float64)
         if not_finite := int((~np.isfinite(logp_M)).sum()):
             raise InvariantError(f"{not_finite} tokens of held-out demonstrations have no finite log-prob")
         # logp_M has the tokens of one demonstration after the other. `first` is where the next demonstration begins.
         first = 0
-        for d in part:
+        for d in demonstrations:
             own_logp_M, first = logp_M[first : first + len(d.weight_M)], first + len(d.weight_M)
             rows[_key(d)] = (float(-(d.weight_M * own_logp_M).sum()), float(d.weight_M.sum()))
     return HeldoutLoss(rows)

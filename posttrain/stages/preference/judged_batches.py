@@ -116,14 +116,14 @@ class FittingTasks:
     @staticmethod
     def of(environment: Environment, kind: Kind, renderer: PairRenderer, context: int) -> FittingTasks | None:
         """The training tasks that fit, or None where they are generated without end."""
-        source, held = environment.train, environment.heldout
+        source, heldout = environment.train, environment.heldout
         # Tasks without end cannot all be looked at. There a judgement that does not fit raises an error in its step.
         if source.count is None:
             return None
         train = [source.task(i) for i in range(source.count)]
         every = abilities.judgements(environment).every or (lambda task, kind: ())
         why: list[str] = []
-        for task in (*train, *held):
+        for task in (*train, *heldout):
             # Each visit draws anew, so a draw that fits does not show that the next one does.
             judged = (*drawn(environment, [(task, 0)], kind, seed=0, stage=""), *every(task, kind))
             why.append(next(filter(None, (misfit(j, renderer, context) for j in judged)), ""))

@@ -64,9 +64,9 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         parts, stage, setting = self.parts, self.stage, self.setting
         render, context = parts.renderer, parts.sampler.context
         source = training_tasks(stage, setting.environment, stage.judged, render, context, parts.say)
-        each = {"pair": "pairs", "label": "labelled completions"}.get(stage.judged, stage.judged)
-        about = f"{stage.algorithm.name} ({stage.algorithm.paper})"
-        say_passes(self, source, f"{about}; {stage.batch} {each} a step, {stage.steps} steps")
+        judgements = {"pair": "pairs", "label": "labelled completions"}.get(stage.judged, stage.judged)
+        algorithm_words = f"{stage.algorithm.name} ({stage.algorithm.paper})"
+        say_passes(self, source, f"{algorithm_words}; {stage.batch} {judgements} a step, {stage.steps} steps")
         self.roles = PreferenceRoles(
             **data_parts(self),
             source=source,

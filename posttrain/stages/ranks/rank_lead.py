@@ -152,13 +152,13 @@ class RankLead:
         while True:
             reasons, ended = self._orders.failed(), self._ended()
             first_causes = {r: why for r, why in reasons.items() if not why.startswith(EXCHANGE)}
-            gone = {r: how for r, how in ended.items() if r not in reasons}
+            gone = {r: ending for r, ending in ended.items() if r not in reasons}
             if first_causes:
                 rank, why = min(first_causes.items())
                 return f"rank {rank} failed {where}: {why}. {advice}"
             if gone:
-                rank, how = min(gone.items())
-                return f"rank {rank} is gone {where}: {how}. {advice}"
+                rank, ending = min(gone.items())
+                return f"rank {rank} is gone {where}: {ending}. {advice}"
             if time.monotonic() > deadline:
                 return self._stall(where, reasons, error, advice)
             time.sleep(0.1)

@@ -71,8 +71,8 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
             reference=frozen_start(self, checkpoint) if stage.regularise == "dpo" else None,
             ends=TokenEnds(setting.rollout.dialogue("").text),
         )
-        held = heldout_of_kind(setting.environment, stage.judgement)
-        self._heldout = fitting(stage, held, parts.renderer, context)
+        heldout = heldout_of_kind(setting.environment, stage.judgement)
+        self._heldout = fitting(stage, heldout, parts.renderer, context)
         await self.watch.begin(self.roles)
         return self._ask, self._learn
 
