@@ -18,6 +18,7 @@ Real = Callable[..., Any]
 DOWN = (f"env.rewards={Path(__file__).with_name('failing_reward.py')}:down",)
 """A user's reward whose service fails after some calls."""
 RFT = ("reject.method=rft",)
+"""Overrides of rejection sampling that keeps what passes a threshold."""
 
 
 @fault(
@@ -33,9 +34,9 @@ RFT = ("reject.method=rft",)
 )
 def _(real: Real) -> Real:
     async def verdict(self: Any, attempt: Any) -> Verdict:
-        found = await real(self, attempt)
+        real_verdict = await real(self, attempt)
         # Only outages: what the answer caused itself is a value already.
-        return Verdict.value(0.0) if found.state is State.FAILED else found
+        return Verdict.value(0.0) if real_verdict.state is State.FAILED else real_verdict
 
     return verdict
 
@@ -53,9 +54,11 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     async def judge(environment: Any, attempt: Any, *more: Any) -> Any:
-        found = await real(environment, attempt, *more)
+        verdicts = await real(environment, attempt, *more)
         return (
-            found if attempt.stop is not Stop.LENGTH else tuple(replace(j, verdict=Verdict.value(0.0)) for j in found)
+            verdicts
+            if attempt.stop is not Stop.LENGTH
+            else tuple(replace(j, verdict=Verdict.value(0.0)) for j in verdicts)
         )
 
     return judge
@@ -93,8 +96,8 @@ def _(real: Real) -> Real:
     def first(text: str) -> Any:
         import re
 
-        found = re.search(r"-?\d+", text)
-        return real(found.group()) if found else None
+        number = re.search(r"-?\d+", text)
+        return real(number.group()) if number else None
 
     return first
 
@@ -168,9 +171,9 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     def task(self: Any, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Any:
-        made = real(self, name, index, texts, gold, best)
+        real_task = real(self, name, index, texts, gold, best)
         # A blank at the end, which nobody sees in print. The tokens of the prompt are others.
-        return replace(made, prompt=made.prompt + (" " if gold else ""))
+        return replace(real_task, prompt=real_task.prompt + (" " if gold else ""))
 
     return task
 

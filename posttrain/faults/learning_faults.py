@@ -54,11 +54,11 @@ def _(real: Real) -> Real:
         # The places of a [P, G] rectangle in the order of its transpose.
         places = np.arange(len(samples_P) * len(samples_P[0])).reshape(len(samples_P), -1).T.ravel()
         flat = [s for samples in samples_P for s in samples]
-        mixed = [[flat[i] for i in part] for part in np.array_split(places, len(samples_P))]
-        raw, *rest = real(a, mixed, *args, **kwargs)
+        mixed = [[flat[i] for i in of_group] for of_group in np.array_split(places, len(samples_P))]
+        raw, *silent_and_after = real(a, mixed, *args, **kwargs)
         # Each result goes back to its own sample: wrong is only what it was compared with.
-        home = dict(zip(places.tolist(), raw, strict=True))
-        return [home[i] for i in range(len(flat))], *rest
+        by_place = dict(zip(places.tolist(), raw, strict=True))
+        return [by_place[i] for i in range(len(flat))], *silent_and_after
 
     return by_samples
 
@@ -166,8 +166,8 @@ def _(real: Real) -> Real:
     caught_by="agrees_on_synthetic_batch",
 )
 def _(real: Real) -> Real:
-    def push(region: Any, look: Any) -> Any:
-        return replace(real(region, look), push_M=look.ratio_M)
+    def push(region: Any, inputs: Any) -> Any:
+        return replace(real(region, inputs), push_M=inputs.ratio_M)
 
     return push
 

@@ -94,7 +94,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def segment(self: Any) -> Segment:
         s = real(self)
-        # Log-probs and versions stay where they are, so the types find it.
+        # Log-probs and versions stay where they are, so `Segment` refuses it.
         return replace(s, mask=np.roll(s.mask, 1))
 
     return segment
@@ -150,7 +150,7 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def of(cls: Any, *args: Any, **kwargs: Any) -> Any:
         packed = real(cls, *args, **kwargs)
-        # The hidden state of the token itself; the last position has none behind it.
+        # The hidden state of the token itself. A source needs a token behind it, so the last position cannot be one.
         return replace(packed, source_M=np.minimum(packed.source_M + 1, len(packed.ids_N) - 2))
 
     return of

@@ -13,6 +13,7 @@ from posttrain.faults.planting import fault
 
 Real = Callable[..., Any]
 REFERENCE = ("algorithm=grpo",)
+"""Overrides of an algorithm that compares with a reference."""
 
 
 def restamped(group: Group, version: Callable[[np.ndarray], np.ndarray]) -> Group:

@@ -101,11 +101,11 @@ class SeatConversation:
         self._transcript.say(said)
         self.lengths.append(len(said.ids))
         text = self._dialogue.said(said.ids)
-        # `_before` counts the turns before the last one, because characters are counted in the last turn's text alone.
+        # `_before` counts the tokens of all turns before the last one: characters are counted in the last turn alone.
         self._before += len(self._last)
         self._last = said.ids
         self.turns.append(text)
-        self._said(text, len(said.ids))
+        self._record_turn(text, len(said.ids))
         # The engine knows one limit, the tokens that it was given.
         # Which limit of the episode made them so few is known here.
         stop = limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop
@@ -150,7 +150,7 @@ class SeatConversation:
             allowed, reason = limits.tokens - spent.tokens, Stop.TOKENS
         return allowed, reason
 
-    def _said(self, text: str, tokens: int) -> None:
+    def _record_turn(self, text: str, tokens: int) -> None:
         """Record a turn that has ended."""
         raise NotImplementedError
 
@@ -169,7 +169,7 @@ class OtherSeat(SeatConversation):
         """Without secrets from the first word on: its prompt is written during the episode."""
         super().see(without_secrets(content), tools)
 
-    def _said(self, text: str, tokens: int) -> None:
+    def _record_turn(self, text: str, tokens: int) -> None:
         self._spent.others.append(SeatTurn(self._name, scrubbed(text), tokens, self._spent.trained, self._by_policy))
 
 
@@ -208,11 +208,11 @@ class Conversation(SeatConversation):
             player = self._players.get(name, self._policy)
             # The seat's name is in the place of its random numbers, so
             # that a seat that speaks more changes no draw of another.
-            own, place = player.sampler is self._policy.sampler, partial(self._place, "seat", name)
-            self._seats[name] = OtherSeat(name, player, self._task, self._spent, place, policy=own)
+            by_policy, place = player.sampler is self._policy.sampler, partial(self._place, "seat", name)
+            self._seats[name] = OtherSeat(name, player, self._task, self._spent, place, policy=by_policy)
         return self._seats[name]
 
-    def _said(self, text: str, tokens: int) -> None:
+    def _record_turn(self, text: str, tokens: int) -> None:
         self._spent.trained += 1
 
     def pay(self, source: str, score: float) -> None:

@@ -194,7 +194,9 @@ class GroupQueue:
     _waiting: deque[AskedGroup] = field(default_factory=deque[AskedGroup])
     _taken: int = 0
     _played: int = 0
+    """Groups of the present step so far: those that passed the filter (`_taken`), and all."""
     _last: tuple[Group, ...] = ()
+    """Groups of the last step, until the pass rates have learned from them."""
     _given_up: list[AskedGroup] = field(default_factory=list[AskedGroup])
     _lost: int = 0
     """Groups that were given up since the last step began."""
@@ -326,10 +328,10 @@ class GroupQueue:
             # A future that has its result already: the group is not played
             # again, and `take` handles it like any other group.
             group = next(groups)
-            known = asyncio.get_running_loop().create_future()
-            known.set_result(group)
+            ended_group = asyncio.get_running_loop().create_future()
+            ended_group.set_result(group)
             sampler = MeteredSampler(self.rollout.sampler, q.tokens, q.turns)
-            self._waiting.append(AskedGroup(task, q.visit, q.index, q.cursor, q.begun, sampler, known))
+            self._waiting.append(AskedGroup(task, q.visit, q.index, q.cursor, q.begun, sampler, ended_group))
 
     def _refuses(self, group: Group | None) -> bool:
         """Whether the filter refuses this group; False where it has not ended."""
@@ -347,7 +349,8 @@ class GroupQueue:
             waiting=sum(not self._refuses(a.ended) for a in self._waiting),
         )
         # The second bound is on groups that the filter refuses. They fill no place in
-        # `capacity`, so without it a filter that lets nothing pass would ask for ever.
+        # `capacity`, so without it a filter that lets nothing pass would ask for ever. It is `most` times the wanted
+        # groups for the present step, and the wanted ones for each step ahead.
         return min(bound, (most + self.staleness) * wanted - self._played - len(self._waiting))
 
     def _admit(self) -> None:

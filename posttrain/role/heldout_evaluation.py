@@ -124,19 +124,21 @@ class EvaluationReport:
         }
 
 
-async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> EvaluationReport:
-    """Sample every task `how.samples` times, and once greedily if `how.greedy`.
+async def evaluate(
+    rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, settings: Evaluation
+) -> EvaluationReport:
+    """Sample every task `settings.samples` times, and once greedily if `settings.greedy`.
 
     The seeds are the same in every evaluation, so runs can be compared prompt by prompt.
     """
     # Always the evaluation's own seed and visit 0: the same tasks get the same random numbers
     # in every evaluation. Nothing is learned from these episodes, so no top-k tokens are stored.
-    fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
+    fixed, sampling = replace(rollout, seed=settings.seed), replace(sampling, top=0)
     groups = await together(
-        [fixed.group(t, 0, RolloutRequest(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks]
+        [fixed.group(t, 0, RolloutRequest(groups=1, siblings=settings.samples), sampling, "evaluation") for t in tasks]
     )
     greedy = None
-    if how.greedy:
+    if settings.greedy:
         # Temperature and truncation do not change an argmax, and are set to their neutral values.
         argmax = replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
         greedy = await together(
@@ -159,14 +161,16 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
     broken = sum(figure_failed(e.verdicts) for e in episodes)
-    argmax = None if greedy is None else _by_task(greedy, figures)
+    greedy_judged = None if greedy is None else _by_task(greedy, figures)
     # Only where something is measured. Elsewhere the outcome is what is paid, and it would be reported twice.
     paid = _by_task([g for g in groups if any(e.truth is not None for e in g.episodes)], lambda g: np.array(g.rewards))
     return EvaluationReport(
         accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
         reward=_rewards(judged, grades),
-        greedy=None if argmax is None else Score.of([right.share(x) for x in argmax] if grades.tells else []),
-        greedy_reward=None if argmax is None else _rewards(argmax, grades | grades_of(greedy or ())),
+        greedy=None
+        if greedy_judged is None
+        else Score.of([right.share(x) for x in greedy_judged] if grades.tells else []),
+        greedy_reward=None if greedy_judged is None else _rewards(greedy_judged, grades | grades_of(greedy or ())),
         pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
         failed=broken,
         abstained=sum(e.figure is None and not figure_failed(e.verdicts) for e in episodes),
@@ -177,13 +181,13 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     )
 
 
-def _by_task(groups: Sequence[Group], of: Callable[[Group], np.ndarray]) -> list[np.ndarray]:
+def _by_task(groups: Sequence[Group], numbers_of: Callable[[Group], np.ndarray]) -> list[np.ndarray]:
     """The numbers of the groups of each task, joined. Tasks without any number are left out."""
     by_task: dict[str, list[np.ndarray]] = {}
     for g in groups:
         # Rows that ask the same are one task, since their answers are
         # not independent: else the interval would be too narrow.
-        by_task.setdefault(g.task.asked, []).append(of(g))
+        by_task.setdefault(g.task.asked, []).append(numbers_of(g))
     return [x for each in by_task.values() if len(x := np.concatenate(each))]
 
 

@@ -118,8 +118,8 @@ class SiblingVerdicts:
     _begun: dict[tuple[Any, ...], asyncio.Task[tuple[Judged, ...]]] = field(
         default_factory=dict[tuple[Any, ...], asyncio.Task[tuple[Judged, ...]]]
     )
-
     _attempts: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
+    """By sibling: what `together` hands to sources that judge the whole group."""
 
     async def judge(
         self, attempt: Attempt, segments: Sequence[Segment], sibling: int | None = None
@@ -134,12 +134,12 @@ class SiblingVerdicts:
         if attempt.state is not None:
             return await judged(self.environment, attempt, self.alone)
         # A batched attempt has fewer verdicts, so it does not share them with one that is not batched.
-        name = (attempt.batched, attempt.stop, attempt.turns, *_tokens(segments))
-        if name not in self._begun:
+        answer_key = (attempt.batched, attempt.stop, attempt.turns, *_tokens(segments))
+        if answer_key not in self._begun:
             # A task, and not a coroutine that the first asker awaits: if that sibling is cancelled, the verdict stays.
-            self._begun[name] = asyncio.create_task(judged(self.environment, attempt, self.alone))
+            self._begun[answer_key] = asyncio.create_task(judged(self.environment, attempt, self.alone))
         # One sibling may be cancelled while another waits for the same verdict.
-        return await asyncio.shield(self._begun[name])
+        return await asyncio.shield(self._begun[answer_key])
 
     async def together(self, episodes: Sequence[Episode], at: StepNumber) -> tuple[list[Episode], Gauges]:
         """The ended episodes with the verdicts of sources that judge the whole group, and what these logged."""
@@ -153,8 +153,8 @@ class SiblingVerdicts:
         for i, verdicts in zip(ended, verdicts_by_attempt, strict=True):
             e = out[i]
             # The key `(i,)` is unique: an episode with a state shares its verdicts with no other.
-            same = (i,) if e.state is not None else (e.stop, e.text, *_tokens(e.segments))
-            out[i] = replace(e, verdicts=(*e.verdicts, *first.setdefault(same, verdicts)))
+            answer_key = (i,) if e.state is not None else (e.stop, e.text, *_tokens(e.segments))
+            out[i] = replace(e, verdicts=(*e.verdicts, *first.setdefault(answer_key, verdicts)))
         return out, logged
 
     async def close(self) -> None:
@@ -192,8 +192,8 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
             alike.setdefault((i,) if e.state is not None else _as_judged(e), []).append(i)
     if not judges or not alike:
         return out
-    asked = [episodes[members[0]] for members in alike.values()]
-    verdicts_by_judge = await together([_verdicts(judge, asked) for judge in judges])
+    distinct = [episodes[members[0]] for members in alike.values()]
+    verdicts_by_judge = await together([_verdicts(judge, distinct) for judge in judges])
     for judge, verdicts_by_episode in zip(judges, verdicts_by_judge, strict=True):
         for members, verdicts in zip(alike.values(), verdicts_by_episode, strict=True):
             for i in members:
@@ -214,8 +214,8 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
         if not again:
             break
         # The verdicts of a comparing judge depend on the whole group, so it is asked about the whole group again.
-        about = range(len(episodes)) if isinstance(judge, ComparingJudge) and judge.compares else again
-        for i, verdicts in zip(about, await _asked(judge, [episodes[i] for i in about]), strict=True):
+        indices = range(len(episodes)) if isinstance(judge, ComparingJudge) and judge.compares else again
+        for i, verdicts in zip(indices, await _asked(judge, [episodes[i] for i in indices]), strict=True):
             # Verdicts that did not fail stay, also where the judge was asked about the whole group again.
             if i in again:
                 out[i] = verdicts

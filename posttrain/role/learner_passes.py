@@ -111,10 +111,10 @@ class Passes:
     def _balance(self, balance: Tensor) -> None:
         """Keep a load-balance loss, and its gradient once backward has computed it."""
         # A list that the hook fills in: the value is known now, its gradient only after backward.
-        part = [float(balance.detach()), 0.0]
-        self.balance.append(part)
+        loss_and_gradient = [float(balance.detach()), 0.0]
+        self.balance.append(loss_and_gradient)
         if balance.requires_grad:
-            balance.register_hook(lambda grad: part.__setitem__(1, float(grad) / self.scale))
+            balance.register_hook(lambda grad: loss_and_gradient.__setitem__(1, float(grad) / self.scale))
 
 
 def _numbers(x: Tensor) -> np.ndarray:

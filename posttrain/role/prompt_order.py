@@ -62,28 +62,30 @@ class Prompts:
 
     @property
     def index(self) -> int:
+        """Index in the source of the task that was taken last."""
         return self._index
 
     def __iter__(self) -> Iterator[tuple[Task, int]]:
         return self
 
     def __next__(self) -> tuple[Task, int]:
-        chosen = self.curriculum
-        if chosen is None:
+        curriculum = self.curriculum
+        if curriculum is None:
             return self._walk()
-        if chosen.drawn:
-            return self._draw(chosen)
-        # One epoch at most: by then every task has been asked for its weight, and all weights are 0.
-        for _ in range(self.source.count or 1):
+        if curriculum.drawn:
+            return self._draw(curriculum)
+        # The rest of this epoch and all of the next: only then was every task looked at, for each epoch has an order of
+        # its own. Then all weights are 0.
+        for _ in range(2 * (self.source.count or 1)):
             task, visit = self._walk()
             # A task that was never played counts as never solved, so it comes.
-            if chosen.weight(self.rates.get(task.id, 0.0)) > 0:
+            if curriculum.weight(self.rates.get(task.id, 0.0)) > 0:
                 return task, visit
-        raise self._nothing_left(chosen)
+        raise self._nothing_left(curriculum)
 
-    def _nothing_left(self, chosen: Curriculum) -> ConfigError:
+    def _nothing_left(self, curriculum: Curriculum) -> ConfigError:
         return ConfigError(
-            f"curriculum: every one of the {self.source.count} tasks {chosen.left_out()}. Stop here, or add harder"
+            f"curriculum: every one of the {self.source.count} tasks {curriculum.left_out()}. Stop here, or add harder"
             " tasks"
         )
 
@@ -103,14 +105,14 @@ class Prompts:
         self.cursor, self._index = self.cursor + 1, index
         return self.source.task(index), visit
 
-    def _draw(self, chosen: Curriculum) -> tuple[Task, int]:
+    def _draw(self, curriculum: Curriculum) -> tuple[Task, int]:
         """Draw a task with probability proportional to its weight."""
         if self._tasks is None:
             self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
         # One draw a call, by the cursor alone: a resumed run draws the same task from the same rates.
-        weight = np.array([chosen.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
+        weight = np.array([curriculum.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
         if not weight.sum() > 0:
-            raise self._nothing_left(chosen)
+            raise self._nothing_left(curriculum)
         rng = seeds.generator(self.seed, "prompt-draw", self.cursor)
         index = int(rng.choice(len(weight), p=weight / weight.sum()))
         task = self._tasks[index]

@@ -164,8 +164,8 @@ class Rollout:
         error: str,
     ) -> Episode:
         text, state = "\n".join(talk.turns), scrubbed_data(talk.state)
-        counts = (tuple(talk.lengths), talk.cut, talk.others, self.right)
-        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *counts)
+        further_fields = (tuple(talk.lengths), talk.cut, talk.others, self.right)
+        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *further_fields)
 
     async def show(
         self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, judging: SiblingVerdicts
@@ -175,8 +175,9 @@ class Rollout:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
         # The stream "shown" is separate, so a demonstration changes no random number of a sampled sibling.
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
-        texts = abilities.demonstrations(self.environment)
-        prompt, completion = texts.write(task, style or texts.styles[-1], rng, 0.0)
+        demonstrations = abilities.demonstrations(self.environment)
+        # Without a style the last one, which is the most elaborate (`Shown.style`). 0.0: never a wrong text.
+        prompt, completion = demonstrations.write(task, style or demonstrations.styles[-1], rng, 0.0)
         dialogue = self.dialogue(task.id)
         if isinstance(completion, str):
             prompt_ids, ids = self.renderer.pair(prompt, completion, task.id, task.tools)
@@ -186,8 +187,8 @@ class Rollout:
             upto = partial(tokens_upto, dialogue.text, ids)
             turns, state, paid = [dialogue.text(ids)], None, list[Judged]()
         else:
-            played = self.dialogue(task.id), task, prompt, completion, sampling
-            recital = await recited(self.environment, self.renderer, *played)
+            arguments = self.dialogue(task.id), task, prompt, completion, sampling
+            recital = await recited(self.environment, self.renderer, *arguments)
             transcript, turns, upto, state, paid = (
                 recital.transcript,
                 recital.turns,
@@ -198,8 +199,10 @@ class Rollout:
         segments, text = (fitting(transcript.segment(), task, self.sampler.context),), "\n".join(turns)
         attempt = attempt_of(task, turns, Stop.SAID, segments, dialogue.text, upto, state)
         verdicts = (*await judging.judge(attempt, segments, sibling), *paid)
-        kept = scrubbed_data(state)
-        return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=kept, right_at=self.right)
+        clean_state = scrubbed_data(state)
+        return Episode(
+            task, visit, sibling, segments, Stop.SAID, verdicts, text, state=clean_state, right_at=self.right
+        )
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
         """Play all siblings of one prompt concurrently.

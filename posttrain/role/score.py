@@ -74,12 +74,14 @@ def score(
     )
     # Makers run in order over the packed sequence. Each stream is cut back to
     # episodes, because credit works by episode and `pack` may leave some out.
-    made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(scoring).items()}
+    cut_streams = {
+        stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(scoring).items()
+    }
     scored = iter(
         Scored(
             e,
             "" if hinted_episodes is None else hinted_episodes[i].missing,
-            streams={s: parts[i] for s, parts in made.items()},
+            streams={s: parts[i] for s, parts in cut_streams.items()},
         )
         for i, e in enumerate(episodes)
     )

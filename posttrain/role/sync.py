@@ -83,11 +83,11 @@ class _Parts:
                 f" {shard.tensor.dtype} {shard.shape}. Cut all parts from the same tensor"
             )
         # Without overlaps, a full count of numbers means that every number has come once.
-        if twice := next((s for s in self._seen if s.overlaps(shard)), None):
+        if overlapping := next((s for s in self._seen if s.overlaps(shard)), None):
             raise InvariantError(
                 f"weight {shard.name!r}: the part of shape {tuple(shard.tensor.shape)} at {shard.offsets} and the one"
-                f" of shape {tuple(twice.tensor.shape)} at {twice.offsets} hold the same numbers. Send every number"
-                " once"
+                f" of shape {tuple(overlapping.tensor.shape)} at {overlapping.offsets} hold the same numbers. Send"
+                " every number once"
             )
         with torch.no_grad():
             self.full[shard.box].copy_(shard.tensor)
@@ -170,15 +170,15 @@ class Sync:
             packed = packed_text(self.probe_ids)
             ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
             base = trial.without(packed)
-            changed, apart = Gap.of(ours, base), Gap.of(theirs, base)
-            # Both sides are compared with the model without the adapter: `changed` is the learner's change, `apart`
-            # the sampler's. A sampler that ignores the adapter is near 0; half of the change leaves room for rounding.
-            if not apart.mean > changed.mean / 2:
+            learner_change, sampler_change = Gap.of(ours, base), Gap.of(theirs, base)
+            # Both sides are compared with the model without the adapter. A sampler that ignores it has a change near 0;
+            # half of the learner's change leaves room for rounding.
+            if not sampler_change.mean > learner_change.mean / 2:
                 raise InvariantError(
                     f"the sampler does not compute with the adapter: a loud one changes the learner's log-probs by"
-                    f" {changed.mean:.3g} nats in the mean, and the sampler's by {apart.mean:.3g}. Its answers would be"
-                    " those of the model without what was learned. Check that the engine serves adapters on these"
-                    " layers (model.lora.targets), or sample with engine=embedded"
+                    f" {learner_change.mean:.3g} nats in the mean, and the sampler's by {sampler_change.mean:.3g}. Its"
+                    " answers would be those of the model without what was learned. Check that the engine serves"
+                    " adapters on these layers (model.lora.targets), or sample with engine=embedded"
                 )
             await self._scores_alike(version)
 
@@ -203,7 +203,7 @@ class Sync:
             )
         return served, scores
 
-    async def _meanwhile(self, version: int, left: Callable[[], Awaitable[None]]) -> tuple[str, str, np.ndarray]:
+    async def _meanwhile(self, version: int, have_left: Callable[[], Awaitable[None]]) -> tuple[str, str, np.ndarray]:
         """Send the weights, and compute the learner's half of both checks while they are installed.
 
         Returns the served fingerprint, the learner's fingerprint, and the learner's log-probs of the probe.
@@ -212,7 +212,7 @@ class Sync:
         # installs them, the learner computes its half of both checks.
         sending = asyncio.ensure_future(self.transport.send(version, self.learner.shards(), self.sampler))
         try:
-            await left()
+            await have_left()
             ours, scores = self.learner.fingerprint(), self.learner.packed_score(packed_text(self.probe_ids))
             return await sending, ours, scores
         finally:

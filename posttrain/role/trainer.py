@@ -64,8 +64,8 @@ class NonFiniteGradient(InvariantError):
         else:
             some = "; ".join(names[:NAMED])
             more = len(names[NAMED:]) + unnamed
-            rest = f" and {more} more" if more else ""
-            cause = f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it: {some}{rest}"
+            others = f" and {more} more" if more else ""
+            cause = f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it: {some}{others}"
             advice = "Look at their rewards, and for log-probs that are infinite"
         return (
             f"the gradient norm is {self.norm} at optimizer step {self.step}{where}: the weights were left as they"
@@ -256,13 +256,16 @@ class Trainer:
         share = batch.shard(self.ranks.rank, self.ranks.world)
         whole = np.arange(batch.episodes)
         # Micro-batches number the episodes of this rank's share from
-        # 0; `mine` leads from there to the minibatch's own numbers.
+        # 0; `numbers_E` leads from there to the minibatch's own numbers.
         numbers_E = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
         bins = share.bins(self.micro_tokens, self.learner.computes_once) if share.episodes else []
         micros = share.cut(bins)
-        packed = np.sort(np.concatenate([whole[:0], *bins]))
-        if not np.array_equal(packed, whole[: share.episodes]) or sum(m.spoken for m in micros) != share.spoken:
-            count = np.bincount(packed, minlength=share.episodes)
+        episodes_in_bins = np.sort(np.concatenate([whole[:0], *bins]))
+        if (
+            not np.array_equal(episodes_in_bins, whole[: share.episodes])
+            or sum(m.spoken for m in micros) != share.spoken
+        ):
+            count = np.bincount(episodes_in_bins, minlength=share.episodes)
             raise InvariantError(
                 f"the micro-batches hold {sum(m.spoken for m in micros)} spoken tokens of the minibatch's"
                 f" {share.spoken}; {int((count == 0).sum())} of its {share.episodes} episodes are in none of them and"
@@ -287,14 +290,15 @@ class Trainer:
     def frozen(self) -> Iterator[None]:
         """Inside, gradients are computed only for parameters that the optimizer updates."""
         # Other gradients would cost time and memory in every micro-batch.
-        moved = self.trained()
-        still = [p for n, p in self.learner.parameters().items() if n not in moved]
-        for p in still:
+        updated = self.trained()
+        not_updated = [p for n, p in self.learner.parameters().items() if n not in updated]
+        for p in not_updated:
             p.requires_grad_(False)
         try:
             yield
         finally:
-            for p in still:
+            # Also after an error: a later stage may train these parameters.
+            for p in not_updated:
                 p.requires_grad_(True)
 
     def _update(self, batch: Batch, loss: Loss, overflow: bool, share: float) -> Gauges:

@@ -112,6 +112,7 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
             sampled = await search.whole(task, kind.count)
             answers = [ANSWERS[kind.answer](search.text(b.ids)) for b in sampled]
             weights = [_weight(search, b) for b in sampled] if kind.weighted else None
+            # Its own score does not choose this answer, so the check below has no number to look at.
             return sampled[vote(answers, weights)]
         case BeamSearch():
             chosen = await beam(search, task, width=kind.width, expand=kind.expand)

@@ -28,7 +28,7 @@ def said_by_one_version(version_T: np.ndarray, version: int, task: str) -> None:
         )
 
 
-def worth_is(scores: Sequence[float], how: Aggregate, found: float, task: str) -> None:
+def worth_is(scores: Sequence[float], aggregate: Aggregate, worth: float, task: str) -> None:
     """InvariantError where the number by which an answer was chosen is not the aggregate of its steps' scores."""
     # This is written in another way than `answer_steps.aggregated` on purpose, so that both do not have the same error.
     ordered, logs = sorted(scores), [math.log(x) if x > 0 else -math.inf for x in scores]
@@ -37,10 +37,10 @@ def worth_is(scores: Sequence[float], how: Aggregate, found: float, task: str) -
         "product": lambda: math.exp(sum(logs)) if ordered[0] >= 0 else float(np.prod(np.array(scores))),
         "mean": lambda: float(np.mean(np.array(scores))),
         "last": lambda: scores[len(scores) - 1],
-    }[how]()
-    if not math.isclose(found, wanted, rel_tol=APART, abs_tol=1e-300):
+    }[aggregate]()
+    if not math.isclose(worth, wanted, rel_tol=APART, abs_tol=1e-300):
         raise InvariantError(
-            f"a search for task {task!r} chose an answer by {found:.6g}, and the {how} of its steps' scores"
+            f"a search for task {task!r} chose an answer by {worth:.6g}, and the {aggregate} of its steps' scores"
             f" {[round(x, 4) for x in scores]} is {wanted:.6g}: it goes by another number than the one that was asked"
             " for. Correct what makes one score of several"
         )

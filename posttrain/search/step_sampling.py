@@ -133,9 +133,9 @@ class StepSearch:
         """`count` continuations of each beginning by one step, with the score of the new step. Equal ones are kept
         once."""
         # The engine ends the turn at the separator, and the separator is part of the step that it ends.
-        stepwise = replace(self.sampling, stop=(*self.sampling.stop, self.separator))
+        step_sampling = replace(self.sampling, stop=(*self.sampling.stop, self.separator))
         continued = await together(
-            [self._say(task, b, stepwise, f"{place}/{n}/{i}") for n, b in enumerate(ones) for i in range(count)]
+            [self._say(task, b, step_sampling, f"{place}/{n}/{i}") for n, b in enumerate(ones) for i in range(count)]
         )
         # Equal continuations are kept once. Otherwise they would take several places in a beam.
         return await self.scored(task, list({b.key: b for b in continued}.values()))
@@ -154,12 +154,12 @@ class StepSearch:
         self.version = int(turn.version[0]) if self.version is None else self.version
         said_by_one_version(turn.version, self.version, task.id)
         self.spent_on[task.id] += len(turn.ids)
-        stepwise = turn.stop is Stop.STRING and self.separator in sampling.stop
+        at_stop_string = turn.stop is Stop.STRING and self.separator in sampling.stop
         # If the separator ended this turn, a step is complete and the answer goes on. If one of the policy's own stop
         # strings ended it, the answer has ended.
-        goes_on = stepwise and self.separator in self.text(turn.ids)
+        step_ended = at_stop_string and self.separator in self.text(turn.ids)
         return Beginning(
-            np.concatenate([begun.ids, turn.ids]).astype(np.int32), begun.scores, None if goes_on else turn.stop
+            np.concatenate([begun.ids, turn.ids]).astype(np.int32), begun.scores, None if step_ended else turn.stop
         )
 
     async def scored(self, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
@@ -186,15 +186,15 @@ class StepSearch:
 
     def _by_steps(self, scorer: StepScorer, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
         """The scores of all steps, read off one pass of the reward model."""
-        # `score_M` has the scores of all segments in one row: `own` are the scores of one answer. `at` has the number
-        # of tokens up to the end of each step, so the score of a step is that of its last token.
+        # `score_M` has the scores of all segments in one row. `tokens_upto` has the number of tokens up to the
+        # end of each step, so the score of a step is that of its last token.
         packed = Packed.of([self._segment(task, b) for b in ones])
         score_M, ends = scorer.tokens(packed), TokenEnds(self.text)
         out: list[Beginning] = []
         for s, b in enumerate(ones):
-            own = score_M[packed.segment_M == s]
-            at = ends.upto(b.ids, step_ends(self.text(b.ids), self.separator))
-            scores = own[np.array(at, np.int64) - 1].tolist()
+            own_scores = score_M[packed.segment_M == s]
+            tokens_upto = ends.upto(b.ids, step_ends(self.text(b.ids), self.separator))
+            scores = own_scores[np.array(tokens_upto, np.int64) - 1].tolist()
             # As where the same model judges: it has failed on an answer to which it gives no number.
             out.append(replace(b, scores=tuple(scores) if all(map(math.isfinite, scores)) else ()))
         return out
@@ -243,6 +243,7 @@ class StepSearch:
     async def _judged(self, task: Task, b: Beginning) -> Sequence[Judged]:
         """The environment's verdicts on an answer."""
         turns = (self.text(b.ids),)
+        # `int`: the ends of steps stay in characters, since nobody reads them here.
         attempt = attempt_of(task, turns, b.stop or Stop.LENGTH, (self._segment(task, b),), self.text, int)
         return await self.environment.judge(attempt)
 

@@ -79,6 +79,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
 
 def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a supervised stage."""
+    # Every step has tokens to learn, so the first one was checked already.
     return [
         UpdateCheck(moved=bool(steps)),
         ScaleCheck(done=scale_was_checked(steps)),
@@ -119,6 +120,7 @@ def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]
 def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that learns from preferences between its own samples."""
     history = StageHistory(steps)
+    # `fresh=False`, here and in `rejection`: what it compares comes with a ScoredEvent, and these stages emit none.
     return [
         OptimizerResumeCheck(history),
         SampledPairCheck(),

@@ -318,9 +318,9 @@ class Driver(ABC, Generic[S, T, A]):
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
         self.parts.tell(line := self.watch.line(replace(step, memory=self.clock.take_memory())))
-        asked = self.stopper.after(line)
+        ended_by_program = self.stopper.after(line)
         # Before the border, whose checkpoint has to say that the stage needs no further step.
-        s.ended = self.enough(report) or waited_out(self, report) or asked
+        s.ended = self.enough(report) or waited_out(self, report) or ended_by_program
         await self._border(report)
         return not s.ended
 
@@ -433,11 +433,11 @@ class Driver(ABC, Generic[S, T, A]):
             raise self._interrupted(f"at {stage.name} step {step}")
 
     def _interrupted(self, where: str) -> Interrupted:
-        kept = "it hands nothing on, so it is not checkpointed and begins anew"
+        not_checkpointed = "it hands nothing on, so it is not checkpointed and begins anew"
         return Interrupted(
             self.stopper.number,
-            f"stopped {where}; {'the last checkpoint is complete' if self.stage.hands_on else kept}. Go on with:"
-            f" {command_line('run', '--resume', self.parts.book.folder)}",
+            f"stopped {where}; {'the last checkpoint is complete' if self.stage.hands_on else not_checkpointed}. Go on"
+            f" with: {command_line('run', '--resume', self.parts.book.folder)}",
         )
 
     def _checkpoint(self, metric: float | None) -> None:
@@ -446,14 +446,14 @@ class Driver(ABC, Generic[S, T, A]):
         It contains the optimizer in the middle of a stage, and at the end of the last stage, which may be made longer.
         """
         p, parts, s = self.progress, self.parts, self.progress.running
-        more = self._note_state()
+        write_files_of_kind = self._note_state()
 
         def write(folder: Path) -> None:
             save_weights(folder, parts.learner)
             # Between two stages no optimizer is kept: the next stage begins with a new one.
             if s is not None or p.reopening is not None:
                 save_optimizer(folder, self.trainer.optimizer)
-                more(folder)
+                write_files_of_kind(folder)
 
         with self.clock.of("checkpoint"):
             name = f"{p.version:08d}-{self.stage.name}-{s.step if s is not None else 0:06d}"

@@ -34,7 +34,7 @@ class HeldoutDemonstrations:
     dialogue: Callable[[str], Dialogue]
     stage: Supervised
     context: int
-    _ones: list[Demonstrated] | None = None
+    _demonstrations: list[Demonstrated] | None = None
 
     @staticmethod
     def of(
@@ -52,11 +52,11 @@ class HeldoutDemonstrations:
         Args:
             tokens: about how many tokens are scored at once.
         """
-        if self._ones is None:
-            self._ones = [await self._one(task) for task in self.environment.heldout]
-        return heldout_loss(learner, self._ones, tokens) if self._ones else None
+        if self._demonstrations is None:
+            self._demonstrations = [await self._demonstration(task) for task in self.environment.heldout]
+        return heldout_loss(learner, self._demonstrations, tokens) if self._demonstrations else None
 
-    async def _one(self, task: Task) -> Demonstrated:
+    async def _demonstration(self, task: Task) -> Demonstrated:
         rng = seeds.generator(HELDOUT, f"demonstration/{self.stage.style}/{task.id}", 0)
         return await shown(self.environment, self.renderer, self.dialogue, self.stage, task, rng, self.context)
 
@@ -64,14 +64,14 @@ class HeldoutDemonstrations:
 def heldout_loss(learner: Learner, ones: Sequence[Demonstrated], tokens: int) -> HeldoutLoss:
     """The loss of demonstrations under the learner's weights, about `tokens` tokens at once."""
     rows: dict[str, tuple[float, float]] = {}
-    for part in _parts(ones, tokens):
-        logp_M = learner.score(Packed.of([s for d in part for s in d.segments])).astype(np.float64)
+    for demonstrations in _parts(ones, tokens):
+        logp_M = learner.score(Packed.of([s for d in demonstrations for s in d.segments])).astype(np.float64)
         if not_finite := int((~np.isfinite(logp_M)).sum()):
             raise InvariantError(f"{not_finite} tokens of held-out demonstrations have no finite log-prob")
-        # logp_M has the tokens of one demonstration after the other. `at` is where the next demonstration begins.
-        at = 0
-        for d in part:
-            own_logp_M, at = logp_M[at : at + len(d.weight_M)], at + len(d.weight_M)
+        # logp_M has the tokens of one demonstration after the other. `first` is where the next demonstration begins.
+        first = 0
+        for d in demonstrations:
+            own_logp_M, first = logp_M[first : first + len(d.weight_M)], first + len(d.weight_M)
             rows[_key(d)] = (float(-(d.weight_M * own_logp_M).sum()), float(d.weight_M.sum()))
     return HeldoutLoss(rows)
 

@@ -171,9 +171,9 @@ class RunParts:
         """
         stages = self.run.stages
         later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
-        own = self.setting(stage).environment
+        own_environment = self.setting(stage).environment
         # By identity: several stages may share an environment, which counts once.
-        return tuple({id(e): e for e in (self.environment, *later) if e is not own}.values())
+        return tuple({id(e): e for e in (self.environment, *later) if e is not own_environment}.values())
 
     async def publish(self) -> None:
         """Push the learner's weights to the sampler, unless it serves them already."""

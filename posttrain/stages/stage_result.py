@@ -21,7 +21,7 @@ def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) ->
     s, stage = driver.state, driver.stage
     # Grades that are all 0 look like pass or fail. They are none where the stage began with others.
     began_graded = s.reward_before not in (None, s.before)
-    told = report is not None and not (began_graded and s.before is None)
+    has_accuracy = report is not None and not (began_graded and s.before is None)
     return StageResult(
         name=stage.name,
         kind=type(stage).__name__.lower(),
@@ -30,7 +30,7 @@ def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) ->
         seconds=driver.seconds(),
         roles={k: round(v, 3) for k, v in driver.clock.total.items()},
         peaks=dict(driver.clock.most),
-        accuracy=report.accuracy.known if report and told else None,
+        accuracy=report.accuracy.known if report and has_accuracy else None,
         greedy=report.greedy.mean if report and report.greedy and report.greedy.known else None,
         pass_at={str(k): x.mean for k, x in report.pass_at.items()} if report else {},
         before=s.before,
@@ -103,10 +103,10 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
         s.waited += 1
     if s.waited < patience:
         return ""
-    most, more, sign = ("lowest", "lower", 1) if loss else ("highest", "higher", -1)
+    best, better, sign = ("lowest", "lower", 1) if loss else ("highest", "higher", -1)
     return (
-        f"held-out {name} was {most} after step {s.lowest_at} ({sign * s.lowest:.3f}), and {patience} evaluations since"
-        f" were not {more}; stopped at step {s.step}"
+        f"held-out {name} was {best} after step {s.lowest_at} ({sign * s.lowest:.3f}), and {patience} evaluations since"
+        f" were not {better}; stopped at step {s.step}"
     )
 
 

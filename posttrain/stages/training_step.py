@@ -134,14 +134,16 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                     try:
                         with named(batch, credit, f"{stage.name} step {e.index}"):
                             data, loss = objective_of(roles, batch, PolicyLoss(algorithm, warming))
-                            seen = roles.trainer.step(data, loss, roles.watch, index=e.index, first=minibatch.first)
+                            step_gauges = roles.trainer.step(
+                                data, loss, roles.watch, index=e.index, first=minibatch.first
+                            )
                     except InvariantError as error:
                         # Only a gradient that is not finite may be left out. Any other broken invariant stops the run.
                         if not isinstance(error.__cause__, NonFiniteGradient):
                             raise
-                        seen, note = left_out(roles, batch, e.index, error)
+                        step_gauges, note = left_out(roles, batch, e.index, error)
                         unfinished.skipped.append(note)
-                    unfinished.learned.append(seen)
+                    unfinished.learned.append(step_gauges)
         with roles.clock.of("rollout"):
             # Groups that are played ahead stood still while the learner computed in this process. Here, before the new
             # weights, they say what they can under the weights that they were asked with.
@@ -175,10 +177,10 @@ def objective_of(roles: ReinforceRoles, batch: Batch, loss: PolicyLoss) -> tuple
 
 def _adapted(roles: ReinforceRoles, unfinished: UnfinishedStep, credit: Credit) -> AdaptiveState:
     """The adaptive coefficients and moving averages after the step."""
-    seen, episodes, e = merge(*unfinished.learned), sum(len(g.episodes) for g in credit.groups), unfinished.experience
+    gauges, episodes, e = merge(*unfinished.learned), sum(len(g.episodes) for g in credit.groups), unfinished.experience
     before = replace(roles.adaptive, ema=credit.ema, emas=credit.emas)
     return remember(
-        roles.stage.algorithm, before, seen, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed))
+        roles.stage.algorithm, before, gauges, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed))
     )
 
 
@@ -244,15 +246,15 @@ async def learn_from(
                 roles.book.write(Step(roles.stage.name, index, roles.trainer.version, {}, notes=(f"stopped: {stop}",)))
                 raise stop from error
             skipped = (note,)
-    seen = roles.watch.take()
+    report = roles.watch.take()
     return await roles.watch.after(
         Step(
             roles.stage.name,
             index,
             roles.trainer.version,
-            merge(sampled or {}, gauges, seen.gauges),
+            merge(sampled or {}, gauges, report.gauges),
             roles.clock.take(),
-            (*skipped, *seen.notes),
+            (*skipped, *report.notes),
         )
     )
 
@@ -262,9 +264,9 @@ async def learn_nothing(roles: StageRoles[Any], index: int, sampled: Gauges, not
     # The sampler drops what it keeps of earlier turns, as after a push of weights. A resumed run begins with an empty
     # sampler, and both records must be equal.
     roles.sync.forget()
-    seen = roles.watch.take()
-    gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, seen.gauges)
-    notes_of_step, version = (*notes, *seen.notes), roles.trainer.version
+    report = roles.watch.take()
+    gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, report.gauges)
+    notes_of_step, version = (*notes, *report.notes), roles.trainer.version
     return await roles.watch.after(Step(roles.stage.name, index, version, gauges, roles.clock.take(), notes_of_step))
 
 
@@ -291,17 +293,17 @@ def _line(roles: ReinforceRoles, unfinished: UnfinishedStep, notes: tuple[str, .
     """The step as a line of the record. Its episodes are written to files of their own."""
     with roles.clock.of("book"):
         _write(roles, unfinished)
-    experience, seen = unfinished.experience, roles.watch.take()
+    experience, report = unfinished.experience, roles.watch.take()
     credit = unfinished.credit or Credit((), roles.adaptive.ema)
     replayed = roles.replay.gauges() if roles.replay else {}
     # `gauges` must be the same in a run that was interrupted and resumed. So whatever depends on time goes into
     # `clock`.
-    gauges = merge(rollout_gauges(experience, credit), experience.engine, replayed, seen.gauges, *unfinished.learned)
+    gauges = merge(rollout_gauges(experience, credit), experience.engine, replayed, report.gauges, *unfinished.learned)
     time_dependent = dict(roles.rollout.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time
         time_dependent |= {n: g for n, g in roles.sync.sampler.gauges().items() if n not in experience.engine}
     seconds = {**roles.clock.take(), **roles.sync.sampler.clock(), **roles.groups.clock()}
     seconds |= roles.rollout.clock()
     clock = {**seconds, **{n: g.mean for n, g in time_dependent.items() if g.count}}
-    notes_of_step = (*notes, *unfinished.skipped, *seen.notes)
+    notes_of_step = (*notes, *unfinished.skipped, *report.notes)
     return Step(roles.stage.name, experience.index, roles.trainer.version, gauges, clock, notes_of_step)

@@ -213,6 +213,15 @@ def test_easy_tasks_are_not_asked_again() -> None:
         next(prompts)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_task_of_a_curriculum_is_found_wherever_the_epoch_stands(seed: int) -> None:
+    """The task comes early in this epoch and late in the next: as many tasks as there are do not always hold it."""
+    prompts = Prompts(TASKS, seed, curriculum=NoEasy(rate=0.9))
+    hard = next(prompts)[0]
+    prompts.learn([solved(t, 0.5 if t is hard else 1.0) for t in TASKS.tasks])
+    assert [next(prompts)[0].id for _ in range(5)] == [hard.id] * 5
+
+
 def test_hard_tasks_are_asked_more_and_a_resumed_walk_goes_on_alike() -> None:
     def walk(cut: int) -> list[tuple[str, int]]:
         prompts = Prompts(TASKS, 7, curriculum=Priority(floor=0.05))

@@ -191,14 +191,15 @@ def _(piece: Gate, rewards: Array, episodes: Sequence[Episode], max_tokens: int)
 @shape.register
 def _(piece: RelativeLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     """length_ref / length - 1 + coef * (R - R_ref), with the reference policy's means on the same task."""
-    known = _references(episodes)
-    return known[:, 0] / np.maximum(_length(episodes), 1.0) - 1 + piece.coef * (rewards - known[:, 1])
+    means_G2 = _references(episodes)
+    # An episode that said nothing has length 0. It is dropped (`shaped`), and its reward must still be a number.
+    return means_G2[:, 0] / np.maximum(_length(episodes), 1.0) - 1 + piece.coef * (rewards - means_G2[:, 1])
 
 
 @grown.register
 def _(piece: RelativeLength, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
-    known = _references(episodes)
-    return known[:, 0] + 1 + piece.coef * (terms + np.abs(known[:, 1]))
+    means_G2 = _references(episodes)
+    return means_G2[:, 0] + 1 + piece.coef * (terms + np.abs(means_G2[:, 1]))
 
 
 # --- shared parts ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def mean(x: Array) -> float:
 
 def from_lowest(x: Array) -> Array:
     """Each value minus the lowest. It is exact for values near each other, and has the same differences to the mean."""
+    # `initial`, so that an empty array gives an empty one and no error.
     return x - np.min(x, initial=np.inf)
 
 

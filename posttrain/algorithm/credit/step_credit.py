@@ -310,7 +310,7 @@ def _scales(
             # no sibling succeeded: then there is no credit to divide.
             return [m if m > noise else 0.0 for m, noise in zip(means, noise_P, strict=True)]
         case "best_std":
-            assert a.best_of is not None
+            assert a.best_of is not None  # `ladder.algorithm` refuses best_std without it
             k = a.best_of.k
             # Credit is divided by k, with which `BestOf` multiplied the rewards,
             # and by the deviation of the best raw outcome of k siblings.
@@ -320,11 +320,11 @@ def _scales(
                 for r, n in zip(outcomes, noise_P, strict=True)
             ]
         case "mixed_share":
-            every = sum(len(r) for r in rewards_P)
+            rewards_count = sum(len(r) for r in rewards_P)
             # Groups without spread have credit 0 and still count in the denominator of the
             # loss. Dividing by the share of the others makes up for them (GPG, 2504.02546).
-            valid = sum(len(r) for r, noise in zip(rewards_P, noise_P, strict=True) if spread(r, noise))
-            return [valid / every if every else 0.0] * len(rewards_P)
+            rewards_with_spread = sum(len(r) for r, noise in zip(rewards_P, noise_P, strict=True) if spread(r, noise))
+            return [rewards_with_spread / rewards_count if rewards_count else 0.0] * len(rewards_P)
 
 
 def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:

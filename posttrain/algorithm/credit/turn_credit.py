@@ -110,12 +110,12 @@ def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: 
     by_key: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
     for i, (ts, reward) in enumerate(zip(turns_G, rewards, strict=True)):
         to_go = 0.0
-        rest = reward - math.fsum(t.paid for t in ts)
+        unpaid = reward - math.fsum(t.paid for t in ts)
         for t in reversed(ts):
-            to_go = t.paid + rest + b.gamma * to_go
-            # The rest of the reward is earned at the end of the episode:
+            to_go = t.paid + unpaid + b.gamma * to_go
+            # What was paid for no turn is earned at the end of the episode:
             # the first turn of this walk takes it, and no other.
-            rest = 0.0
+            unpaid = 0.0
             by_key[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
     for members in by_key.values():
         for (i, t, _), a in zip(

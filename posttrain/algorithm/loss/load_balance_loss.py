@@ -72,8 +72,10 @@ class BalancedLoss:
             raise InvariantError("a load-balance loss was asked for, and the learner's pass has none")
         # Count 0: micro-batches add up to the loss of the minibatch, which
         # is one number and not a mean over them. `gauges` sets the 1.
-        part = Gauge(float(scores.balance.detach()), 0)
-        return Terms(plain.loss + self.coef * scores.balance.to(plain.loss.dtype), {**plain.gauges, GAUGE: part})
+        balance_gauge = Gauge(float(scores.balance.detach()), 0)
+        return Terms(
+            plain.loss + self.coef * scores.balance.to(plain.loss.dtype), {**plain.gauges, GAUGE: balance_gauge}
+        )
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
         return {**self.loss.gauges(batch, parts), GAUGE: Gauge(sum(p.gauges[GAUGE].sum for p in parts), 1)}

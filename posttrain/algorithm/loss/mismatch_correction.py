@@ -111,12 +111,12 @@ def _(piece: Veto, mismatch: Mismatch) -> Tensor:
 
 @factor.register
 def _(piece: NegativeMask, mismatch: Mismatch) -> Tensor:
-    left_M = (
+    moved_away_M = (
         # Compared with the present policy, not with the one at the start of the step. So an answer
         # from which earlier updates of this batch have moved away is left out too.
         mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length() > piece.delta
     )
-    return (~((mismatch.batch[ADVANTAGE] < 0) & left_M)).to(mismatch.raw_M.dtype)
+    return (~((mismatch.batch[ADVANTAGE] < 0) & moved_away_M)).to(mismatch.raw_M.dtype)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:

@@ -84,6 +84,7 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     gauge_sums.policy(ratio_M, pushed, factor_M)
     if a.tokens is not None and a.tokens.silences:
         gauge_sums.masked(batch[CHOSEN])
+    # An algorithm that reads no start has none in later optimizer steps either: a distance of 0 would be false there.
     gauge_sums.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=START in batch or "start" in a.reads)
     if corrected is not None:
         gauge_sums.correction(corrected)

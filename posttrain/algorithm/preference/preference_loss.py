@@ -68,8 +68,8 @@ class PreferenceLoss:
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
         total = math.fsum(float(p.loss.detach()) for p in parts)
-        made = {"preference/loss": Gauge(total, 1), "preference/tokens": Gauge(batch.spoken, 1)}
-        return merge(*(p.gauges for p in parts)) | made
+        totals = {"preference/loss": Gauge(total, 1), "preference/tokens": Gauge(batch.spoken, 1)}
+        return merge(*(p.gauges for p in parts)) | totals
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +102,9 @@ class _Judged:
         first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
         return _Judged(a, logp_M, batch_streams, side_E, first_E, plain, h_E)
 
-    def at(self, sided: int) -> Tensor:
+    def at(self, wanted: int) -> Tensor:
         """int64: the completions of one side, in order."""
-        return torch.as_tensor(np.flatnonzero(self.side_E == sided), device=self.h_E.device)
+        return torch.as_tensor(np.flatnonzero(self.side_E == wanted), device=self.h_E.device)
 
     def each(self, stream_M: Tensor) -> Tensor:
         """[M] -> [E] of a stream that is equal within a completion."""

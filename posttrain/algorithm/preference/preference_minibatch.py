@@ -104,10 +104,10 @@ def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
 
 def completions(batch: Batch, l_M: Tensor) -> Completions:
     """The completions of a batch with the log-probs or log-ratios `l_M` of their tokens."""
-    laid, device = layout(batch), l_M.device
-    length_E, shared_E = (torch.as_tensor(x, device=device) for x in (laid.length_E, laid.shared_E))
+    lengths, device = layout(batch), l_M.device
+    length_E, shared_E = (torch.as_tensor(x, device=device) for x in (lengths.length_E, lengths.shared_E))
     sequence_M = torch.as_tensor(batch.sequence_M, dtype=torch.int64, device=device)
-    return Completions(l_M, sequence_M, length_E, shared_E, torch.as_tensor(laid.position_M, device=device))
+    return Completions(l_M, sequence_M, length_E, shared_E, torch.as_tensor(lengths.position_M, device=device))
 
 
 def score(a: PreferenceAlgorithm, of: Completions) -> Tensor:
@@ -159,7 +159,8 @@ def _match(w: PreferenceContext) -> np.ndarray:
     rewards are matched, the score on the other side at the rank of the completion's own score."""
     a, batch = w.algorithm, w.batch
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
-    # In one dimension optimal transport pairs equal ranks, which is only so where all points have the same mass.
+    # In one dimension optimal transport pairs equal ranks, which is only so where all points have the same mass. Equal
+    # weights differ by their rounding alone, far below 1e-12.
     if np.ptp(batch[WEIGHT][first_E]) > 1e-12:
         raise DataError(
             f"match={a.match} joins sides of different pairs, so all pairs weigh the same: leave weights out"
@@ -248,9 +249,9 @@ def prepared(
         total = remembered.get("sum", 0.0) + float(u_E.sum())
         count = remembered.get("count", 0.0) + len(u_E)
         remembered, shift = {"sum": total, "count": count}, total / count
-    whole = PreferenceContext(a, batch, shift)
-    made = {s: x for maker in PREFERENCE_WHOLE for s, x in maker.make(whole).items()}
-    return batch.having(made), remembered
+    context = PreferenceContext(a, batch, shift)
+    made_streams = {s: x for maker in PREFERENCE_WHOLE for s, x in maker.make(context).items()}
+    return batch.having(made_streams), remembered
 
 
 def _normalised(batch: Batch) -> np.ndarray:
@@ -258,8 +259,8 @@ def _normalised(batch: Batch) -> np.ndarray:
     if not batch.spoken:
         raise InvariantError("the minibatch has no spoken token")
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
-    held = batch.find(WEIGHT)
-    weight_E = np.ones(batch.episodes) if held is None else held[first_E]
+    row_weight_M = batch.find(WEIGHT)
+    weight_E = np.ones(batch.episodes) if row_weight_M is None else row_weight_M[first_E]
     unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
     # [U]: the first completion of each unit, whose weight is the unit's.
     # Divided by the sum over units, not over completions or tokens.

@@ -73,17 +73,17 @@ class RankingLoss:
                 f"{micro.episodes} judged completions are in {len(micro.lengths_S)} segments: a reward model scores"
                 " each in one"
             )
-        read = _Read(micro, rewards)
+        scored = _ScoredCompletions(micro, rewards)
         match self.judged:
             case "pair" | "ranking":
-                terms = self._ordered(read)
-                return terms if self.regularise == "none" else self._regularised(read, terms, scores.logp)
+                terms = self._ordered(scored)
+                return terms if self.regularise == "none" else self._regularised(scored, terms, scores.logp)
             case "label":
-                return self._labelled(read, rewards)
+                return self._labelled(scored, rewards)
             case "steps":
-                return self._stepwise(read, rewards)
+                return self._stepwise(scored, rewards)
             case "rating":
-                return self._rated(read, rewards)
+                return self._rated(scored, rewards)
             case _:
                 raise InvariantError(f"no loss of a reward model reads judgements of kind {self.judged!r}")
 
@@ -91,13 +91,13 @@ class RankingLoss:
         loss = Gauge(math.fsum(float(p.loss.detach()) for p in parts), 1)
         return {"ranking/loss": loss, "ranking/tokens": Gauge(batch.spoken, 1)} | merge(*(p.gauges for p in parts))
 
-    def _ordered(self, read: _Read) -> Terms:
+    def _ordered(self, scored: _ScoredCompletions) -> Terms:
         """Returns the terms of pairs or rankings: the members of a unit, best first."""
-        loss, right, gaps_by_size = read.score_S.new_zeros(()), 0.0, list[Tensor]()
-        margin_S = read.first(MARGIN) if self.margin and MARGIN in read.batch else None
+        loss, right, gaps_by_size = scored.score_S.new_zeros(()), 0.0, list[Tensor]()
+        margin_S = scored.first(MARGIN) if self.margin and MARGIN in scored.batch else None
         # Units of one size at a time, so that each is a plain [U, K] table. Their losses add up.
-        for members_UK in read.units():
-            score_UK = read.score_S[members_UK]
+        for members_UK in scored.units():
+            score_UK = scored.score_S[members_UK]
             count = members_UK.shape[1]
             margin_U = score_UK.new_zeros(len(members_UK)) if margin_S is None else margin_S[members_UK[:, 0]]
             if self.judged == "pair" and count != 2:
@@ -118,7 +118,7 @@ class RankingLoss:
                 # Only differences are judged, so the scores could drift together.
                 # The factor 2 / K makes a ranking of two the same as a pair.
                 each_U = each_U + self.centre * (2 / count * score_UK.sum(-1)).square()
-            loss = loss + (read.weight_S[members_UK[:, 0]] * each_U).sum()
+            loss = loss + (scored.weight_S[members_UK[:, 0]] * each_U).sum()
             detached_UP = gap_UP.detach()
             # A tie is half right: else a head that gives every answer the same score would be all wrong, or all right.
             right += float((detached_UP > 0).sum() + (detached_UP == 0).sum() / 2)
@@ -129,85 +129,85 @@ class RankingLoss:
             {
                 "ranking/accuracy": Gauge(right, len(gaps)),
                 "ranking/margin": Gauge(float(gaps.sum()), len(gaps)),
-                **read.gauges(),
+                **scored.gauges(),
             },
         )
 
-    def _regularised(self, read: _Read, terms: Terms, logp_M: Tensor) -> Terms:
+    def _regularised(self, scored: _ScoredCompletions, terms: Terms, logp_M: Tensor) -> Terms:
         """Returns the terms of pairs: the loss, joined with the loss of the language head on their completions."""
         # The three forms differ only in x: log-probs or log-ratios, of the chosen one or of the difference.
         if self.regularise == "dpo":
-            logp_M = logp_M - read.each(REFERENCE)
-        logp_S = logp_M.new_zeros(len(read.score_S)).index_add(0, read.segment_M, logp_M)
-        (members_U2,) = read.units()
+            logp_M = logp_M - scored.each(REFERENCE)
+        logp_S = logp_M.new_zeros(len(scored.score_S)).index_add(0, scored.segment_M, logp_M)
+        (members_U2,) = scored.units()
         chosen_U, rejected_U = logp_S[members_U2].unbind(-1)
         each_U = -logsigmoid(self.beta * (chosen_U if self.regularise == "sft" else chosen_U - rejected_U))
-        language_loss = (read.weight_S[members_U2[:, 0]] * each_U).sum()
+        language_loss = (scored.weight_S[members_U2[:, 0]] * each_U).sum()
         losses_U = each_U.detach().double()
         gauges = terms.gauges | {"ranking/regulariser": Gauge(float(losses_U.sum()), len(losses_U))}
         return Terms((1 - self.alpha) * terms.loss + self.alpha * language_loss, gauges)
 
-    def _labelled(self, read: _Read, given: Rewards) -> Terms:
+    def _labelled(self, scored: _ScoredCompletions, rewards: Rewards) -> Terms:
         """Returns the terms of good and bad completions. A head that reads every token learns the label at each of them
         (2110.14168)."""
-        good_S = read.first(SIDE) > 0
+        good_S = scored.first(SIDE) > 0
         if self.shape.pool == "token":
-            segment_M = read.segment_M
-            sign_M = torch.where(good_S, 1.0, -1.0).to(read.score_S.dtype)[segment_M]
-            spoken_S = torch.bincount(segment_M, minlength=len(good_S)).to(read.score_S.dtype)
+            segment_M = scored.segment_M
+            sign_M = torch.where(good_S, 1.0, -1.0).to(scored.score_S.dtype)[segment_M]
+            spoken_S = torch.bincount(segment_M, minlength=len(good_S)).to(scored.score_S.dtype)
             # softplus(-s R) = -log sigmoid(s R) at each token, divided by
             # the tokens of its completion: a long one counts once.
-            each_M = softplus(-sign_M * given.outputs[:, 0]) / spoken_S[segment_M]
-            each_S = read.score_S.new_zeros(len(good_S)).index_add(0, segment_M, each_M)
+            each_M = softplus(-sign_M * rewards.outputs[:, 0]) / spoken_S[segment_M]
+            each_S = scored.score_S.new_zeros(len(good_S)).index_add(0, segment_M, each_M)
         else:
-            each_S = softplus(torch.where(good_S, -read.score_S, read.score_S))
-        right = (read.score_S.detach() > 0) == good_S
+            each_S = softplus(torch.where(good_S, -scored.score_S, scored.score_S))
+        right = (scored.score_S.detach() > 0) == good_S
         accuracy = Gauge(float(right.sum()), len(good_S))
-        return Terms((read.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **read.gauges()})
+        return Terms((scored.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **scored.gauges()})
 
-    def _stepwise(self, read: _Read, given: Rewards) -> Terms:
+    def _stepwise(self, scored: _ScoredCompletions, rewards: Rewards) -> Terms:
         """Returns the terms of labelled steps, each read at the last token of its step. A completion counts once,
         however many steps it has."""
-        label_M, score_M = read.each(STEP), given.outputs[:, 0]
+        label_M, score_M = scored.each(STEP), rewards.outputs[:, 0]
         known_M = ~label_M.isnan()
-        steps_S = torch.bincount(read.segment_M[known_M], minlength=len(read.score_S))
+        steps_S = torch.bincount(scored.segment_M[known_M], minlength=len(scored.score_S))
         if not bool((steps_S > 0).all()):
             raise InvariantError("a completion has no labelled step: leave it out of the minibatch")
         # Only the ends of labelled steps, [K] of the whole micro-batch.
         # NaN never enters the arithmetic: a product with 0 would keep it.
-        label_K, score_K, segment_K = label_M[known_M], score_M[known_M], read.segment_M[known_M]
+        label_K, score_K, segment_K = label_M[known_M], score_M[known_M], scored.segment_M[known_M]
         # -y log sigmoid(R) - (1 - y) log sigmoid(-R) = softplus(R) - y R, also for a label between 0 and 1.
         each_K = (softplus(score_K) - label_K * score_K) / steps_S[segment_K]
-        each_S = read.score_S.new_zeros(len(steps_S)).index_add(0, segment_K, each_K)
+        each_S = scored.score_S.new_zeros(len(steps_S)).index_add(0, segment_K, each_K)
         right = (score_K.detach() > 0) == (label_K > 0.5)
         accuracy = Gauge(float(right.sum()), len(label_K))
-        return Terms((read.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **read.gauges()})
+        return Terms((scored.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **scored.gauges()})
 
-    def _rated(self, read: _Read, given: Rewards) -> Terms:
+    def _rated(self, scored: _ScoredCompletions, rewards: Rewards) -> Terms:
         """Returns the terms of ratings: numbers for attributes, or the class of one. An attribute without a rating
         (NaN) adds nothing."""
-        rating_SK = read.first(RATING)
+        rating_SK = scored.first(RATING)
         known_SK = ~rating_SK.isnan()
         if not bool(known_SK.any(-1).all()):
             raise InvariantError("a rated completion has no rating: leave it out of the minibatch")
         if self.shape.classes:
             target_S = rating_SK[:, 0].long()
-            each_S = cross_entropy(given.outputs, target_S, reduction="none")
-            off_SK = (read.score_S.detach() - rating_SK[:, 0])[:, None]
+            each_S = cross_entropy(rewards.outputs, target_S, reduction="none")
+            difference_SK = (scored.score_S.detach() - rating_SK[:, 0])[:, None]
         else:
             # The inner `where` takes NaN out before the difference: the
             # outer one alone would leave a NaN in the gradient.
-            off_SK = torch.where(known_SK, given.outputs - torch.where(known_SK, rating_SK, 0.0), 0.0)
-            each_S = off_SK.square().sum(-1) / known_SK.sum(-1)
-        error = Gauge(float(off_SK.detach().abs().sum()), int(known_SK.sum()))
-        return Terms((read.weight_S * each_S).sum(), {"ranking/error": error, **read.gauges()})
+            difference_SK = torch.where(known_SK, rewards.outputs - torch.where(known_SK, rating_SK, 0.0), 0.0)
+            each_S = difference_SK.square().sum(-1) / known_SK.sum(-1)
+        error = Gauge(float(difference_SK.detach().abs().sum()), int(known_SK.sum()))
+        return Terms((scored.weight_S * each_S).sum(), {"ranking/error": error, **scored.gauges()})
 
 
-class _Read:
+class _ScoredCompletions:
     """A micro-batch of judged completions, read on the device of its scores: a score, a weight and streams of each."""
 
-    def __init__(self, batch: Batch, given: Rewards) -> None:
-        self.batch, self.score_S = batch, given.score
+    def __init__(self, batch: Batch, rewards: Rewards) -> None:
+        self.batch, self.score_S = batch, rewards.score
         spoken_S = np.bincount(batch.segment_M, minlength=len(batch.lengths_S))
         if not spoken_S.all():
             raise InvariantError(f"{int((spoken_S == 0).sum())} judged completions have no spoken token")

@@ -107,20 +107,20 @@ class GenerativeJudge:
     async def verdicts(self, episodes: Sequence[Episode]) -> list[Verdict]:
         """The verdict about each answer of a group."""
         # Indices: n counts comparisons, i answers of the group, k the votes about one comparison.
-        asked = comparisons(len(episodes), self.judging.sides, self.rivals)
-        votes = await together([self._votes(episodes, sides) for sides in asked])
+        compared = comparisons(len(episodes), self.judging.sides, self.rivals)
+        votes = await together([self._votes(episodes, sides) for sides in compared])
         kept = [self.kept(each) for each in votes]
         yes = await together([self._yes(each) for each in votes]) if self.judging.sides == 1 else []
         out: list[Verdict] = []
         for i, episode in enumerate(episodes):
-            about = [n for n, sides in enumerate(asked) if i in sides]
-            why = " ".join(self._written(episodes, i, votes[n], kept[n]) for n in about)
-            values = [v for n in about for v in self._values(i, votes[n], kept[n])]
+            its_comparisons = [n for n, sides in enumerate(compared) if i in sides]
+            why = " ".join(self._written(episodes, i, votes[n], kept[n]) for n in its_comparisons)
+            values = [v for n in its_comparisons for v in self._values(i, votes[n], kept[n])]
             if yes and values:
                 # One answer is judged alone: the score is the mean chance of Yes.
                 # It is finer than the share of votes that said Yes.
-                values = [mean_yes(np.array([yes[n][k] for k in kept[n]])) for n in about]
-            out.append(self._verdict(episode, values, why, [v for n in about for v in votes[n]]))
+                values = [mean_yes(np.array([yes[n][k] for k in kept[n]])) for n in its_comparisons]
+            out.append(self._verdict(episode, values, why, [v for n in its_comparisons for v in votes[n]]))
         return out
 
     # --- asking ------------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ class GenerativeJudge:
         """All votes about one comparison: `votes` in each order."""
         # Judges prefer the first or the second place: both orders are asked, so that this cancels.
         orders = [sides] if len(sides) == 1 else [sides, sides[::-1]]
-        each = [(order, n, k) for n, order in enumerate(orders) for k in range(self.votes)]
-        return await together([self._vote(episodes, *one) for one in each])
+        order_and_vote = [(order, n, k) for n, order in enumerate(orders) for k in range(self.votes)]
+        return await together([self._vote(episodes, *numbers) for numbers in order_and_vote])
 
     async def _vote(self, episodes: Sequence[Episode], sides: tuple[int, ...], order: int, vote: int) -> Vote:
         """Vote number `vote` about the answers at `sides`, shown in this order."""
@@ -187,7 +187,7 @@ class GenerativeJudge:
         return float(logp[vote.spoken - 1 + _shared(self.renderer.encode(before), ids) :].sum())
 
     def _verdict_ids(self, text: str) -> np.ndarray:
-        """int32: a judgement in the judge's own tokens."""
+        """int32: a judgement in the judge's own tokens (`says_yes` proves that they are its own)."""
         return self.renderer.encode(text)
 
     # --- counting ----------------------------------------------------------------------------------------------------
@@ -195,11 +195,11 @@ class GenerativeJudge:
     def kept(self, votes: Sequence[Vote]) -> list[int]:
         """The votes about one comparison that count: those with a verdict; with a meta reward model its better half."""
         # A vote without a verdict is no vote against anybody.
-        read = [k for k, v in enumerate(votes) if v.scores is not None]
-        if self.meta is None or len(read) < 2:
-            return read
-        scores = self.meta_scores([votes[k] for k in read])
-        return [read[k] for k in best_half(scores)]
+        with_verdict = [k for k, v in enumerate(votes) if v.scores is not None]
+        if self.meta is None or len(with_verdict) < 2:
+            return with_verdict
+        scores = self.meta_scores([votes[k] for k in with_verdict])
+        return [with_verdict[k] for k in best_half(scores)]
 
     def meta_scores(self, votes: Sequence[Vote]) -> np.ndarray:
         """float64 [K]: the meta reward model's score of each judgement, read after its prompt."""
@@ -262,9 +262,9 @@ def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]
 
 def _shared(a: np.ndarray, b: np.ndarray) -> int:
     """The number of tokens with which both begin."""
-    most = min(len(a), len(b))
+    shorter_length = min(len(a), len(b))
     # The True at the end is found where the shorter array is a beginning of the longer one.
-    return int(np.argmax(np.append(a[:most] != b[:most], True)))
+    return int(np.argmax(np.append(a[:shorter_length] != b[:shorter_length], True)))
 
 
 def says_yes(renderer: Renderer, ids: np.ndarray, text: str) -> None:

@@ -91,7 +91,10 @@ class GenerativeStepJudge:
                 asked.setdefault(text, (e, number))
         asking = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
         votes = dict(zip(asked, await together(asking), strict=True))
-        return [self._given(upto, [votes[t] for t in beginnings]) for upto, beginnings in zip(ends, texts, strict=True)]
+        return [
+            self._answer_verdicts(upto, [votes[t] for t in beginnings])
+            for upto, beginnings in zip(ends, texts, strict=True)
+        ]
 
     def beginnings(self, e: Episode) -> list[str]:
         """The answer's text up to the end of each step."""
@@ -130,7 +133,7 @@ class GenerativeStepJudge:
         yes, no = await together([self.verifier.log_says(vote, end) for end in self.verifier.judging.ends])
         return chance_of_yes(yes, no)
 
-    def _given(self, ends: Sequence[int], votes: Sequence[StepVotes]) -> tuple[Judged, ...]:
+    def _answer_verdicts(self, ends: Sequence[int], votes: Sequence[StepVotes]) -> tuple[Judged, ...]:
         """The verdicts about one answer, from the end and the votes of each step."""
         r = self.reward
         if not ends:

@@ -98,7 +98,7 @@ class RewardModelJudge:
     """Whether its score is measured and not paid."""
     line: str = ""
     """Description of the judge and of what it reads, as a line for people."""
-    _one: threading.Lock = field(default_factory=threading.Lock)
+    _one_pass: threading.Lock = field(default_factory=threading.Lock)
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         return await asyncio.to_thread(self.verdicts, episodes)
@@ -106,7 +106,7 @@ class RewardModelJudge:
     def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         """One verdict about each episode. What a model cannot read or score is `failed`."""
         scores_K = [self._scores(member, episodes) for member in self.members]
-        verdicts = [self._verdict([f[i] for f in scores_K]) for i in range(len(episodes))]
+        verdicts = [self._verdict([of_member[i] for of_member in scores_K]) for i in range(len(episodes))]
         return [
             (Judged(self.name, self.weight, v, None, False, self.resolution, self.measured, by_model=True),)
             for v in verdicts
@@ -115,26 +115,26 @@ class RewardModelJudge:
     def _scores(self, member: JudgeMember, episodes: Sequence[Episode]) -> list[float | str]:
         """One model's score of each episode, or the reason why there is none."""
         out: list[float | str] = []
-        read: list[Segment] = []
+        segments: list[Segment] = []
         for episode in episodes:
             try:
-                read.append(member.segment(episode))
+                segments.append(member.segment(episode))
                 # A number in the place of the score, which the batch below computes.
                 out.append(0.0)
             except DataError as error:
                 out.append(f"{member.name}: {error}")
-        if not read:
+        if not segments:
             return out
         # Groups are judged in threads, and a model computes one pass at a time.
-        with self._one:
-            scores = iter(member.scorer.rewards(Packed.of(read)).astype(np.float64).tolist())
+        with self._one_pass:
+            scores = iter(member.scorer.rewards(Packed.of(segments)).astype(np.float64).tolist())
         return [x if isinstance(x, str) else next(scores) for x in out]
 
-    def _verdict(self, given: Sequence[float | str]) -> Verdict:
+    def _verdict(self, scores_or_reasons: Sequence[float | str]) -> Verdict:
         """One verdict from the score of each model, or from the reason why it has none."""
-        if unread := [x for x in given if isinstance(x, str)]:
+        if unread := [x for x in scores_or_reasons if isinstance(x, str)]:
             return Verdict.failed("unreadable", unread[0])
-        scores = np.array(given, np.float64)
+        scores = np.array(scores_or_reasons, np.float64)
         if not np.all(np.isfinite(scores)):
             bad = self.members[int(np.argmin(np.isfinite(scores)))]
             return Verdict.failed("not finite", f"{bad.name} scores {scores[~np.isfinite(scores)][0]}")

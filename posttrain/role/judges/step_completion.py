@@ -57,8 +57,8 @@ class TokenEnds:
         # length of the whole text. A character whose bytes lie in several tokens breaks this: then prefixes
         # are decoded instead.
         widths = [self._width(int(i)) for i in ids]
-        whole = len(self.text(ids))
-        if sum(widths) == whole:  # each token has its own text, as almost all tokenizers write it
+        length = len(self.text(ids))
+        if sum(widths) == length:  # each token has its own text, as almost all tokenizers write it
             # The first token whose text reaches the end of the step; + 1 makes a number of tokens of its index.
             upto_T = np.cumsum(widths)
             tokens_before = np.searchsorted(upto_T, np.array(ends[:-1], np.int64)) + 1
@@ -88,20 +88,22 @@ class ContinuedSampler:
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """The tokens said before, and what the engine says after them: at most `max_tokens` together."""
-        begun = self.said
+        said_before = self.said
         # Both parts are one turn: the tokens said before count in its limits.
-        left = sampling.max_tokens - len(begun.ids)
-        if left < 1:
-            return replace(begun, stop=Stop.LENGTH)
-        rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(begun.ids)))
-        new = await self.inner.generate(np.concatenate([ids, begun.ids]).astype(np.int32), rest, place)
-        sets = None if begun.kept is None else [*begun.kept.sets(), *(new.kept.sets() if new.kept else [])]
+        tokens_left = sampling.max_tokens - len(said_before.ids)
+        if tokens_left < 1:
+            return replace(said_before, stop=Stop.LENGTH)
+        sampling_left = replace(
+            sampling, max_tokens=tokens_left, min_tokens=max(0, sampling.min_tokens - len(said_before.ids))
+        )
+        new = await self.inner.generate(np.concatenate([ids, said_before.ids]).astype(np.int32), sampling_left, place)
+        sets = None if said_before.kept is None else [*said_before.kept.sets(), *(new.kept.sets() if new.kept else [])]
         # A transcript needs the kept set of every spoken token, those of `said` included.
         kept = None if sets is None else TruncationSets.of(sets)
         return SampledTurn(
-            np.concatenate([begun.ids, new.ids]).astype(np.int32),
-            np.concatenate([begun.logp, new.logp]).astype(np.float32),
-            np.concatenate([begun.version, new.version]).astype(np.int32),
+            np.concatenate([said_before.ids, new.ids]).astype(np.int32),
+            np.concatenate([said_before.logp, new.logp]).astype(np.float32),
+            np.concatenate([said_before.version, new.version]).astype(np.int32),
             new.stop,
             kept,
         )
@@ -176,7 +178,7 @@ class StepLabeler:
             ConfigError: an answer has several turns.
         """
         answers = await together([self._group(g) for g in groups])
-        return tuple(x for one in answers for x in one)
+        return tuple(x for of_group in answers for x in of_group)
 
     async def _group(self, group: Group) -> list[LabelledAnswer]:
         """Equal beginnings of siblings are completed once, by the first sibling that has it."""
@@ -214,11 +216,11 @@ class StepLabeler:
         if self.ends.text(self.said(e)[:upto]) != text:
             return None
         # The environment is played with the shortened answer, so that it is judged, and stopped, as any answer.
-        ends = replace(
+        reciting = replace(
             self.rollout, sampler=RecitedSampler(self.rollout.sampler, ended(e, upto, self.sampling)), judges=()
         )
         stream = f"{self.stream}/early/{e.sibling}"
-        shortened = await ends.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
+        shortened = await reciting.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
         if shortened.figure is None or shortened.stop not in ENDED:
             return None
         # The steps before the last one keep their labels: their completions go on from

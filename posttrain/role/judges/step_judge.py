@@ -120,7 +120,7 @@ class StepJudge:
     def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         """The verdicts about each episode. What the model cannot read is `failed`; an answer without a step is
         abstained from."""
-        read: list[Segment] = []
+        segments: list[Segment] = []
         ends_or_verdict: list[tuple[int, ...] | Verdict] = []
         for e in episodes:
             ends = step_tokens(self.name, e, self.ends, self.separator)
@@ -130,26 +130,26 @@ class StepJudge:
                 ends_or_verdict.append(Verdict.failed("unreadable", str(error)))
                 continue
             ends_or_verdict.append(ends or Verdict.abstain("it has no step"))
-            read += [] if segment is None else [segment]
+            segments += [] if segment is None else [segment]
         # Only episodes with a segment were scored. Their scores come in order; the others have their verdict already.
-        scored = iter(self._scores(read))
+        scored = iter(self._scores(segments))
         return [
-            (Judged(self.name, self.reward.weight, f, measured=self.reward.measured, by_model=True),)
-            if isinstance(f, Verdict)
-            else self.given(f, next(scored)[np.array(f) - 1].tolist())
-            for f in ends_or_verdict
+            (Judged(self.name, self.reward.weight, entry, measured=self.reward.measured, by_model=True),)
+            if isinstance(entry, Verdict)
+            else self.given(entry, next(scored)[np.array(entry) - 1].tolist())
+            for entry in ends_or_verdict
         ]
 
     def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
         return step_verdicts(self.name, self.reward, ends, scores, self.resolution)
 
-    def _scores(self, read: Sequence[Segment]) -> list[np.ndarray]:
+    def _scores(self, segments: Sequence[Segment]) -> list[np.ndarray]:
         """The score at each spoken token of each segment."""
-        if not read:
+        if not segments:
             return []
-        packed = Packed.of(read)
+        packed = Packed.of(segments)
         score_M = self.scorer.tokens(packed)
-        return [score_M[packed.segment_M == s] for s in range(len(read))]
+        return [score_M[packed.segment_M == s] for s in range(len(segments))]
 
 
 def step_tokens(name: str, e: Episode, ends: TokenEnds, separator: str) -> tuple[int, ...]:

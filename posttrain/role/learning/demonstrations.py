@@ -91,9 +91,9 @@ async def demonstrated(
 ) -> list[Demonstrated]:
     """The demonstrations of one supervised step, in order."""
     # The cursor is computed from the step, and the generator belongs to the step: no step needs an earlier one.
-    walk = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
+    prompts = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
     rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
-    tasks = [next(walk)[0] for _ in range(stage.batch)]
+    tasks = [next(prompts)[0] for _ in range(stage.batch)]
     return [await shown(environment, renderer, dialogue, stage, task, rng, context) for task in tasks]
 
 
@@ -159,16 +159,16 @@ def fitting(segment: Segment, task: Task, context: int) -> Segment:
     """The segment; DataError where it is longer than the model's context."""
     if len(segment.ids) > context:
         # Where it is far beyond the context, the message gives no exact number.
-        many = f"{len(segment.ids)}" if len(segment.ids) <= 2 * context else f"more than {2 * context}"
+        count = f"{len(segment.ids)}" if len(segment.ids) <= 2 * context else f"more than {2 * context}"
         raise DataError(
-            f"the demonstration of task {task.id!r} has {many} tokens and the model's context is {context}: shorten it,"
-            " or use a longer context"
+            f"the demonstration of task {task.id!r} has {count} tokens and the model's context is {context}: shorten"
+            " it, or use a longer context"
         )
     return segment
 
 
 async def recited(
-    world: Environment,
+    environment: Environment,
     renderer: PairRenderer,
     dialogue: Dialogue,
     task: Task,
@@ -182,7 +182,7 @@ async def recited(
         DataError: the episode ends before the demonstration's last turn, or asks for more turns.
     """
     talk = DemonstrationTalk(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
-    await world.play(task, talk)
+    await environment.play(task, talk)
     if len(talk.turns) != len(turns):
         raise DataError(
             f"the demonstration of task {task.id!r} has {len(turns)} turns and its episode ended after"

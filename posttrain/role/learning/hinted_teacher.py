@@ -111,6 +111,7 @@ class Hints:
 
 
 NOBODY = "no other answer of its group is right"
+"""The reason for no hint where a sibling's answer is the hint."""
 
 
 def said(dialogue: Dialogue, e: Episode) -> str:
@@ -146,10 +147,10 @@ def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
     )
 
 
-def same_words(own: Sequence[Segment], hinted: Sequence[Segment]) -> None:
+def same_words(segments: Sequence[Segment], hinted: Sequence[Segment]) -> None:
     """Raises InvariantError where the teacher would be asked about other tokens than the policy said."""
-    for said_to_policy, other in zip(own, hinted, strict=True):
-        if not np.array_equal(said_to_policy.ids[said_to_policy.mask], other.ids[other.mask]):
+    for of_policy, other in zip(segments, hinted, strict=True):
+        if not np.array_equal(of_policy.ids[of_policy.mask], other.ids[other.mask]):
             raise InvariantError(
                 "behind its hint the teacher would score other tokens than the policy said. The hint goes before them,"
                 " and the mask moves with the tokens"

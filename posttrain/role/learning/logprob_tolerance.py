@@ -62,8 +62,8 @@ Exact = Callable[[], np.ndarray | None]
 def unmeasured(dtype: str, temperature: float) -> Gap:
     """The bound without a float64 computation: `LEAST`, divided by the temperature where that is below 1."""
     # The temperature divides the logits, and also their rounding errors.
-    by, least, most = 1 / min(1.0, temperature), LEAST[dtype], CEILING[dtype]
-    return Gap(min(by * least.worst, most.worst), min(by * least.mean, most.mean))
+    factor, least, most = 1 / min(1.0, temperature), LEAST[dtype], CEILING[dtype]
+    return Gap(min(factor * least.worst, most.worst), min(factor * least.mean, most.mean))
 
 
 def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperature: float) -> Gap:

@@ -57,28 +57,28 @@ def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[
         )
     if WEIGHT not in batch:
         return
-    found, wanted = math.fsum(x for _, _, x in table), math.fsum(batch[WEIGHT])
+    total, wanted = math.fsum(x for _, _, x in table), math.fsum(batch[WEIGHT])
     # `not <=` is True for NaN too. The sums may cancel, so rounding is measured by the sizes of the weights.
-    if not abs(found - wanted) <= ROUNDING * math.fsum(np.abs(batch[WEIGHT])):
+    if not abs(total - wanted) <= ROUNDING * math.fsum(np.abs(batch[WEIGHT])):
         raise InvariantError(
-            f"the weights of the {ranks.world} ranks sum to {found:.12g}, and those of the minibatch to {wanted:.12g}:"
+            f"the weights of the {ranks.world} ranks sum to {total:.12g}, and those of the minibatch to {wanted:.12g}:"
             " a rank was normalised by its own tokens. Normalise over the whole minibatch, before it is sharded"
         )
 
 
 def digest(batch: Batch) -> str:
     """Digest of everything that a loss reads of a minibatch."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
     # Everything with numbers, by name and in the order of names, with
     # type and shape: arrays of other types can have equal bytes.
-    held = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
-    held |= {} if batch.kept is None else {"kept": batch.kept.ids, "offsets": batch.kept.offsets}
-    held |= {f"stream {s.name}": x for s, x in batch.streams.items()}
-    for name in sorted(held):
-        found.update(f"{name} {held[name].dtype} {held[name].shape};".encode())
-        found.update(np.ascontiguousarray(held[name]).tobytes())
-    return found.hexdigest()
+    hashed_arrays = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
+    hashed_arrays |= {} if batch.kept is None else {"kept": batch.kept.ids, "offsets": batch.kept.offsets}
+    hashed_arrays |= {f"stream {s.name}": x for s, x in batch.streams.items()}
+    for name in sorted(hashed_arrays):
+        hasher.update(f"{name} {hashed_arrays[name].dtype} {hashed_arrays[name].shape};".encode())
+        hasher.update(np.ascontiguousarray(hashed_arrays[name]).tobytes())
+    return hasher.hexdigest()
 
 
 def smallest_unit(batch: Batch) -> Batch:

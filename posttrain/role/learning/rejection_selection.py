@@ -124,16 +124,16 @@ def candidates_of(
         candidates += [_candidate(e, e.task.id)] if whole(e) else []
     candidates += regenerated_candidates(regenerated)
     for e in (e for g in hinted for e in g.judged if whole(e)):
-        name = e.task.id.removesuffix(HINTED)
-        candidates.append(replace(_candidate(e, name, without_hint(prompts, name)), hinted=True))
+        task_id = e.task.id.removesuffix(HINTED)
+        candidates.append(replace(_candidate(e, task_id, without_hint(prompts, task_id)), hinted=True))
     unjudged = sum(len(g.episodes) - len(g.judged) for g in plain)
     return RoundSamples(tuple(candidates), len(plain), sum(len(g.judged) for g in plain), unjudged, cut, len(hinted))
 
 
-def _candidate(e: Episode, name: str, prompt: np.ndarray | None = None) -> Candidate:
-    """A judged episode as a candidate of the task `name`, under another prompt where one is given."""
+def _candidate(e: Episode, task_id: str, prompt: np.ndarray | None = None) -> Candidate:
+    """A judged episode as a candidate of the task `task_id`, under another prompt where one is given."""
     assert e.reward is not None  # judged
-    return Candidate(name, e.visit, e.sibling, e.reward, tuple(imitation(s, prompt) for s in e.segments))
+    return Candidate(task_id, e.visit, e.sibling, e.reward, tuple(imitation(s, prompt) for s in e.segments))
 
 
 def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Candidate]:
@@ -148,9 +148,9 @@ def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Can
     return list(by_completion.values())
 
 
-def without_hint(prompts: Mapping[str, np.ndarray | None], name: str) -> np.ndarray | None:
+def without_hint(prompts: Mapping[str, np.ndarray | None], task_id: str) -> np.ndarray | None:
     """The prompt under which a completion to a hinted prompt is imitated: the one that the same task got before."""
-    return prompts[name]
+    return prompts[task_id]
 
 
 def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
@@ -216,13 +216,13 @@ def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement
     distinct: dict[str, int] = {}
     # By prompt: the rule, then equal ones once, then the limit. The
     # limit comes last, so that it counts different completions.
-    for name, of_prompt in prompts.items():
+    for task_id, of_prompt in prompts.items():
         chosen = [of_prompt[i] for i in method.keep.chosen([c.reward for c in of_prompt], improvement)]
         different = once(chosen) if method.distinct else chosen
         # The number of different answers that plain sampling found. With hinted and regenerated
         # ones it would stay high although sampling itself finds fewer.
         if plain_keys := {c.key for c in chosen if c.plain}:
-            distinct[name] = len(plain_keys)
+            distinct[task_id] = len(plain_keys)
         limited = different if method.most is None else different[: method.most]
         passing, duplicates = passing + len(chosen), duplicates + len(chosen) - len(different)
         over += len(different) - len(limited)
@@ -238,13 +238,13 @@ def once(chosen: Sequence[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def steps_of(kept: int, own: int, epochs: int) -> int:
-    """Optimizer steps of a round with `kept` kept completions, at most `own` of them a step."""
+def steps_of(kept: int, per_step: int, epochs: int) -> int:
+    """Optimizer steps of a round with `kept` kept completions, at most `per_step` of them a step."""
     # A pass has the number of steps into which `drawn` cuts it.
-    return epochs * math.ceil(kept / own)
+    return epochs * math.ceil(kept / per_step)
 
 
-def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, str, int]) -> list[Candidate]:
+def drawn(kept: Sequence[Candidate], per_step: int, position: int, key: tuple[int, str, int]) -> list[Candidate]:
     """The kept completions of one step. A pass shuffles all kept completions and cuts them into steps of nearly equal
     size, so no completion is twice in a step.
 
@@ -254,8 +254,8 @@ def drawn(kept: Sequence[Candidate], own: int, position: int, key: tuple[int, st
     """
     seed, stage, round = key
     # position // parts is the pass, position % parts the step within it. Parts of `array_split`
-    # differ in size by one at most; slices of `own` completions could leave a small last part.
-    parts = math.ceil(len(kept) / own)
+    # differ in size by one at most; slices of `per_step` completions could leave a small last part.
+    parts = math.ceil(len(kept) / per_step)
     order = seeds.generator(seed, f"kept/{stage}", round, position // parts).permutation(len(kept))
     return [kept[i] for i in np.array_split(order, parts)[position % parts]]
 
@@ -268,11 +268,11 @@ def write(folder: Path, asked: RoundSamples) -> None:
     candidates = asked.candidates
     segments = [s for c in candidates for s in c.segments]
     # A safetensors file holds numbers only, so texts are stored as bytes of JSON.
-    names = json.dumps([c.prompt for c in candidates]).encode()
+    task_ids = json.dumps([c.prompt for c in candidates]).encode()
     save_file(
         {
             "counts": np.array([asked.prompts, asked.judged, asked.unjudged, asked.cut, asked.hints], np.int64),
-            "prompts": np.frombuffer(names, np.uint8).copy(),
+            "prompts": np.frombuffer(task_ids, np.uint8).copy(),
             "places": np.array([_place(c) for c in candidates], np.int64).reshape(-1, 6),
             "rewards": np.array([c.reward for c in candidates], np.float64),
             "lengths": np.array([len(s.ids) for s in segments], np.int64),
@@ -303,16 +303,16 @@ def read(folder: Path) -> RoundSamples:
         ends = np.cumsum(arrays["lengths"])
         parts = [slice(b - n, b) for b, n in zip(ends.tolist(), arrays["lengths"].tolist(), strict=True)]
         segments = [shown_segment(arrays["ids"][part], arrays["mask"][part], LIKELIHOOD) for part in parts]
-        names = read_untrusted.parse(arrays["prompts"].tobytes(), str(path), RunFolderError)
+        task_ids = read_untrusted.parse(arrays["prompts"].tobytes(), str(path), RunFolderError)
         candidates: list[Candidate] = []
-        at = 0
-        for name, place, reward in zip(names, arrays["places"].tolist(), arrays["rewards"].tolist(), strict=True):
+        first = 0
+        for task_id, place, reward in zip(task_ids, arrays["places"].tolist(), arrays["rewards"].tolist(), strict=True):
             visit, sibling, hinted, wrong_sibling, kept, count = place
             # A regenerated completion keeps at least one step, so 0 steps mean `begun=None` (`_place`).
             begun = (wrong_sibling, kept) if kept else None
-            its_segments = tuple(segments[at : at + count])
-            candidates.append(Candidate(name, visit, sibling, reward, its_segments, bool(hinted), begun))
-            at += count
+            its_segments = tuple(segments[first : first + count])
+            candidates.append(Candidate(task_id, visit, sibling, reward, its_segments, bool(hinted), begun))
+            first += count
         return RoundSamples(tuple(candidates), *(int(x) for x in arrays["counts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, InvariantError) as error:
         raise RunFolderError(f"{path} is damaged ({error}). Go on from a checkpoint of another round") from error

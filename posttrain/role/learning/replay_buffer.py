@@ -43,17 +43,17 @@ class ReplayBuffer:
         Args:
             apart: the mean of |log(policy / sampler)| over a group's tokens, now.
         """
-        left = Counter[str]()
+        count_by_reason = Counter[str]()
         # Age comes first, because it costs nothing. The ratio needs a forward pass for each group that
         # is tested, so groups are tested in random order only until enough are chosen.
-        self._leave(left, "age", [b for b in self.held if step - b.step > self.config.age])
+        self._leave(count_by_reason, "age", [b for b in self.held if step - b.step > self.config.age])
         chosen = list[BufferedGroup]()
         for one in self._order(step):
             if len(chosen) == self.config.groups:
                 break
             # A group whose policy is too far away now leaves for good: it is not tested again.
             if self.config.ratio is not None and apart(one.group) > self.config.ratio:
-                self._leave(left, "ratio", [one])
+                self._leave(count_by_reason, "ratio", [one])
             else:
                 chosen.append(one)
         ages = [step - b.step for b in chosen]
@@ -61,19 +61,19 @@ class ReplayBuffer:
             "replay/groups": Gauge(len(chosen), 1),
             "replay/held": Gauge(len(self.held), 1),
             "replay/age": Gauge.of(ages),
-            "replay/left_by_age": Gauge(left["age"], 1),
-            "replay/left_by_ratio": Gauge(left["ratio"], 1),
+            "replay/left_by_age": Gauge(count_by_reason["age"], 1),
+            "replay/left_by_ratio": Gauge(count_by_reason["ratio"], 1),
         }
         discounts = [self.config.discount**age for age in ages]
         return tuple(replace(b.group, again=True, discount=d) for b, d in zip(chosen, discounts, strict=True))
 
     def add(self, step: int, groups: Sequence[Group]) -> None:
         """Take in the groups that a step has learned from for the first time. The oldest ones leave for them."""
-        left = Counter[str]()
+        count_by_reason = Counter[str]()
         self.held += [BufferedGroup(g, step) for g in groups if any(e.own for e in g.judged)]
         # `held` is in order of age, so the oldest stand first.
-        self._leave(left, "size", self.held[: max(0, len(self.held) - self.config.size)])
-        self._gauges["replay/left_by_size"] = Gauge(left["size"], 1)
+        self._leave(count_by_reason, "size", self.held[: max(0, len(self.held) - self.config.size)])
+        self._gauges["replay/left_by_size"] = Gauge(count_by_reason["size"], 1)
 
     def gauges(self) -> Gauges:
         return dict(self._gauges)
@@ -87,11 +87,11 @@ class ReplayBuffer:
     def restore(self, rows: Sequence[QueuedGroup], groups: Sequence[Group]) -> None:
         self.held = [BufferedGroup(g, r.begun) for r, g in zip(rows, groups, strict=True)]
 
-    def _leave(self, left: Counter[str], why: str, gone: Sequence[BufferedGroup]) -> None:
-        """Remove these groups, and count them in `left` under the reason `why`."""
-        left[why] += len(gone)
-        out = {id(b) for b in gone}
-        self.held = [b for b in self.held if id(b) not in out]
+    def _leave(self, count_by_reason: Counter[str], why: str, gone: Sequence[BufferedGroup]) -> None:
+        """Remove these groups, and count them in `count_by_reason` under `why`."""
+        count_by_reason[why] += len(gone)
+        gone_ids = {id(b) for b in gone}
+        self.held = [b for b in self.held if id(b) not in gone_ids]
 
     def _order(self, step: int) -> list[BufferedGroup]:
         """All that it holds in a random order. Balanced: round by round, one group of each prompt."""

@@ -116,14 +116,14 @@ class FittingTasks:
     @staticmethod
     def of(environment: Environment, kind: Kind, renderer: PairRenderer, context: int) -> FittingTasks | None:
         """The training tasks that fit, or None where they are generated without end."""
-        source, held = environment.train, environment.heldout
+        source, heldout = environment.train, environment.heldout
         # Tasks without end cannot all be looked at. There a judgement that does not fit raises an error in its step.
         if source.count is None:
             return None
         train = [source.task(i) for i in range(source.count)]
         every = abilities.judgements(environment).every or (lambda task, kind: ())
         why: list[str] = []
-        for task in (*train, *held):
+        for task in (*train, *heldout):
             # Each visit draws anew, so a draw that fits does not show that the next one does.
             judged = (*drawn(environment, [(task, 0)], kind, seed=0, stage=""), *every(task, kind))
             why.append(next(filter(None, (misfit(j, renderer, context) for j in judged)), ""))
@@ -151,17 +151,17 @@ def training_tasks(
     """
     if not stage.leaves_out_long:  # checked before the run began
         return environment.train
-    some = FittingTasks.of(environment, kind, renderer, context)
-    if some is None:
+    fitting_tasks = FittingTasks.of(environment, kind, renderer, context)
+    if fitting_tasks is None:
         return environment.train
-    if not some.tasks:
-        raise DataError(f"{stage.name}: no judgement fits into {context} tokens. {some.first}")
-    if some.left_out:
+    if not fitting_tasks.tasks:
+        raise DataError(f"{stage.name}: no judgement fits into {context} tokens. {fitting_tasks.first}")
+    if fitting_tasks.left_out:
         say(
-            f"{stage.name}: {some.left_out} of {some.asked} judgements are left out, because they do not fit into"
-            f" {context} tokens, such as: {some.first}"
+            f"{stage.name}: {fitting_tasks.left_out} of {fitting_tasks.asked} judgements are left out, because they"
+            f" do not fit into {context} tokens, such as: {fitting_tasks.first}"
         )
-    return some
+    return fitting_tasks
 
 
 def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: int) -> Batch:

@@ -62,18 +62,18 @@ def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.rand
     return np.argsort(round_C, kind="stable")[: min(keep, len(reward_C))]
 
 
-def compared_again(told: Sequence[tuple[float, Episode]], g: Group, a: PreferenceAlgorithm, place: int) -> list[Any]:
-    """Returns the completions of a prompt that are compared, from the definition of `draw`. `told`: (reward, episode)
+def compared_again(judged: Sequence[tuple[float, Episode]], g: Group, a: PreferenceAlgorithm, place: int) -> list[Any]:
+    """Returns the completions of a prompt that are compared, from the definition of `draw`. `judged`: (reward, episode)
     of each judged completion."""
-    if len(told) < 2 or kind(a.draw) == "BestWorst":
-        return [told] if len(told) > 1 else []
+    if len(judged) < 2 or kind(a.draw) == "BestWorst":
+        return [judged] if len(judged) > 1 else []
     if kind(a.draw) != "RejectionSampled":
-        return [told[:2]]
+        return [judged[:2]]
     # The same random numbers as in the stage: so both computations must keep the same completions in the same order.
     rng, draw = seeds.generator(place, "pairs", g.task.id, g.visit), cast("Any", a.draw)
-    kept = kept_again(np.array([r for r, _ in told]), draw.keep, draw.temperature, rng)
+    kept = kept_again(np.array([r for r, _ in judged]), draw.keep, draw.temperature, rng)
     mixed = rng.permutation(kept)
-    return [[told[i], told[j]] for i, j in zip(mixed[0::2], mixed[1::2], strict=False)]
+    return [[judged[i], judged[j]] for i, j in zip(mixed[0::2], mixed[1::2], strict=False)]
 
 
 def pairs_again(groups: Sequence[Group], a: PreferenceAlgorithm, place: int) -> list[PairAgain]:
@@ -111,11 +111,11 @@ def tokens_are_as_sampled(batch: Batch, pairs: Sequence[PairAgain]) -> None:
     """Checks that the minibatch has the sampled tokens with the sampler's log-probs, and who said them."""
     episodes = [e for p in pairs for e in (p.chosen, p.rejected)]
     segments = [s for e in episodes for s in e.segments]
-    of_M = np.repeat(np.arange(len(episodes)), [e.spoken for e in episodes])
-    if not np.array_equal(batch.sequence_M, of_M):
+    sequence_M = np.repeat(np.arange(len(episodes)), [e.spoken for e in episodes])
+    if not np.array_equal(batch.sequence_M, sequence_M):
         raise InvariantError(
             f"the completions of the minibatch have {np.bincount(batch.sequence_M).tolist()[:8]}... tokens that count,"
-            f" and those of the {len(pairs)} pairs of this step {np.bincount(of_M).tolist()[:8]}...: chosen and"
+            f" and those of the {len(pairs)} pairs of this step {np.bincount(sequence_M).tolist()[:8]}...: chosen and"
             " rejected are swapped, a completion is another one's or is cut, or prompts and observations count"
         )
     version_M = np.concatenate([s.version[s.mask] for s in segments])
@@ -126,9 +126,13 @@ def tokens_are_as_sampled(batch: Batch, pairs: Sequence[PairAgain]) -> None:
         ("the versions", batch[VERSION], version_M),
         ("who said what (opponent)", batch[OPPONENT], version_M == OPPOSED),
     )
-    for what, held, sampled in want:
-        if not np.array_equal(held, sampled):
-            wrong = f"{int((held != sampled).sum())} differ" if len(held) == len(sampled) else f"{len(held)} stand"
+    for what, in_batch, sampled in want:
+        if not np.array_equal(in_batch, sampled):
+            wrong = (
+                f"{int((in_batch != sampled).sum())} differ"
+                if len(in_batch) == len(sampled)
+                else f"{len(in_batch)} stand"
+            )
             raise InvariantError(
                 f"{what} of the minibatch are not those of the {len(pairs)} pairs that were sampled and judged"
                 f" ({len(sampled)} in all, {wrong}): chosen and rejected are swapped, or a completion of another prompt"
@@ -185,9 +189,9 @@ def opponents_play(groups: Sequence[Group], opposed: range) -> None:
         for e in g.episodes:
             right = e.sibling in opposed
             if e.spoken and e.opposed is not right:
-                found, owner = ("opponent" if x else "policy" for x in (e.opposed, right))
+                speaker, owner = ("opponent" if x else "policy" for x in (e.opposed, right))
                 raise InvariantError(
-                    f"completion {e.sibling} of task {g.task.id!r} was said by the {found}, and it is the {owner}'s:"
+                    f"completion {e.sibling} of task {g.task.id!r} was said by the {speaker}, and it is the {owner}'s:"
                     " the policy would be compared with itself, or learn from what it did not say"
                 )
 

@@ -99,9 +99,11 @@ def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[
     if len(wrong):
         s = int(wrong[0])
         shown = text(batch.ids_N[ends_S[s] + 1 - batch.lengths_S[s] : ends_S[s] + 1])
-        how = "is masked in its middle or at its end" if not whole[s] else f"has {stops_S[s]} stop tokens that count"
+        problem = (
+            "is masked in its middle or at its end" if not whole[s] else f"has {stops_S[s]} stop tokens that count"
+        )
         raise InvariantError(
-            f"judged completion {shown!r} {how} ({len(wrong)} of {len(ends_S)}): it counts from its first token to"
+            f"judged completion {shown!r} {problem} ({len(wrong)} of {len(ends_S)}): it counts from its first token to"
             " exactly one stop token, its last. Look for a template that adds its own, for truncation of one side, and"
             " for padding that is masked by its value"
         )
@@ -146,17 +148,17 @@ def tokens_are_as_judged(
         # The completions of a unit stand in the order of `told`, the better one first.
         for e, (words, side) in zip(np.flatnonzero(unit_E == unit).tolist(), told(judgement), strict=True):
             _, want = roles.renderer.pair(task.prompt, words, task.id, task.tools)
-            ids, held = batch.ids_of(e), prompts[e]
-            if held.tolist() != asked.tolist():
+            ids, prompt = batch.ids_of(e), prompts[e]
+            if prompt.tolist() != asked.tolist():
                 raise InvariantError(
                     f"judged completions and rollouts are asked differently: before the completion of task {task.id!r}"
-                    f" stands {roles.text(held)!r} ({len(held)} tokens that do not count), and a rollout of the same"
-                    f" task is shown {roles.text(asked)!r} ({len(asked)} tokens). Use one template for both, and mask"
-                    " exactly the prompt"
+                    f" stands {roles.text(prompt)!r} ({len(prompt)} tokens that do not count), and a rollout of the"
+                    f" same task is shown {roles.text(asked)!r} ({len(asked)} tokens). Use one template for both, and"
+                    " mask exactly the prompt"
                 )
-            if ids[len(held) :].tolist() != np.asarray(want).tolist():
+            if ids[len(prompt) :].tolist() != np.asarray(want).tolist():
                 raise InvariantError(
-                    f"the completion of task {task.id!r} on side {side} is {roles.text(ids[len(held) :])!r} in the"
+                    f"the completion of task {task.id!r} on side {side} is {roles.text(ids[len(prompt) :])!r} in the"
                     f" minibatch, and {words!r} was judged: the sides are swapped, or one is cut or changed on the way"
                 )
 

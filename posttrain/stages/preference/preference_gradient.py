@@ -282,15 +282,15 @@ def preference_demand(
         *(np.abs(_slope(a, rows, fixed, sums_E + nudge_E) - slope_E) for nudge_E in (signed_E, -signed_E))
     )
     pair_weight_E = _own(batch, tokens, rows) if a.weights == "wpo" else np.ones(len(slope_E))
-    per_M = a.coef * weight_M * pair_weight_E[batch.sequence_M] * share_M
+    factor_M = a.coef * weight_M * pair_weight_E[batch.sequence_M] * share_M
     size_E = np.abs(slope_E) + slope_change_E / NUDGE
     if kind(a.link) in FLAT:
         # The slope of a sigmoid is at most 1/4. Where it is flat, the true slope is far smaller than what rounding does
         # to it.
         size_E = size_E + 0.25 * a.beta * np.abs(_score(a, sums_E)[1])
     return Demand(
-        want_M + per_M * slope_E[batch.sequence_M],
-        size_M + per_M * size_E[batch.sequence_M],
+        want_M + factor_M * slope_E[batch.sequence_M],
+        size_M + factor_M * size_E[batch.sequence_M],
         fixed.sure_E[batch.sequence_M],
     )
 
@@ -383,8 +383,8 @@ def _added(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _Toke
             continue
         # A gold completion stands on side 2 of its unit, beside the chosen and the rejected one.
         on_M = weight_M * (side_M == (2 if kind(term) == "GoldNLL" else 1))
-        whole = 1.0 if getattr(term, "over", "tokens") == "sequences" else on_M.sum()
-        out = out - coef * on_M / (whole or 1.0)
+        divisor = 1.0 if getattr(term, "over", "tokens") == "sequences" else on_M.sum()
+        out = out - coef * on_M / (divisor or 1.0)
     return out, np.abs(out)
 
 

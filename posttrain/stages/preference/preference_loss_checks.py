@@ -41,7 +41,7 @@ def preference_loss_agrees(
 ) -> Gauges:
     """Checks the loss's gradient by each log-prob, over all micro-batches, against the one of the definition."""
 
-    def told(m: int) -> str:
+    def completion_of(m: int) -> str:
         e = int(batch.sequence_M[m])
         return f"judgement {rows.unit_E[e]}, side {rows.side_E[e]}"
 
@@ -50,7 +50,7 @@ def preference_loss_agrees(
         batch,
         passes,
         lambda logp_M: preference_demand(a, batch, logp_M, rows, shift),
-        told,
+        completion_of,
         "chosen and rejected swapped; a constant is beta or a weight counted twice, or per micro-batch; else check the"
         " margin, the label noise, sums against averages, and whether a part that should be constant has a gradient",
     )
@@ -157,7 +157,8 @@ class PreferenceLossCheck(Observer):
         self._total: float = kept.get("sum", np.nan)
         self._count: float = kept.get("count", np.nan)
         self._elsewhere: float | None = None
-        self._told = False
+        self._noted = False
+        """Whether the note about pieces that are not covered was given."""
 
     async def begin(self, roles: PreferenceRoles) -> None:
         agrees_on_synthetic_judgements(roles.stage.algorithm)
@@ -177,9 +178,11 @@ class PreferenceLossCheck(Observer):
         match event:
             case PackedEvent(index=index, batch=batch):
                 self._shift(roles, index, batch)
-                if not self._told and (own := unknown(a)):
-                    self._told = True
-                    note = f"the gradient of {a.name} is not checked: no second computation covers {', '.join(own)}"
+                if not self._noted and (uncovered := unknown(a)):
+                    self._noted = True
+                    note = (
+                        f"the gradient of {a.name} is not checked: no second computation covers {', '.join(uncovered)}"
+                    )
                     return ObserverReport(notes=(note,))
             case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
                 rows = self.rows(roles, index)
@@ -208,8 +211,8 @@ class PreferenceLossCheck(Observer):
 def shift_is(a: PreferenceAlgorithm, batch: Batch, want: float, bound: float) -> None:
     """Checks that the number subtracted from every reward is what the definition gives for the whole minibatch."""
     shift_M = batch[SHIFT]
-    off = float(np.abs(shift_M - want).max(initial=0.0))
-    if not off <= bound + 1e-9 * abs(want):
+    largest_gap = float(np.abs(shift_M - want).max(initial=0.0))
+    if not largest_gap <= bound + 1e-9 * abs(want):
         what = (
             "beta times the mean log-ratio of completions under the prompts of others, at least 0"
             if a.shift == "mismatched"

@@ -64,9 +64,9 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         parts, stage, setting = self.parts, self.stage, self.setting
         render, context = parts.renderer, parts.sampler.context
         source = training_tasks(stage, setting.environment, stage.judged, render, context, parts.say)
-        each = {"pair": "pairs", "label": "labelled completions"}.get(stage.judged, stage.judged)
-        about = f"{stage.algorithm.name} ({stage.algorithm.paper})"
-        say_passes(self, source, f"{about}; {stage.batch} {each} a step, {stage.steps} steps")
+        judgements = {"pair": "pairs", "label": "labelled completions"}.get(stage.judged, stage.judged)
+        algorithm_words = f"{stage.algorithm.name} ({stage.algorithm.paper})"
+        say_passes(self, source, f"{algorithm_words}; {stage.batch} {judgements} a step, {stage.steps} steps")
         self.roles = PreferenceRoles(
             **data_parts(self),
             source=source,
@@ -97,16 +97,16 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
                     f"{a.name} reads a margin of each pair, and not every pair of the minibatch has one: give each row"
                     " a margin, or set margin=none"
                 )
-            elsewhere = self._mismatched(judged) if a.reads_mismatched else None
-            batch, running = prepared(a, batch, self.state.running, elsewhere)
+            mismatched_E = self._mismatched(judged) if a.reads_mismatched else None
+            batch, running = prepared(a, batch, self.state.running, mismatched_E)
         return DataBatch(index, batch, running)
 
     def _mismatched(self, judged: Sequence[Judgement]) -> np.ndarray:
         """float64 [E]: log-ratios of policy to reference, of completions that were put under the prompts of other
         rows."""
-        elsewhere = mismatched(self._segments(judged), self.roles.context)
-        packed = Packed.of(elsewhere)
-        ratio_M = self.roles.learner.score(packed).astype(np.float64) - self._reference_logp(elsewhere)
+        mismatched_segments = mismatched(self._segments(judged), self.roles.context)
+        packed = Packed.of(mismatched_segments)
+        ratio_M = self.roles.learner.score(packed).astype(np.float64) - self._reference_logp(mismatched_segments)
         return np.bincount(packed.sequence_M, ratio_M, packed.episodes)
 
     async def _learn(self, work: DataBatch) -> Step:
@@ -157,7 +157,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             return None
         if stage.reference is not None:
             scorer = parts.teacher(stage.reference)
-            state.reference = self._same(scorer.fingerprint())
+            state.reference = self._same_fingerprint(scorer.fingerprint())
             return self._computed(scorer) if self._ahead() else scorer
         # In a resumed stage the learner has later weights, and the reference is the policy as the stage began. So the
         # present weights are put aside, and those of the start are loaded while the reference is made.
@@ -167,16 +167,16 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         try:
             if not self._ahead():
                 frozen = parts.freeze()
-                state.reference = self._same(frozen.digest)
+                state.reference = self._same_fingerprint(frozen.digest)
                 return frozen
-            state.reference = self._same(parts.learner.fingerprint())
+            state.reference = self._same_fingerprint(parts.learner.fingerprint())
             return self._computed(parts.learner)
         finally:
             if now is not None:
                 # Also after an error: the policy must not keep the weights of the reference.
                 restore(parts.learner, now)
 
-    def _same(self, fingerprint: str) -> str:
+    def _same_fingerprint(self, fingerprint: str) -> str:
         """Returns the fingerprint. InvariantError where the reference of a resumed run has another one than before."""
         if self.state.reference not in ("", fingerprint):
             raise InvariantError(
@@ -193,7 +193,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         # are read from the folder.
         scores = ReferenceScores.load(parts.book.folder / folder, self.state.reference)
         before = len(scores)
-        for of_step in self._met():  # each step's own pass, so that a longer stage computes the same bits
+        for of_step in self._segments_by_step():  # each step's own pass, so that a longer stage computes the same bits
             scores.add(scorer, scores.missing(of_step))
         if len(scores) > before:
             parts.book.anew(folder, scores.save)
@@ -203,7 +203,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             )
         return scores
 
-    def _met(self) -> Iterator[list[Segment]]:
+    def _segments_by_step(self) -> Iterator[list[Segment]]:
         """Yields the held-out completions, and then for each step the completions that no earlier step had."""
         stage, seen = self.stage, set[tuple[str, object]]()
         yield self._segments(self._heldout)

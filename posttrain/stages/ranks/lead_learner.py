@@ -52,13 +52,13 @@ class OrderedLearner(HFLearner):
             )
         return super().forward(packed, reads)
 
-    def _do(self, method: str, *given: Any) -> Any:
+    def _do(self, method: str, *arguments: Any) -> Any:
         """Calls a method on all ranks; returns the result of this rank."""
         # Inside an order every rank already runs the same code and calls this method itself, so only this rank's part
         # is done here. A second order would find no rank that waits for one.
         if self._lead.busy:
-            return getattr(super(), method)(*given)
-        return self._lead.all(self._ask, method, given, what=f"{method} of the learner")
+            return getattr(super(), method)(*arguments)
+        return self._lead.all(self._ask, method, arguments, what=f"{method} of the learner")
 
     def score(self, packed: Packed) -> np.ndarray:
         return self._do("score", packed)
@@ -118,8 +118,7 @@ class OrderedLearner(HFLearner):
         with freed_at_once(), self._lead.ordered("gather the weights", (together.send_weights, ())):
             yield from gathered(super().shards(), self._lead.ranks, self._lead.state.version)
 
-    # --- kept and put back (`core.exchange.shards.DividedWeights`)
-    # ------------------------------------------------------------
+    # --- kept and put back (`core.exchange.shards.DividedWeights`) ---------------------------------------------------
 
     def write_weights(self, folder: Path) -> None:
         self._lead.all(together.write_weights, str(folder.resolve()))
@@ -138,9 +137,9 @@ class OrderedLearner(HFLearner):
 class LeadLearner(OrderedLearner, ShardedLearner):
     """`core.ports.Learner` of rank 0 over weights that are cut by rows."""
 
-    def __init__(self, policy: Policy, lead: RankLead, **given: Any) -> None:
-        ShardedLearner.__init__(self, policy, lead.ranks, **given)
-        self._lead, read = lead, self._inside
+    def __init__(self, policy: Policy, lead: RankLead, **arguments: Any) -> None:
+        ShardedLearner.__init__(self, policy, lead.ranks, **arguments)
+        self._lead, inside_of_parent = lead, self._inside
 
         # In the parent class every read of whole weights goes through `_inside`. So a read without an order is found
         # here, and raises. Else it would wait for ranks that never come.
@@ -149,7 +148,7 @@ class LeadLearner(OrderedLearner, ShardedLearner):
                 raise InvariantError(
                     "the learner over ranks reads whole weights, and that was not ordered of all ranks"
                 )
-            return read(function)
+            return inside_of_parent(function)
 
         self._inside: Any = inside
 
@@ -157,17 +156,17 @@ class LeadLearner(OrderedLearner, ShardedLearner):
 class LeadTensorLearner(OrderedLearner, TensorLearner):
     """`core.ports.Learner` of rank 0 over layers that are cut by columns and rows."""
 
-    def __init__(self, policy: Policy, lead: RankLead, **given: Any) -> None:
+    def __init__(self, policy: Policy, lead: RankLead, **arguments: Any) -> None:
         self._lead = lead
-        TensorLearner.__init__(self, policy, lead.ranks, **given)
+        TensorLearner.__init__(self, policy, lead.ranks, **arguments)
 
 
 class LeadExpertLearner(OrderedLearner, ExpertLearner):
     """`core.ports.Learner` of rank 0 over ranks that hold whole experts."""
 
-    def __init__(self, policy: Policy, lead: RankLead, **given: Any) -> None:
+    def __init__(self, policy: Policy, lead: RankLead, **arguments: Any) -> None:
         self._lead = lead
-        ExpertLearner.__init__(self, policy, lead.ranks, **given)
+        ExpertLearner.__init__(self, policy, lead.ranks, **arguments)
 
 
 @dataclass(frozen=True, eq=False)

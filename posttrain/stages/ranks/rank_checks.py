@@ -62,15 +62,15 @@ class RowCheck(Observer):
         return self.inner.state()
 
 
-def row_checks(lead: RankLead, found: Sequence[Observer], kinds: tuple[type[Observer], ...]) -> Observers:
+def row_checks(lead: RankLead, observers: Sequence[Observer], kinds: tuple[type[Observer], ...]) -> Observers:
     """The observers of a stage. Those of the given kinds are wrapped in `RowCheck`, so every rank makes them."""
     # The place in this list is the number by which all ranks know a check.
-    checks_of_rows = [observer for observer in found if isinstance(observer, kinds)]
+    checks_of_rows = [observer for observer in observers if isinstance(observer, kinds)]
     lead.state.checks = checks_of_rows
     return Observers(
         [
             RowCheck(observer, checks_of_rows.index(observer), lead) if observer in checks_of_rows else observer
-            for observer in found
+            for observer in observers
         ]
     )
 

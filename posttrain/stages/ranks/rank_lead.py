@@ -55,7 +55,7 @@ class RankLead:
         self.ranks, self.state = ranks, RankState(ranks)
         self._orders, self._processes = RankOrders(ranks, store), processes
         self._inside = 0
-        """How many orders are being carried out, one inside the other."""
+        """How many orders are being carried out, one inside the other; those with `meanwhile` do not count."""
         self.stepping = False
         """Whether all ranks are in a step of the trainer."""
         self._open = ""
@@ -83,10 +83,11 @@ class RankLead:
         """Notes that a reference is read no more. The ranks free it when the next reference is made."""
         self.dropped.append(number)
 
-    def all(self, function: Callable[..., Any], *given: Any, what: str = "") -> Any:
-        """Have all ranks call `function(state, *given)`; returns the result of rank 0. `what`: the order in words."""
-        with self.ordered(what or function.__name__.replace("_", " "), (function, given)):
-            return function(self.state, *given)
+    def all(self, function: Callable[..., Any], *arguments: Any, what: str = "") -> Any:
+        """Have all ranks call `function(state, *arguments)`; returns the result of rank 0. `what`: the order in
+        words."""
+        with self.ordered(what or function.__name__.replace("_", " "), (function, arguments)):
+            return function(self.state, *arguments)
 
     @contextmanager
     def ordered(self, what: str, order: Any, meanwhile: bool = False) -> Iterator[None]:
@@ -151,31 +152,31 @@ class RankLead:
         while True:
             reasons, ended = self._orders.failed(), self._ended()
             first_causes = {r: why for r, why in reasons.items() if not why.startswith(EXCHANGE)}
-            gone = {r: how for r, how in ended.items() if r not in reasons}
+            gone = {r: ending for r, ending in ended.items() if r not in reasons}
             if first_causes:
                 rank, why = min(first_causes.items())
                 return f"rank {rank} failed {where}: {why}. {advice}"
             if gone:
-                rank, how = min(gone.items())
-                return f"rank {rank} is gone {where}: {how}. {advice}"
+                rank, ending = min(gone.items())
+                return f"rank {rank} is gone {where}: {ending}. {advice}"
             if time.monotonic() > deadline:
                 return self._stall(where, reasons, error, advice)
             time.sleep(0.1)
 
-    def _stall(self, where: str, said: Mapping[int, str], error: RuntimeError, advice: str) -> str:
+    def _stall(self, where: str, reasons: Mapping[int, str], error: RuntimeError, advice: str) -> str:
         """The message where no rank failed by itself: which ranks waited, and for which others.
 
         Args:
-            said: the reasons of the ranks that ended.
+            reasons: of the ranks that ended.
             advice: a sentence about how to go on.
         """
-        late = [r for r in range(1, self.ranks.world) if r not in said]
+        late = [r for r in range(1, self.ranks.world) if r not in reasons]
         notes, number = self._orders.standing(), self._orders.number
         # A rank that has ended this order waits for the next one and is not late. Such ranks are named only if there
         # are no others.
         late = [r for r in late if notes.get(r) != f"ended order {number}"] or late
         doing = "; ".join(f"rank {r} {self._stopped(r)}{notes.get(r, '')}" for r in late)
-        waits = [0, *sorted(said)]
+        waits = [0, *sorted(reasons)]
         who = f"rank{'s' * (len(waits) > 1)} {', '.join(map(str, waits))}"
         return f"{who} waited {where} until the time-out for others: {doing or f'nobody says why ({error})'}. {advice}"
 
@@ -203,9 +204,9 @@ class LeadReference:
         # number.
         weakref.finalize(self, lead.drop, self._number)
 
-    def _asked(self, method: str, *given: Any) -> Any:
+    def _asked(self, method: str, *arguments: Any) -> Any:
         what = f"{method} of a reference"
-        return self._lead.all(together.ask_reference, self._number, method, given, what=what)
+        return self._lead.all(together.ask_reference, self._number, method, arguments, what=what)
 
     def score(self, packed: Packed) -> np.ndarray:
         return self._asked("score", packed)
@@ -239,15 +240,15 @@ class LeadOptimizer(StageOptimizer):
         return self.lead.all(together.state_fingerprint)
 
 
-def lead_optimizer(lead: RankLead, config: Optimizer, given: tuple[Any, ...]) -> LeadOptimizer:
+def lead_optimizer(lead: RankLead, config: Optimizer, arguments: tuple[Any, ...]) -> LeadOptimizer:
     """An optimizer on every rank, each for its own part of the weights."""
     # The other ranks make the plain class. Only rank 0 makes `LeadOptimizer`, which needs the lead.
-    with lead.ordered("make optimizer", (together.make_optimizer, (config, StageOptimizer, given))):
-        together.make_optimizer(lead.state, config, LeadOptimizer, given)
-    made = lead.state.optimizer
-    assert isinstance(made, LeadOptimizer)
-    made.lead = lead
-    return made
+    with lead.ordered("make optimizer", (together.make_optimizer, (config, StageOptimizer, arguments))):
+        together.make_optimizer(lead.state, config, LeadOptimizer, arguments)
+    optimizer = lead.state.optimizer
+    assert isinstance(optimizer, LeadOptimizer)
+    optimizer.lead = lead
+    return optimizer
 
 
 class LeadTrainer(Trainer):
@@ -271,9 +272,9 @@ class LeadTrainer(Trainer):
 def lead_trainer(lead: RankLead, optimizer: Any, micro_tokens: int, version: int) -> LeadTrainer:
     """A trainer on every rank."""
     with lead.ordered("make trainer", (together.make_trainer, (micro_tokens, version))):
-        made = LeadTrainer(lead.state.learner, optimizer, micro_tokens, version, ranks=lead.state.sharing)
-    made.lead, lead.state.trained = lead, made
-    return made
+        trainer = LeadTrainer(lead.state.learner, optimizer, micro_tokens, version, ranks=lead.state.sharing)
+    trainer.lead, lead.state.trained = lead, trainer
+    return trainer
 
 
 class LeadObservers(Observers):

@@ -122,14 +122,14 @@ class RankState:
 # --- the learner ------------------------------------------------------------------------------------------------------
 
 
-def ask_learner(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
+def ask_learner(state: RankState, method: str, arguments: tuple[Any, ...]) -> Any:
     """Calls a method of the learner that reads whole weights; returns its result."""
-    return getattr(state.learner, method)(*given)
+    return getattr(state.learner, method)(*arguments)
 
 
-def ask_followed(state: RankState, method: str, given: tuple[Any, ...]) -> Any:
+def ask_followed(state: RankState, method: str, arguments: tuple[Any, ...]) -> Any:
     """Calls a method of the second learner, whose passes follow a batch's choices of experts; returns its result."""
-    return getattr(_routers(state).followed(), method)(*given)
+    return getattr(_routers(state).followed(), method)(*arguments)
 
 
 def ask_routers(state: RankState, method: str, packed: Packed, replay: bool) -> Any:
@@ -150,18 +150,18 @@ def freeze(state: RankState, number: int, dropped: Sequence[int]) -> str:
         state.references.pop(old, None)
     assert state.mould is not None
     learner = state.learner
-    made = (
+    reference = (
         TensorReference(learner, state.mould)
         if isinstance(learner, TensorLearner)
         else frozen_rows(learner, state.mould, state.ranks)
     )
-    state.references[number] = made
-    return made.digest
+    state.references[number] = reference
+    return reference.digest
 
 
-def ask_reference(state: RankState, number: int, method: str, given: tuple[Any, ...]) -> Any:
+def ask_reference(state: RankState, number: int, method: str, arguments: tuple[Any, ...]) -> Any:
     """Calls a method of a reference; returns its result."""
-    return getattr(state.references[number], method)(*given)
+    return getattr(state.references[number], method)(*arguments)
 
 
 def send_weights(state: RankState) -> None:
@@ -199,14 +199,14 @@ def see_files(state: RankState, folder: str) -> list[str]:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(state: RankState, config: Optimizer, make: Callable[..., StageOptimizer], given: Any) -> None:
+def make_optimizer(state: RankState, config: Optimizer, make: Callable[..., StageOptimizer], arguments: Any) -> None:
     """Makes this rank's optimizer with `make`. As in one process, master copies begin with the rounded weights."""
     learner = state.learner
     if isinstance(learner, TensorLearner):
-        state.optimizer = make(learner.parameters(), config, *given, parts=learner)
+        state.optimizer = make(learner.parameters(), config, *arguments, parts=learner)
         return
     learner.round_masters()
-    state.optimizer = make(learner.parameters(), config, *given, ranks=state.ranks)
+    state.optimizer = make(learner.parameters(), config, *arguments, ranks=state.ranks)
 
 
 def make_trainer(state: RankState, micro_tokens: int, version: int) -> None:
@@ -254,13 +254,13 @@ def read_weights(state: RankState, folder: str) -> None:
 
 
 def _read_weights(state: RankState, path: Path) -> None:
-    saved, own = SavedTensors(path), state.learner.parameters()
+    saved, parameters = SavedTensors(path), state.learner.parameters()
     names = set(saved.shapes)
     # A learner without a reward head reads the saved weights of a reward model, and leaves the head in the file.
-    if not any(n.startswith(REWARD_HEAD) for n in own):
+    if not any(n.startswith(REWARD_HEAD) for n in parameters):
         names = {n for n in names if not n.startswith(REWARD_HEAD)}
-    places = {name: part_of(state.learner, name, p.detach()) for name, p in own.items()}
-    wrong = sorted(names ^ set(own)) or [n for n in own if saved.shapes[n] != places[n].shape]
+    places = {name: part_of(state.learner, name, p.detach()) for name, p in parameters.items()}
+    wrong = sorted(names ^ set(parameters)) or [n for n in parameters if saved.shapes[n] != places[n].shape]
     if wrong:
         raise RunFolderError(
             f"{path} belong to another model: {', '.join(wrong[:4])} differ. Resume with the model the run was started"
@@ -269,16 +269,16 @@ def _read_weights(state: RankState, path: Path) -> None:
     with torch.no_grad():
         for name, place in places.items():
             # Only the box of this rank's rows is read from the files.
-            own[name].copy_(saved.box(name, place.offsets, tuple(place.tensor.shape)))
+            parameters[name].copy_(saved.box(name, place.offsets, tuple(place.tensor.shape)))
 
 
 def read_state(state: RankState, folder: str) -> None:
     """Load this rank's part of an optimizer's state from a folder."""
     assert state.optimizer is not None
-    saved, own, optimizer = SavedTensors(Path(folder) / OPTIMIZER), state.learner.parameters(), state.optimizer
+    saved, parameters, optimizer = SavedTensors(Path(folder) / OPTIMIZER), state.learner.parameters(), state.optimizer
     tensors: dict[str, Tensor] = {}
     for name, shape in saved.shapes.items():
-        parameter = own.get(_parameter(name))
+        parameter = parameters.get(_parameter(name))
         place = None if parameter is None else part_of(state.learner, _parameter(name), parameter.detach())
         # Single numbers are the same on all ranks and are read whole: of the optimizer (`steps`), or of a parameter.
         if place is None or not shape:
@@ -297,7 +297,7 @@ def read_state(state: RankState, folder: str) -> None:
         raise RunFolderError(f"the optimizer state lacks {missing[0]!r}: resume with the model and stage of the run")
     with torch.no_grad():
         for name in masters:
-            own[_parameter(name)].copy_(tensors[name])
+            parameters[_parameter(name)].copy_(tensors[name])
     names_of_optimizer = optimizer.state_tensors().keys()
     optimizer.load_state_tensors({n: t for n, t in tensors.items() if n not in masters or n in names_of_optimizer})
 
@@ -330,16 +330,16 @@ def put_copy(state: RankState, number: int) -> None:
     put_rows(state.learner, state.copies.pop(number))
 
 
-def part_of(learner: RankLearner, name: str, own: Tensor) -> Shard:
-    """This rank's part `own` of a parameter, or of a tensor of the same shape, with its place in the whole."""
+def part_of(learner: RankLearner, name: str, part: Tensor) -> Shard:
+    """This rank's `part` of a parameter, or of a tensor of the same shape, with its place in the whole."""
     if isinstance(learner, TensorLearner):
-        return learner.place(name, own)
+        return learner.place(name, part)
     # Weights are cut along their first dimension: a part begins at its first row, and at 0 in all other dimensions.
-    whole: DTensor = learner.like(name, own)  # type: ignore[assignment]
-    return Shard(name, own, tuple(whole.shape), (first_row(whole), *[0] * (whole.ndim - 1)))
+    whole: DTensor = learner.like(name, part)  # type: ignore[assignment]
+    return Shard(name, part, tuple(whole.shape), (first_row(whole), *[0] * (whole.ndim - 1)))
 
 
-def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
+def _write(state: RankState, path: Path, tensors: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
     """Writes this rank's tensors to its file. With several copies of the weights (`replicas`), the first one is
     written.
 
@@ -356,7 +356,7 @@ def _write(state: RankState, path: Path, own: dict[str, Tensor], parameter: Call
         place = part_of(state.learner, parameter(name), tensor)
         return Shard(name, tensor if first_copy else tensor[:0], place.shape, place.offsets)
 
-    write_part(path, (shard(n, t) for n, t in own.items()), state.ranks.rank, state.ranks.world)
+    write_part(path, (shard(n, t) for n, t in tensors.items()), state.ranks.rank, state.ranks.world)
     # No rank goes on before all files are there: rank 0 renames the folder next.
     state.ranks.every("written")
 

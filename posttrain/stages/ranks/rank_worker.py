@@ -40,7 +40,7 @@ class Proceed:
 
 def serve(rank: int, world: int, path: str, seconds: float, replicas: int = 1) -> None:
     """The main function of a process that the run has started on this machine."""
-    store = FileStore(path, -1)
+    store = FileStore(path, -1)  # -1: torch counts no users of the file
     sys.exit(work(store, rank, world, seconds, replicas, key=store.get(KEY), local=True))
 
 
@@ -59,14 +59,14 @@ def work(
             return 0
         except BaseException as error:
             # The reason goes into the store, which still works when exchanges do not. Rank 0 reads it there.
-            orders.fail(_told(error))
+            orders.fail(_reason(error))
             if not isinstance(error, PosttrainError):
                 tell(traceback.format_exc().rstrip(), file=sys.stderr)
             return 1
     return 0
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """The reason that a rank leaves in the store. It begins with `EXCHANGE` where another rank was the cause."""
     # NotImplementedError is a RuntimeError too, but never comes from an exchange.
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError) and of_exchange(error):
@@ -104,8 +104,8 @@ class RankWorker:
             if isinstance(order, StepOrder):
                 self._step(order)
             else:
-                function, given = order
-                function(self.state, *given)
+                function, arguments = order
+                function(self.state, *arguments)
             self.orders.done()
 
     def _step(self, order: StepOrder) -> None:

@@ -134,10 +134,10 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         implicit = self.roles.implicit
         state.implicit = implicit.fingerprint() if implicit else ""
         # The groups to write are chosen now. `write` is called later, with the checkpoint's folder.
-        written = [(name, groups) for name, groups in ((QUEUE, ended), (REPLAY, kept)) if groups]
+        to_write = [(name, groups) for name, groups in ((QUEUE, ended), (REPLAY, kept)) if groups]
 
         def write(folder: Path) -> None:
-            for name, groups_of_file in written:
+            for name, groups_of_file in to_write:
                 save_groups(folder / name, groups_of_file)
             if implicit is not None:
                 (folder / IMPLICIT).mkdir()
@@ -275,8 +275,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
 def staleness_words(stage: Reinforce, deterministic: bool) -> list[str]:
     """Lines about samples that are older than the weights which learn from them: how old, and with what effect."""
-    a, steps_behind, again = stage.algorithm, stage.most_behind, stage.replay
-    if not steps_behind and again is None:
+    a, steps_behind, replay = stage.algorithm, stage.most_behind, stage.replay
+    if not steps_behind and replay is None:
         return []
     ahead = f"{stage.name}: staleness={stage.staleness}"
     waits = "; new weights wait until all that was asked has ended" if stage.staleness and deterministic else ""
@@ -285,9 +285,10 @@ def staleness_words(stage: Reinforce, deterministic: bool) -> list[str]:
         if steps_behind
         else []
     )
-    if again is not None:
+    if replay is not None:
         lines.append(
-            f"{stage.name}: each step learns again from up to {again.groups} groups of the {again.age} steps before it"
+            f"{stage.name}: each step learns again from up to {replay.groups} groups of the {replay.age} steps before"
+            " it"
         )
     if a.anchor == "start" and not a.correction:
         lines.append(
@@ -313,23 +314,23 @@ def productive_band(report: EvaluationReport) -> str:
             f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."
             f" {report.unmeasured}"
         )
-    left = (
+    left_out = (
         f" ({report.unjudged} of {sum(len(g.episodes) for g in report.groups)} samples could not be judged and are left"
         " out)"
         if report.unjudged
         else ""
     )
     if report.graded:
-        return _spread_before(report) + left
+        return _spread_before(report) + left_out
     (low, high), rate = PRODUCTIVE, report.pass_at[1].mean if report.pass_at else 0.0
     if low <= rate <= high:
-        return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%}){left}"
+        return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%}){left_out}"
     advice = (
         "most groups will be all wrong: teach it more by imitation first"
         if rate < low
         else "most groups will be all right: use harder tasks"
     )
-    return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}{left}"
+    return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}{left_out}"
 
 
 def _spread_before(report: EvaluationReport) -> str:
@@ -339,11 +340,13 @@ def _spread_before(report: EvaluationReport) -> str:
     if not groups:
         return f"{begun}; one sample of a prompt does not tell the spread within a group (evaluation.samples=4 does)"
     share = sum(g.mixed for g in groups) / len(groups)
-    each = min(len(g.episodes) for g in groups)
-    seen = f"{begun}; the answers to one prompt differ in reward on {share:.0%} of the prompts ({each} samples each)"
+    samples = min(len(g.episodes) for g in groups)
+    spread_words = (
+        f"{begun}; the answers to one prompt differ in reward on {share:.0%} of the prompts ({samples} samples each)"
+    )
     if share >= PRODUCTIVE[0]:
-        return f"{seen}: groups have a spread to learn from"
+        return f"{spread_words}: groups have a spread to learn from"
     return (
-        f"{seen}: most groups will have NO SPREAD, and teach nothing. A reward of finer grades, a higher"
+        f"{spread_words}: most groups will have NO SPREAD, and teach nothing. A reward of finer grades, a higher"
         " sampling.temperature, or prompts of another difficulty give it"
     )

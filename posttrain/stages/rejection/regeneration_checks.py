@@ -16,7 +16,7 @@ from posttrain.role.judges.regenerate import RegeneratedAnswer
 from posttrain.system.errors import InvariantError
 
 
-def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[[np.ndarray], str]) -> None:
+def goes_on_from_its_step(a: RegeneratedAnswer, settings: Regenerate, text: Callable[[np.ndarray], str]) -> None:
     """Checks one answer `a` that was generated anew.
 
     The answer must be wrong, its steps must end at the recorded tokens, each completion must begin with the answer's
@@ -30,8 +30,8 @@ def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[
     if e.figure is None or e.right.of(e.figure):
         judged_as = "not judged" if e.figure is None else "right"
         raise InvariantError(f"{named} was {judged_as}: only wrong ones are")
-    by_text = how.by == "completions"
-    ends = token_ends(text, ids, step_lengths(text(ids), how.separator)) if by_text else _scored(e)[0]
+    by_completions = settings.by == "completions"
+    ends = token_ends(text, ids, step_lengths(text(ids), settings.separator)) if by_completions else _scored(e)[0]
     if list(a.ends) != ends:
         raise InvariantError(
             f"{named} has steps that end at tokens {ends}, and was cut at {list(a.ends)}: completions would begin"
@@ -46,7 +46,7 @@ def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[
                     f"{named} has a completion from the end of step {number} that begins with"
                     f" {text(said(c)[:upto])!r}, and not with {text(ids[:upto])!r}: it goes on from another place"
                 )
-    kept = _furthest(a) if by_text else _right_by_scores(e, how.at)
+    kept = _furthest(a) if by_completions else _right_by_scores(e, settings.at)
     if a.kept != kept:
         raise InvariantError(
             f"{named} keeps {a.kept} of its {len(ends)} steps, and the first wrong one comes after {kept}: right steps"
@@ -54,16 +54,16 @@ def goes_on_from_its_step(a: RegeneratedAnswer, how: Regenerate, text: Callable[
         )
     # Bisection ends with two neighbours: the last right step, and the step after it, which was asked and found wrong.
     # If that is the last step of the answer, it was not asked, since the whole answer is wrong.
-    if by_text and kept + 1 < len(ends) and kept + 1 not in a.asked:
+    if by_completions and kept + 1 < len(ends) and kept + 1 not in a.asked:
         raise InvariantError(
             f"{named} was right from the end of step {kept} of {len(ends)}, and step {kept + 1} was not asked: nothing"
             " says that it is the first wrong one"
         )
 
 
-def said_anew(a: RegeneratedAnswer, how: Regenerate) -> tuple[Episode, ...]:
+def said_anew(a: RegeneratedAnswer, settings: Regenerate) -> tuple[Episode, ...]:
     """The completions that go on from the end of the last right step; () where there are none."""
-    kept = _right_by_scores(a.episode, how.at) if how.by == "scores" else _furthest(a)
+    kept = _right_by_scores(a.episode, settings.at) if settings.by == "scores" else _furthest(a)
     return a.asked.get(kept, ())
 
 

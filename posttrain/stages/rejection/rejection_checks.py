@@ -67,7 +67,7 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
             return reward >= max(others) and (above is None or reward > above)
         case TopShare(share=share, above=above):
             # Of equal rewards any may be kept, so only the completions with a higher reward count. At least one
-            # completion is always kept.
+            # completion is always kept. 1e-6: in floats .29 * 100 is a bit less than 29.
             better = sum(x > reward for x in others)
             return better < max(1, int(share * len(others) + 1e-6)) and (above is None or reward > above)
         case _:
@@ -91,9 +91,9 @@ def kept_was_played(kept: Sequence[Candidate], played: Mapping[Place, Episode]) 
             )
         reward = outcome(e.verdicts)
         if reward is None or reward != c.reward:
-            told = "was not judged" if reward is None else f"earned {reward:g}"
+            fact = "was not judged" if reward is None else f"earned {reward:g}"
             raise InvariantError(
-                f"a completion of task {c.prompt!r} is kept with reward {c.reward:g}, and it {told}: {e.text!r:.80}."
+                f"a completion of task {c.prompt!r} is kept with reward {c.reward:g}, and it {fact}: {e.text!r:.80}."
                 " What nobody could judge is neither right nor wrong, and stays out"
             )
         if e.stop.cut:
@@ -160,9 +160,9 @@ def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, 
         taken: steps that the optimizer has taken.
     """
     if stage.method.weights == "start" and (now != start or taken):
-        told = "other weights" if now != start else f"an optimizer that has taken {taken} steps"
+        trained = "other weights" if now != start else f"an optimizer that has taken {taken} steps"
         raise InvariantError(
-            f"round {round} trains {told}, and method.weights=start begins every round with the weights that stage"
+            f"round {round} trains {trained}, and method.weights=start begins every round with the weights that stage"
             f" {stage.name!r} started from and a new optimizer: rounds would add up, and what the first one kept would"
             " be imitated again and again"
         )
@@ -199,18 +199,18 @@ def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejec
             f" a step ({kept} are kept, {stage.name}.batch={stage.batch}, {stage.name}.general={stage.general:g}): some"
             " are lost or doubled"
         )
-    own = [r for r, e in zip(rows_of(batch), batch.sequence_S.tolist(), strict=True) if e < whole[batch.episodes]]
+    imitated = [r for r, e in zip(rows_of(batch), batch.sequence_S.tolist(), strict=True) if e < whole[batch.episodes]]
     # The difference of two multisets. A sequence that is in the minibatch more often than it was kept remains too.
-    strange = Counter(own) - Counter(dict(rows))
+    strange = Counter(imitated) - Counter(dict(rows))
     if strange:
         prompt, said = next(iter(strange))
         # The first half of the second part are ids, the other half flags (`Row`).
         ids = np.frombuffer(said, np.int32)
         raise InvariantError(
-            f"{strange.total()} of {len(own)} imitated sequences are no kept completion under the prompt of its task,"
-            f" such as {text(ids[: len(ids) // 2])!r} after {text(np.frombuffer(prompt, np.int32))!r}. A completion was"
-            " moved to another prompt, changed, doubled, or taken from elsewhere; one that was sampled with a hint is"
-            " imitated without it"
+            f"{strange.total()} of {len(imitated)} imitated sequences are no kept completion under the prompt of its"
+            f" task, such as {text(ids[: len(ids) // 2])!r} after {text(np.frombuffer(prompt, np.int32))!r}. A"
+            " completion was moved to another prompt, changed, doubled, or taken from elsewhere; one that was sampled"
+            " with a hint is imitated without it"
         )
 
 
@@ -258,6 +258,7 @@ class RejectionCheck(Observer):
         self._start = start
         """Fingerprint of the weights that the stage started from; '' before its first round."""
         self._asked_with = ""
+        """Fingerprint of the weights that sampled the round; '' in a stage that is resumed inside it."""
         self._played: dict[Place, Episode] = {}
         self._prompts: dict[str, np.ndarray] = {}
         self._rewards: dict[str, list[float]] = {}
@@ -319,13 +320,13 @@ class RejectionCheck(Observer):
     def _take_regenerated(self, roles: RejectionRoles, event: RegeneratedEvent) -> None:
         """Note the regenerated completions as played, but only those that go on from the last right step. So
         `kept_was_played` raises if another one is kept."""
-        how = roles.stage.method.regenerate
-        assert how is not None  # nothing else makes the event
+        settings = roles.stage.method.regenerate
+        assert settings is not None  # nothing else makes the event
         text = roles.rollout.dialogue("").text
         shared: set[Episode] = set()
         for a in event.answers:
-            goes_on_from_its_step(a, how, text)
-            for c in said_anew(a, how):
+            goes_on_from_its_step(a, settings, text)
+            for c in said_anew(a, settings):
                 if c in shared:
                     continue
                 shared.add(c)

@@ -154,8 +154,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         Raises:
             ConfigError: a model judges the answers, and completions are judged by the environment alone.
         """
-        how, stage, rollout = self.stage.method.regenerate, self.stage, self.setting.rollout
-        if how is None:
+        regenerate, stage, rollout = self.stage.method.regenerate, self.stage, self.setting.rollout
+        if regenerate is None:
             return None
         by_steps = [j for j in rollout.judges if isinstance(j, StepJudge | GenerativeStepJudge)]
         # A judge that only scores steps pays nothing. So a completion's reward is whole without it.
@@ -164,9 +164,9 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         if paying:
             raise ConfigError(stage.judged_alone(paying[0]))
         sampling = self.parts.sampling(stage)
-        asks = StepLabeling(name=stage.name, separator=how.separator, completions=how.completions)
+        labeling = StepLabeling(name=stage.name, separator=regenerate.separator, completions=regenerate.completions)
         ends = TokenEnds(rollout.dialogue("").text)
-        return Regenerator(StepLabeler(rollout, asks, sampling, ends, stream_of(stage)), how)
+        return Regenerator(StepLabeler(rollout, labeling, sampling, ends, stream_of(stage)), regenerate)
 
     @property
     def _file(self) -> str:
@@ -238,6 +238,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         with self.clock.of("learn"):
             candidates = drawn(self._kept, stage.own, s.position, (roles.run.seed, stage.name, s.round))
             batch = await self._batch(candidates, work.index)
+        # `first=False`: what is imitated has no log-probs of the sampler to compare with (`imitation`).
         step = await learn_from(
             roles, DataBatch(work.index, batch), Likelihood(), "kept completion", sampled, first=False
         )
@@ -307,20 +308,20 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         # numbers of the demonstrations come after those of the completions.
         sequence = [i for i, c in enumerate(ones) for _ in c.segments]
         weights = [np.ones(sum(s.spoken for s in segments))]
-        if (shown := imitating(stage)) is not None:
-            texts = await demonstrated(
+        if (settings := imitating(stage)) is not None:
+            demonstrations = await demonstrated(
                 roles.environment,
                 roles.renderer,
                 roles.dialogue,
-                shown,
+                settings,
                 seed=roles.run.seed,
-                step=index - 1,
+                step=index - 1,  # steps are counted from 1, minibatches of the data from 0
                 context=roles.context,
             )
-            texts = texts[: stage.shown_beside(len(ones))]
-            weights += [t.weight_M for t in texts]
-            sequence += [len(ones) + i for i, t in enumerate(texts) for _ in t.segments]
-            segments += [s for t in texts for s in t.segments]
+            demonstrations = demonstrations[: stage.shown_beside(len(ones))]
+            weights += [t.weight_M for t in demonstrations]
+            sequence += [len(ones) + i for i, t in enumerate(demonstrations) for _ in t.segments]
+            segments += [s for t in demonstrations for s in t.segments]
         return imitated(segments, sequence, np.concatenate(weights))
 
     def remember(self, asked: RejectionWork, step: Step) -> Step:
@@ -335,7 +336,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return super().enough(report)
 
 
-def nothing_kept(stage: Rejection, asked: RoundSamples, found: Selection, round: int) -> str:
+def nothing_kept(stage: Rejection, asked: RoundSamples, selection: Selection, round: int) -> str:
     """Returns the message about a round that kept nothing, with what to change."""
     m, name = stage.method, stage.name
     seen = f"{asked.judged} of {asked.judged + asked.unjudged} completions of {asked.prompts} prompts were judged"

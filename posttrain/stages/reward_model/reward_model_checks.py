@@ -59,8 +59,8 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
     score: torch.Tensor = rewards.score
     parameters = dict(learner.parameters())
     head = {n: p for n, p in parameters.items() if n.startswith(HEAD)}
-    deaf = [n for n, p in head.items() if not p.requires_grad]
-    if not deaf and score.requires_grad:
+    without_gradient = [n for n, p in head.items() if not p.requires_grad]
+    if not without_gradient and score.requires_grad:
         # `autograd.grad` returns the gradients. `backward` would store them on the parameters, and the first step needs
         # parameters without gradients.
         gradients = torch.autograd.grad(score.sum(), list(parameters.values()), allow_unused=True)
@@ -69,16 +69,16 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
             for n, gradient in zip(parameters, gradients, strict=True)
             if gradient is not None and bool(held(gradient).any())
         }
-        deaf = [n for n in head if n not in with_gradient]
+        without_gradient = [n for n in head if n not in with_gradient]
         beneath = any(n not in head for n in with_gradient)
     else:
         # The error about the head is enough; the weights beneath it are not looked at.
-        deaf, beneath = list(head), True
+        without_gradient, beneath = list(head), True
     learner.train_mode(False)
-    if deaf or not head:
+    if without_gradient or not head:
         raise InvariantError(
-            f"{', '.join(deaf) or 'the reward head'} gets no gradient from the score that it makes: it would stay as it"
-            " was drawn. Look for a detach, a hook, or requires_grad=False in the reward head"
+            f"{', '.join(without_gradient) or 'the reward head'} gets no gradient from the score that it makes: it"
+            " would stay as it was drawn. Look for a detach, a hook, or requires_grad=False in the reward head"
         )
     if not beneath:
         raise InvariantError(
@@ -136,12 +136,12 @@ def expected_loss(
         # R are the scores. A label: -log sigmoid(+-R). A pair: -log sigmoid(R_c - R_r - margin), by Bradley and Terry.
         # A ranking: the mean over its pairs (2203.02155), or Plackett-Luce, sum_k log sum_(i >= k) exp(R_i - R_k).
         if isinstance(j, Label):
-            loss = _below(r[0] if j.good else -r[0])
+            loss = _minus_log_sigmoid(r[0] if j.good else -r[0])
         elif isinstance(j, Pair):
-            loss = _below(r[0] - r[1] - ((j.margin or 0.0) if stage.margin else 0.0))
+            loss = _minus_log_sigmoid(r[0] - r[1] - ((j.margin or 0.0) if stage.margin else 0.0))
         elif stage.pairs:
             gaps = [r[a] - r[b] for a in range(len(r)) for b in range(a + 1, len(r))]
-            loss = sum(map(_below, gaps)) / len(gaps)
+            loss = sum(map(_minus_log_sigmoid, gaps)) / len(gaps)
         else:
             loss = sum(float(np.logaddexp.reduce(r[k:])) - r[k] for k in range(len(r) - 1))
         if len(r) > 1:
@@ -151,26 +151,26 @@ def expected_loss(
             assert logps is not None
             # The language head is trained besides (2406.10216): on the chosen completion, or on the pair as DPO is.
             x = logps[0] if stage.regularise == "sft" else logps[0] - logps[1]
-            loss = (1 - stage.alpha) * loss + stage.alpha * _below(stage.beta * x)
+            loss = (1 - stage.alpha) * loss + stage.alpha * _minus_log_sigmoid(stage.beta * x)
         total += weight * loss
     return total / sum(weights)
 
 
-def _below(x: float) -> float:
+def _minus_log_sigmoid(x: float) -> float:
     """-log sigmoid(x)"""
     # Stable for both signs: exp gets no positive number.
     return math.log1p(math.exp(-abs(x))) + max(-x, 0.0)
 
 
-def loss_is(said: float, expected: float, dtype: str) -> None:
-    """Checks that the loss `said` of a minibatch is the `expected` one of its definition.
+def loss_is(loss: float, expected: float, dtype: str) -> None:
+    """Checks that the `loss` of a minibatch is the `expected` one of its definition.
 
     Raises:
         InvariantError: it is another number.
     """
-    if not abs(said - expected) <= APART[dtype] * max(1.0, abs(expected)):
+    if not abs(loss - expected) <= APART[dtype] * max(1.0, abs(expected)):
         raise InvariantError(
-            f"the loss of this minibatch is {said:.6g}, and that of its judgements with the same scores is"
+            f"the loss of this minibatch is {loss:.6g}, and that of its judgements with the same scores is"
             f" {expected:.6g} by its definition. Look at the sign of the margin, which of two is the chosen one, the"
             " weights of the judgements, and what is added (centre, regularise)"
         )
@@ -222,10 +222,12 @@ class RankingCheck(Observer):
         ratio_M = logp_M.astype(np.float64)
         if reference is not None:
             reference_unmoved(reference)
-            now_M, heat = reference.score(batch), batch.sampling.temperature
-            reference_says(batch[REFERENCE], now_M, unmeasured(dtype, heat), "the reference log-probs in the minibatch")
+            now_M, temperature = reference.score(batch), batch.sampling.temperature
+            reference_says(
+                batch[REFERENCE], now_M, unmeasured(dtype, temperature), "the reference log-probs in the minibatch"
+            )
             if self._first:
-                starts_at_reference(logp_M, now_M, dtype, lambda: roles.learner.exact(batch), heat)
+                starts_at_reference(logp_M, now_M, dtype, lambda: roles.learner.exact(batch), temperature)
             ratio_M -= now_M
         return np.bincount(batch.segment_M, ratio_M, len(batch.lengths_S))
 

@@ -71,20 +71,20 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
             reference=frozen_start(self, checkpoint) if stage.regularise == "dpo" else None,
             ends=TokenEnds(setting.rollout.dialogue("").text),
         )
-        held = heldout_of_kind(setting.environment, stage.judgement)
-        self._heldout = fitting(stage, held, parts.renderer, context)
+        heldout = heldout_of_kind(setting.environment, stage.judgement)
+        self._heldout = fitting(stage, heldout, parts.renderer, context)
         await self.watch.begin(self.roles)
         return self._ask, self._learn
 
     async def _ask(self, index: int) -> DataBatch:
-        h, stage, seed = self.roles, self.stage, self.parts.run.seed
+        roles, stage, seed = self.roles, self.stage, self.parts.run.seed
         with self.clock.of("data"):
-            tasks = walk(h.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
-            judged = drawn(h.environment, tasks, stage.judgement, seed=seed, stage=stage.name)
-            batch = reward_batch(judged, stage, h.renderer, h.context, h.ends)
-        if h.reference is not None:
+            tasks = walk(roles.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
+            judged = drawn(roles.environment, tasks, stage.judgement, seed=seed, stage=stage.name)
+            batch = reward_batch(judged, stage, roles.renderer, roles.context, roles.ends)
+        if roles.reference is not None:
             with self.clock.of("score"):
-                batch = batch.having({REFERENCE: h.reference.score(batch)})
+                batch = batch.having({REFERENCE: roles.reference.score(batch)})
         return DataBatch(index, batch)
 
     async def _learn(self, work: DataBatch) -> Step:
@@ -100,9 +100,11 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
 
     def agree(self) -> AgreementReport | None:
         """How often the scores order held-out completions as they were judged."""
-        h = self.roles
+        roles = self.roles
         with self.clock.of("evaluate"):
-            return heldout_agreement(self._heldout, self.stage, h.learner, h.renderer, h.context, h.ends)
+            return heldout_agreement(
+                self._heldout, self.stage, roles.learner, roles.renderer, roles.context, roles.ends
+            )
 
 
 def labelled(parts: RunParts, stage: RewardModel) -> Environment:
@@ -112,6 +114,6 @@ def labelled(parts: RunParts, stage: RewardModel) -> Environment:
     args = {"judged": "steps", "separator": stage.separator}
     # As many of these rows are held out as the stage's environment would hold out tasks.
     config = Env(name="prompts", prompts=str(rows), args=args, heldout=parts.run.env_of(stage).heldout)
-    found = environment(config, parts.run.seed)
-    parts.say(f"{stage.name}: {len(found.abilities.rows or ())} answers that {stage.labels_of} labelled")
-    return found
+    labelled_environment = environment(config, parts.run.seed)
+    parts.say(f"{stage.name}: {len(labelled_environment.abilities.rows or ())} answers that {stage.labels_of} labelled")
+    return labelled_environment

@@ -106,15 +106,15 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
             if self.parts.run.record_episodes:
                 self.parts.book.write_episodes(stage.name, work.index, Credit((), 0.0), work.experience.played)
             self._write(work)
-        seen = roles.watch.take()
+        report = roles.watch.take()
         gauges = merge(
             {**rollout_gauges(work.experience, Credit((), 0.0)), **unjudged_gauges(work)},
             work.engine,
             label_gauges(work),
-            seen.gauges,
+            report.gauges,
             {"optim/steps": Gauge(0, 1)},
         )
-        step = Step(stage.name, work.index, self.trainer.version, gauges, self.clock.take(), seen.notes)
+        step = Step(stage.name, work.index, self.trainer.version, gauges, self.clock.take(), report.notes)
         return await roles.watch.after(step)
 
     def _write(self, work: LabelWork) -> None:
@@ -126,7 +126,7 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         # `keep` writes the whole file into a new folder, which then replaces the old one. So no row is ever half
         # written. In ASCII, since a line separator of Unicode in an answer would cut its row in two for `splitlines`.
         text = "".join(json.dumps(r) + "\n" for r in rows)
-        self.parts.book.keep(name, lambda folder: _text(folder / ROWS, text))
+        self.parts.book.keep(name, lambda folder: _write_text(folder / ROWS, text))
 
     def remember(self, asked: LabelWork, step: Step) -> Step:
         self.state.cursor = self.roles.prompts.cursor
@@ -139,7 +139,7 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         return step
 
 
-def _text(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
