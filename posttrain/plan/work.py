@@ -159,7 +159,7 @@ class Work:
     def linear(self) -> dict[str, tuple[int, int, int]]:
         """(inputs, outputs, how many) of the linear layers of the decoder, experts left out."""
         s, x = self.shape, self.shape.experts
-        q, kv, dense = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.layers if x is None else x.dense
+        q, kv, dense = s.heads * s.head_dim, s.kv_heads * s.head_dim, min(s.layers, x.dense if x else s.layers)
         layers = {"q_proj": (s.hidden, q, s.layers), "k_proj": (s.hidden, kv, s.layers)}
         layers |= {"v_proj": (s.hidden, kv, s.layers), "o_proj": (q, s.hidden, s.layers)}
         if s.form.gated:

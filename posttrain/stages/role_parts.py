@@ -75,9 +75,11 @@ def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: s
         return same_reference(driver, parts.freeze())
     # The learner has the checkpoint's weights. They are put aside while the kept weights are loaded and frozen.
     now = snapshot(parts.learner)
-    load_kept(parts, driver.progress, name or starts(parts.run.stages, driver.stage))
-    reference = parts.freeze()
-    restore(parts.learner, now)
+    try:
+        load_kept(parts, driver.progress, name or starts(parts.run.stages, driver.stage))
+        reference = parts.freeze()
+    finally:
+        restore(parts.learner, now)
     return same_reference(driver, reference)
 
 

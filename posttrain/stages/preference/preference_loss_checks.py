@@ -156,7 +156,6 @@ class PreferenceLossCheck(Observer):
         # compared.
         self._total: float = kept.get("sum", np.nan)
         self._count: float = kept.get("count", np.nan)
-        self._elsewhere: float | None = None
         self._noted = False
         """Whether the note about pieces that are not covered was given."""
 

@@ -37,7 +37,6 @@ from posttrain.role.learning.demonstrations import demonstrated, imitated, imita
 from posttrain.role.learning.rejection_selection import (
     Candidate,
     RoundSamples,
-    Selection,
     candidates_of,
     drawn,
     hinted_task,
@@ -260,7 +259,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             self._restart()
         # After the weights are loaded, since the check of this event compares them.
         roles.watch.emit(KeptEvent(s.round, s.improvement, self._kept))
-        notes = () if self._kept else (nothing_kept(self.stage, self._asked, selection, s.round),)
+        notes = () if self._kept else (nothing_kept(self.stage, self._asked, s.round),)
         return merge(sampled, selection.gauges(self._asked, s.round)), notes
 
     def _take_in(self, work: RejectionWork) -> Gauges:
@@ -336,7 +335,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return super().enough(report)
 
 
-def nothing_kept(stage: Rejection, asked: RoundSamples, selection: Selection, round: int) -> str:
+def nothing_kept(stage: Rejection, asked: RoundSamples, round: int) -> str:
     """Returns the message about a round that kept nothing, with what to change."""
     m, name = stage.method, stage.name
     seen = f"{asked.judged} of {asked.judged + asked.unjudged} completions of {asked.prompts} prompts were judged"
