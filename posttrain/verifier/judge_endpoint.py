@@ -58,6 +58,8 @@ class RubricJudge:
     _model: RemoteModel | None = None
     _kept: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict[bytes, "asyncio.Task[Verdict]"])
     _counts: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    _retried: int = 0
+    """Repeated tries of the endpoint that the gauge has."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: LoopThread = field(default_factory=lambda: LoopThread("posttrain-judge-endpoint"))
 
@@ -130,7 +132,7 @@ class RubricJudge:
 
     async def _judged(self, prompt: str) -> Verdict:
         """Asks the judge until its answer has the form that was asked for, at most `DRAWS` times."""
-        begun, retried_before, text = time.monotonic(), self.endpoint.retried, ""
+        begun, text = time.monotonic(), ""
         try:
             model = self._model = self._model or await self._looked_up()
             for draw in range(DRAWS):
@@ -149,7 +151,9 @@ class RubricJudge:
             return Verdict.failed("outage", f"{error}{NO_CHAT if chat_refused else ''}")
         finally:
             self._count("seconds", time.monotonic() - begun)
-            self._count("retried", float(self.endpoint.retried - retried_before))
+            # The endpoint counts for all judgements that run at once. Whichever ends first adds what is new.
+            retried, self._retried = self.endpoint.retried - self._retried, self.endpoint.retried
+            self._count("retried", float(retried))
         wanted = f"{self.settings.answer} from {self.settings.low:g} to {self.settings.high:g}"
         return Verdict.failed("unreadable", f"{self.name} was asked for {wanted} and said {text[:QUOTED]!r}")
 
