@@ -81,8 +81,8 @@ class RubricJudge:
             connections=settings.parallel,
             silent=SILENT,
         )
-        exact = RESOLUTION if reward.resolution is None else reward.resolution
-        return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, exact)
+        resolution = RESOLUTION if reward.resolution is None else reward.resolution
+        return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, resolution)
 
     def check(self, tasks: Sequence[Task]) -> None:
         """DataError where a task lacks a column that the rubric names."""
@@ -164,12 +164,12 @@ class RubricJudge:
         except ConfigError as error:
             raise ConfigError(f"{self.name}: set judge.model. {error}") from error
 
-    def _request(self, look: RemoteModel, prompt: str, draw: int) -> tuple[str, dict[str, Any]]:
+    def _request(self, remote: RemoteModel, prompt: str, draw: int) -> tuple[str, dict[str, Any]]:
         """(path, body). The first draw is the most probable answer; the later ones are drawn."""
         settings, chat = self.settings, self.settings.api == "chat"
-        body: dict[str, Any] = {"model": look.model, "temperature": min(draw, 1), "seed": draw}
+        body: dict[str, Any] = {"model": remote.model, "temperature": min(draw, 1), "seed": draw}
         # OpenAI's newer models refuse `max_tokens` in chat, and compatible servers may not know the other name.
-        body["max_completion_tokens" if chat and look.dialect == "openai" else "max_tokens"] = settings.max_tokens
+        body["max_completion_tokens" if chat and remote.dialect == "openai" else "max_tokens"] = settings.max_tokens
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         if settings.answer == "json":
             schema = {"name": "verdict", "strict": True, "schema": self.rubric.schema}

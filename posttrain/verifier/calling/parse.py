@@ -73,12 +73,12 @@ def parse(text: str, format: str) -> Parsed:
     return Parsed(reasoning.strip(), content.strip(), tuple(calls))
 
 
-def _read(text: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
-    """The calls that `how` reads from a text; one `Malformed` where it cannot."""
+def _read(text: str, reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
+    """The calls that `reader` reads from a text; one `Malformed` where it cannot."""
     if len(text) > read_data.LONGEST:
         return [_bad(text, f"longer than {read_data.LONGEST} characters")]
     try:
-        return [ToolCall(name, arguments) for name, arguments in how(text)]
+        return [ToolCall(name, arguments) for name, arguments in reader(text)]
     except Unreadable as error:
         return [_bad(text, str(error))]
 
@@ -117,8 +117,8 @@ def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]
     yield text[at:], None
 
 
-def _in_tags(text: str, begin: str, end: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Found:
-    """The calls between these tags, each piece read by `how`, and the text outside the tags."""
+def _in_tags(text: str, begin: str, end: str, reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Found:
+    """The calls between these tags, each piece read by `reader`, and the text outside the tags."""
     content: list[str] = []
     calls: list[ToolCall | Malformed] = []
     for piece, end_tag in _tagged(text, begin, end):
@@ -127,7 +127,7 @@ def _in_tags(text: str, begin: str, end: str, how: Callable[[str], list[tuple[st
         elif end_tag == "":
             calls.append(_bad(begin + piece, f"{begin} is never closed by {end}"))
         else:
-            calls += _read(piece, how)
+            calls += _read(piece, reader)
     return "".join(content), calls
 
 
@@ -147,6 +147,7 @@ def _llama(text: str) -> Found:
         except Unreadable as error:
             calls.append(_bad(stripped[at:], str(error)))
             break
+        # The value is parsed already. `_read` limits its length, and makes a wrong call a `Malformed`.
         calls += _read(stripped[at:end], lambda _, v=value: [read_data.object_call(v, "name", "parameters")])
         following = re.compile(r"\s*(;?)\s*").match(stripped, end)
         assert following is not None
@@ -278,9 +279,9 @@ def _marked_up(
     return [(read_data.name_of(call_match["name"].strip()), arguments)]
 
 
-def _called(how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Callable[[str], Found]:
-    """A format of calls between `<tool_call>` tags, each piece read by `how`."""
-    return lambda text: _in_tags(text, "<tool_call>", "</tool_call>", how)
+def _called(reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Callable[[str], Found]:
+    """A format of calls between `<tool_call>` tags, each piece read by `reader`."""
+    return lambda text: _in_tags(text, "<tool_call>", "</tool_call>", reader)
 
 
 _GLM_SHAPE = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"

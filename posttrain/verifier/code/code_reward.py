@@ -46,8 +46,8 @@ MOST_BLOCKS = 64
 MOST_SECONDS = 2.0
 """The most seconds of that search. If it takes longer, the last block is the program."""
 _STATEMENT = re.compile(
-    # An indented or empty line, a comment, a decorator, a closing bracket, a string; `def f(`, `class A:`; `import
-    # math`.
+    # An indented or empty line, a comment, a decorator, a closing bracket, a string; `def f(`, `class A:`;
+    # `import math`.
     r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$"
     r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"  # `from a import b`, `for x in y:`
     # `else:`, `return x`, `print(`.
@@ -106,7 +106,7 @@ class Code:
         self.weak = weak
         self.seconds = seconds
         self._owned = owned or sandbox is None
-        self._taken: Gauges = {}
+        self._new_gauges: Gauges = {}
         self.sandbox = sandbox or open_sandbox()
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -120,7 +120,7 @@ class Code:
     def gauges(self) -> Gauges:
         """Since the last call: seconds to judge a response, overall and by kind of verdict; tests that wait for the
         sandbox at each new test; and attempts of a program to reach a network, all refused."""
-        taken, self._taken = merge(self._taken, {"network": Gauge(*self.sandbox.network.take())}), {}
+        taken, self._new_gauges = merge(self._new_gauges, {"network": Gauge(*self.sandbox.network.take())}), {}
         return {f"verifier/{self.name}/{name}": gauge for name, gauge in taken.items()}
 
     async def verdict(self, task: Task, text: str) -> Verdict:
@@ -132,7 +132,7 @@ class Code:
         except (SandboxBroken, SandboxUnavailableError) as error:
             verdict = Verdict.failed("sandbox", str(error))
         took = Gauge(time.monotonic() - begun, 1)
-        self._taken = merge(self._taken, {"seconds": took, f"kind/{verdict.kind or 'passed'}": took})
+        self._new_gauges = merge(self._new_gauges, {"seconds": took, f"kind/{verdict.kind or 'passed'}": took})
         return verdict
 
     async def program(self, tests: Sequence[Test], text: str) -> str:
@@ -173,7 +173,7 @@ class Code:
             if spent > self.seconds:
                 outcomes.append(Outcome("timeout", f"the tests together took longer than {self.seconds:g} s"))
             else:
-                self._taken = merge(self._taken, {"queue": Gauge(self.sandbox.waiting, 1)})
+                self._new_gauges = merge(self._new_gauges, {"queue": Gauge(self.sandbox.waiting, 1)})
                 outcomes.append(await self.outcome(program, test))
                 spent += outcomes[-1].seconds
             # The score is 0 from the first failure on, so the other tests need not run.

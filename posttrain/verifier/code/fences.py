@@ -121,26 +121,26 @@ def _marked(text: str) -> list[Block]:
     return blocks
 
 
-def _tagged(text: str, opened: re.Match[str]) -> tuple[Block | None, int]:
+def _tagged(text: str, opening: re.Match[str]) -> tuple[Block | None, int]:
     """The block of a tag or a comment, and the position after it.
 
     The block is None for a comment, and for tags around code within one line.
     """
-    begin = opened.end()
-    if opened["comment"]:
+    begin = opening.end()
+    if opening["comment"]:
         end = text.find("-->", begin)
         return None, len(text) if end < 0 else end + 3
-    tag = opened["tag"] or opened["answer"] or opened["upper"]
-    closing = f"[/{tag}]" if opened["upper"] else f"</{tag}>"
+    tag = opening["tag"] or opening["answer"] or opening["upper"]
+    closing = f"[/{tag}]" if opening["upper"] else f"</{tag}>"
     end = text.find(closing, begin)
     body = text[begin:] if end < 0 else text[begin:end]
     after = len(text) if end < 0 else end + len(closing)
-    if opened["answer"]:
+    if opening["answer"]:
         return Block("answer", "", body), after
     # `<code>x</code>` inside a sentence is a name and no block.
     if "\n" not in body.strip("\n"):
         return None, after
-    if opened["upper"]:
+    if opening["upper"]:
         return Block("tag", "python", body.lstrip("\n")), after
     return Block("tag", "", html.unescape(INNER.sub("", body)).lstrip("\n")), after
 
@@ -168,11 +168,11 @@ def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fenc
         fence: the opening fence.
     """
     # All lines with a fence were found once. The search begins at the first of them inside the block.
-    first = bisect.bisect_left(lines, begin, key=lambda found: found.start())
+    first = bisect.bisect_left(lines, begin, key=lambda fence_line: fence_line.start())
     for line in lines[first : first + MOST_FENCES]:
         # As in CommonMark: the closing fence is of the same character and at least as long.
-        short = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
-        if short or len(line["indent"].expandtabs(4)) > column + DEEPER:
+        cannot_close = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
+        if cannot_close or len(line["indent"].expandtabs(4)) > column + DEEPER:
             continue
         # A fence alone in its line closes the block. A fence with a word behind it opens another block, so this block
         # was never closed by a line.

@@ -139,14 +139,14 @@ def spelled(text: str) -> str:
     # Stripped a second time, because `_ascii` may have made a full stop or a dollar sign of another character.
     text = _stripped(_ascii(text))
     text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
-    for pattern, by in _NAMES:
-        text = pattern.sub(by, text)
+    for pattern, replacement in _NAMES:
+        text = pattern.sub(replacement, text)
     text = _stripped(text)
     # A set in words is recognised with or without a text command around it: `\text{no solution}`.
     bare = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text).strip()
     text = next((name for pattern, name in _WRITTEN if pattern.fullmatch(bare)), text)
-    for pattern, by in _PLAIN:
-        text = pattern.sub(by, text)
+    for pattern, replacement in _PLAIN:
+        text = pattern.sub(replacement, text)
     text = _ORDINAL.sub(_cardinal, text)
     # `\over` takes all of the group around it. The whole text may be that group, so it is put in braces first.
     if "\\over" in text or "\\choose" in text:

@@ -50,7 +50,7 @@ class PooledSource:
 
     async def __call__(self, attempt: Attempt) -> Judged:
         try:
-            verdict = (await self.pool.ask(([_sent(attempt)], None))).one
+            verdict = (await self.pool.ask(([_attempt_parts(attempt)], None))).one
         except Exception as error:  # a column that cannot be pickled, a pool that was closed
             verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
         return self._judged(verdict)
@@ -59,7 +59,7 @@ class PooledSource:
         """One verdict for each attempt, from one call in one worker. Where the call fails, all of them failed: it is
         not known which answer made it fail."""
         try:
-            answer = await self.pool.ask(([_sent(a) for a in attempts], (at.step, at.steps)))
+            answer = await self.pool.ask(([_attempt_parts(a) for a in attempts], (at.step, at.steps)))
         except Exception as error:
             answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
         verdicts = list(answer.verdicts)
@@ -108,7 +108,7 @@ def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
     return answer
 
 
-def _sent(a: Attempt) -> tuple[Any, ...]:
+def _attempt_parts(a: Attempt) -> tuple[Any, ...]:
     """Returns the parts of an attempt that the worker gets."""
     return (a.task, a.turns, a.stop, a.state, a.ids)
 

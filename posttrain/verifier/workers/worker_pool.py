@@ -134,10 +134,10 @@ class WorkerPool:
     def submit(self, request: Any) -> Future[WorkerAnswer]:
         """A future of the answer. Raises here if the request cannot be pickled."""
         call = _Call(packed(request), Future(), time.monotonic())
-        late = self._shared.threads.put(call)
-        if late is None:
+        waiting = self._shared.threads.put(call)
+        if waiting is None:
             raise RuntimeError(f"the workers of {self.name!r} were closed")
-        self._shared.count("queue", late)
+        self._shared.count("queue", waiting)
         return call.future
 
     async def ask(self, request: Any) -> WorkerAnswer:
@@ -165,6 +165,7 @@ class WorkerPool:
 
 def _serve(s: _PoolState, calls: Iterator[_Call]) -> None:
     """Runs in each thread: answers requests with one worker, and keeps the worker as long as it works."""
+    # At most one worker. In a list the functions below can put one in and take it out.
     held: list[Worker] = []
     try:
         for call in calls:
@@ -260,8 +261,8 @@ def _start(s: _PoolState, held: list[Worker]) -> None:
     # If the pool was closed during the start, `close` did not know this worker, so it is ended here.
     with s.lock:
         s.workers[worker] = begin
-        late = s.threads.closed
-    if late:
+        closed_meanwhile = s.threads.closed
+    if closed_meanwhile:
         _drop(s, held)
         raise WorkerError("start", "the pool was closed")
 
