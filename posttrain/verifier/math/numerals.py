@@ -115,7 +115,8 @@ def _bare(text: str) -> Number | TooLarge | None:
         return Number(_signed(m[4] or m[7] or "", value / below)) if below else None
     if (m := _SCIENTIFIC.fullmatch(text)) is not None:
         # Cut before it is converted: a policy may write thousands of digits, and nine are far above the limit anyway.
-        power = int((m[3] or m[4] or m[7])[:9])
+        # Zeros at the front go first, or `10^{0000000005}` would be 10^0.
+        power = int(re.sub(r"^([-+]?)0+(?=\d)", r"\1", m[3] or m[4] or m[7])[:9])
         if abs(power) > MOST_DIGITS:
             return TooLarge(text)
         return Number(_signed(m[1] or m[5] or "", _decimal(m[2] or m[6] or "1")) * Fraction(10) ** power)
