@@ -46,7 +46,7 @@ def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -
         if (versions == version).any():
             (pure if (versions == version).all() else mixed).append(s)
     out, tokens, packed = list[Segment](), 0, 0
-    # Enough tokens are found. At least one segment is taken, however long.
+    # Until there are enough tokens. At least one segment is taken, however long.
     for s in (*(() if stale else mixed), *pure):
         if tokens >= PROBED or (out and packed + len(s.ids) > PACKED):
             break
@@ -104,17 +104,17 @@ class FreshCheck(Observer):
         groups, version = (*e.played, *waiting), roles.trainer.version
         segments = fresh_segments(groups, version, keeps_caches(roles.run.engine))
         # Caches of other weights are a risk of their own and are looked at in every step.
-        often = e.index <= 16 or e.index % 8 == 0
-        if not segments or not (often or (segments[0].version[segments[0].mask] != version).any()):
+        due_step = e.index <= 16 or e.index % 8 == 0
+        if not segments or not (due_step or (segments[0].version[segments[0].mask] != version).any()):
             return None
         # In the mixed segments only the tokens of this version can be compared.
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
         gauges = _compared(roles, segments, fresh)
         # Draws are tested on whole episodes of this version, whose places are known from the start.
-        whole = [x for g in groups for x in g.episodes if _all_of(x, version)]
-        if whole and roles.sync.sampler.draws_by_place:
+        whole_episodes = [x for g in groups for x in g.episodes if _all_of(x, version)]
+        if whole_episodes and roles.sync.sampler.draws_by_place:
             # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
-            gauges = merge(gauges, draws_are_true(roles, self._bets, whole, 0, roles.stream))
+            gauges = merge(gauges, draws_are_true(roles, self._bets, whole_episodes, 0, roles.stream))
         if roles.run.deterministic and roles.stage.staleness:
             return None  # which groups have ended already depends on time
         return ObserverReport(merge(gauges, {"canary/fresh": Gauge(float(fresh.sum()), 1)}))
@@ -215,12 +215,12 @@ class ProbeCheck(Observer):
 
         return list(await asyncio.gather(*(turn(i, p) for i, p in enumerate(self._prompts))))
 
-    def _compare(self, roles: ReinforceRoles, said: asyncio.Task[list[Group]]) -> ObserverReport:
+    def _compare(self, roles: ReinforceRoles, turns: asyncio.Task[list[Group]]) -> ObserverReport:
         """Compare turns that have ended with the learner, and forget them."""
         # Forgotten first: a task that is compared is not compared again.
         self._saying, self._missed = None, 0
         with roles.clock.of("check"):
-            return self._agree(roles, said.result())
+            return self._agree(roles, turns.result())
 
     def _agree(self, roles: ReinforceRoles, groups: Sequence[Group]) -> ObserverReport:
         """Compare the turns of the probe with the learner, and test their draws."""
