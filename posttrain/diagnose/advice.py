@@ -103,8 +103,8 @@ class Case:
     def began_and_ended(self) -> tuple[float, float]:
         """The training reward: the means of the first and of the last fifth of its steps."""
         values = np.array([x for _, x in self.s.rewards])
-        part = max(1, len(values) // 5)
-        return (float(values[:part].mean()), float(values[-part:].mean())) if len(values) else (0.0, 0.0)
+        fifth = max(1, len(values) // 5)
+        return (float(values[:fifth].mean()), float(values[-fifth:].mean())) if len(values) else (0.0, 0.0)
 
     @property
     def rose(self) -> float:

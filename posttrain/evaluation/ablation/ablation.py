@@ -273,9 +273,9 @@ class _Step:
 
     def _pack(self, credit: Credit, a: Algorithm, minibatches: int) -> Sequence[Minibatch]:
         """The step's groups, packed into this number of minibatches."""
-        r, whole = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)
+        r, one_epoch = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)
         version = r.version if r.weights.version is None else r.weights.version
-        return list(pack(credit, a, whole, seed=r.run.seed, step=r.index, version=version))
+        return list(pack(credit, a, one_epoch, seed=r.run.seed, step=r.index, version=version))
 
     def _differentiate(self, minibatch: Minibatch, a: Algorithm, warming: bool) -> tuple[Gradient, Gauges]:
         """The gradient and the gauges of a minibatch. `warming`: only values are trained."""
@@ -311,28 +311,37 @@ def _same(a: Algorithm, b: Algorithm) -> bool:
 
 
 def _row(
-    a: Algorithm, credit: Credit, total: int, gradient: Gradient, seen: Gauges, turned: float, longer: float, note: str
+    a: Algorithm,
+    credit: Credit,
+    total: int,
+    gradient: Gradient,
+    seen: Gauges,
+    cosine_with_own: float,
+    norm_ratio: float,
+    note: str,
 ) -> AblationRow:
     """The row of an algorithm.
 
     Args:
         total: the groups before the algorithm's filter.
         seen: the gauges of its minibatch.
-        turned: cosine of its gradient with that of the run's own algorithm.
-        longer: its norm divided by that one's.
+        cosine_with_own: cosine of its gradient with that of the run's own algorithm.
+        norm_ratio: its norm divided by that one's.
     """
     kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
     token_credit = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
     by_solved = {yes: [x for x, right in token_credit if right == yes] for yes in (True, False)}
     # A group is silent where no episode of it has credit, as in the run's own gauge.
-    loud = sum(any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups)
+    with_credit = sum(
+        any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups
+    )
     return AblationRow(
         name=a.name,
-        cosine=turned,
+        cosine=cosine_with_own,
         norm=gradient.norm,
-        ratio=longer,
+        ratio=norm_ratio,
         # Groups that the algorithm's filter would turn away are silent too.
-        silent=1 - loud / total if total else math.nan,
+        silent=1 - with_credit / total if total else math.nan,
         clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
         effective=_effective(a, seen),
         credit=_mean([np.abs(x) for x, _ in token_credit]),

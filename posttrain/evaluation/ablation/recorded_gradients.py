@@ -107,10 +107,10 @@ class FrozenLearner:
 
     def _reference_name(self, recorded: RecordedStep) -> str:
         """The model path of the stage's reference, or a name below `kept/`."""
-        every = recorded.stage.algorithm.refresh
+        refresh = recorded.stage.algorithm.refresh
         # Refreshed references are kept by their step. The last one before this step is the one that it used.
-        if every and recorded.index > every:
-            return f"{recorded.stage.name}{KEPT_REFERENCE}{(recorded.index - 1) // every * every:06d}"
+        if refresh and recorded.index > refresh:
+            return f"{recorded.stage.name}{KEPT_REFERENCE}{(recorded.index - 1) // refresh * refresh:06d}"
         return recorded.stage.reference or starts(recorded.run.stages, recorded.stage)
 
     def _freeze(self, recorded: RecordedStep, name: str) -> Examiner:

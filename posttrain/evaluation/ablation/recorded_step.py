@@ -114,9 +114,9 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
     """
     steps = recorded_steps(folder, run, stage)
     if index is not None and index not in steps:
-        near = min(steps, key=lambda i: abs(i - index))
+        closest = min(steps, key=lambda i: abs(i - index))
         raise ConfigError(
-            f"--step {index}: no episodes of {stage.name}; the nearest is {near} (from {steps[0]} to {steps[-1]})"
+            f"--step {index}: no episodes of {stage.name}; the nearest is {closest} (from {steps[0]} to {steps[-1]})"
         )
     known = candidates(folder, run, stage)
     if index is None:
@@ -196,8 +196,8 @@ def rebuild(records: Sequence[Recorded], *, shown: bool, top: int) -> tuple[Grou
         top: how many of the sampler's most probable tokens to keep per token.
     """
     groups: list[Group] = []
-    for _, part in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
-        episodes = list(part)
+    for _, of_prompt in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
+        episodes = list(of_prompt)
         # The greedy answer is no sibling: it is what a baseline compares with.
         greedy = next((e for e in episodes if any(s.sampling.greedy for s in e.segments)), None)
         # Demonstrations are left out where an algorithm reads none: they would change baseline and batch.
