@@ -47,8 +47,8 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     final_stage = next((s for s in reversed(run.stages) if s.hands_on), run.stages[-1])
     if not final_stage.leaves_policy:
         return _lines(_of_reward_model(run, folder, worse))
-    asked, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
-    recipe, overrides = asked if asked is not None else ("", [])
+    start_words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
+    recipe, overrides = start_words if start_words is not None else ("", [])
     commands: list[tuple[str, str]] = []
     if run.env.judges:  # else nothing was sampled
         commands.append((command_line("show", folder), "read what it said, and what it was paid"))
@@ -65,12 +65,12 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     if open_end and named_parts and not worse:
         longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
         commands.append((longer, "go on for as many steps again"))
-    if asked is not None and not worse:
+    if start_words is not None and not worse:
         # The new seed replaces the user's own.
         others = [w for w in overrides if _changed_part(run, w) != "seed"]
         command = command_line("run", recipe, *others, f"seed={run.seed + 1}")
         commands.append((command, "the same with another seed: is the gain more than chance?"))
-    if asked is not None and len(stages) == 1 and not worse:
+    if start_words is not None and len(stages) == 1 and not worse:
         other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
         others = [w for w in overrides if _changed_part(run, w) != "algorithm"]
         command = command_line("run", recipe, *others, f"algorithm={other}")

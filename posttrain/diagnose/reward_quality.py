@@ -153,10 +153,10 @@ def _ordered(
 
 def finite(*scores: Sequence[float] | np.ndarray) -> list[np.ndarray]:
     """The scores in float64; DataError where their numbers differ, or one is not finite and so orders nothing."""
-    each = [np.asarray(x, np.float64) for x in scores]
-    if len({x.shape for x in each}) > 1 or not all(np.isfinite(x).all() for x in each):
-        raise DataError(f"scores of shapes {[x.shape for x in each]}: give a finite one for each completion")
-    return each
+    arrays = [np.asarray(x, np.float64) for x in scores]
+    if len({x.shape for x in arrays}) > 1 or not all(np.isfinite(x).all() for x in arrays):
+        raise DataError(f"scores of shapes {[x.shape for x in arrays]}: give a finite one for each completion")
+    return arrays
 
 
 def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:

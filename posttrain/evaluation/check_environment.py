@@ -113,9 +113,9 @@ def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> Single
     """The environment given by its name, by a run that used it, or by its configuration."""
     # The settings of an environment are a part of a run, so a shipped recipe is the run around them.
     run = shipped("arithmetic")
-    if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
+    if unknown := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
         raise ConfigError(
-            f"{strange[0]}: a check reads the environment alone, and with model=PATH the chat template of a model:"
+            f"{unknown[0]}: a check reads the environment alone, and with model=PATH the chat template of a model:"
             " env.args.NAME, env.rewards, env.prompts, env.heldout, seed and model"
         )
     if not isinstance(env, Env) and is_run(env):

@@ -222,7 +222,7 @@ def _tools(
 
     dialogue, contract = roles.rollout.dialogue, run.stages[0].contract
     assert contract is not None
-    plain = StepSearch(
+    without_scores = StepSearch(
         roles.engine,
         None,
         roles.rollout.environment,
@@ -236,7 +236,7 @@ def _tools(
         right_at=roles.rollout.right,
     )
     if request.by is None:
-        return plain, "the environment's own verdict, which knows the answers" if request.verified else ""
+        return without_scores, "the environment's own verdict, which knows the answers" if request.verified else ""
     from posttrain.build.build_reward_models import RewardModels
     from posttrain.role.judges.generative_steps import GenerativeStepJudge
     from posttrain.role.judges.reward_judge import RewardModelJudge
@@ -248,9 +248,9 @@ def _tools(
     (judge,) = models.judges(replace(run.env, rewards=(request.by,)), request.by.stages or None)
     line = judge.line.partition(": each step's score")[0].replace(" (weight 1)", "")
     if isinstance(judge, StepJudge):
-        return replace(plain, scorer=judge.scorer, separator=judge.separator), line
+        return replace(without_scores, scorer=judge.scorer, separator=judge.separator), line
     if isinstance(judge, GenerativeStepJudge):
-        return replace(plain, verifier=judge, separator=judge.separator), line
+        return replace(without_scores, verifier=judge, separator=judge.separator), line
     _refuse_answers(request, request.by.function)
     # A weighted vote adds the scores of equal answers. A sum has a meaning only where scores are probabilities.
     if isinstance(judge, RewardModelJudge) and (kind := _first(request, weighted=True)):
@@ -258,7 +258,7 @@ def _tools(
             f"search={kind}: {request.by.function} scores are no chances, and a weighted vote adds them up: weigh by a"
             " process reward model or a judge, or take best_of"
         )
-    return replace(plain, judge=judge), line
+    return replace(without_scores, judge=judge), line
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ def asked_run(
     named_objects: list[RuntimeObjects] = []
 
     def change(run: Run) -> Run:
-        run, given = handed.place(run)
-        named_objects.append(given)
+        run, objects = handed.place(run)
+        named_objects.append(objects)
         return run
 
     if not is_run(target):

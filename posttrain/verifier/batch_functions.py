@@ -177,8 +177,8 @@ async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNum
     if not moved and len(attempts) > 2:  # of two, every order of the scores looks like one of the answers
         return ""
     alone = [(await together([a], at))[0][0] for a in attempts]
-    each = [[str({j.source: j.verdict.score for j in x}) for x in verdicts] for verdicts in (first, alone)]
-    return "siblings" if each[0] != each[1] and sorted(each[0]) == sorted(each[1]) else "order" * moved
+    scores = [[str({j.source: j.verdict.score for j in x}) for x in verdicts] for verdicts in (first, alone)]
+    return "siblings" if scores[0] != scores[1] and sorted(scores[0]) == sorted(scores[1]) else "order" * moved
 
 
 def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:

@@ -31,7 +31,7 @@ APART = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 """Largest difference of two scores of one episode, relative to the scores of its group and at least to 1, by the dtype
 they are computed in. In float32 rounding makes about 1e-6."""
 COARSE = 100.0
-"""How many times a judge's declared resolution the noise of its scores may be."""
+"""The noise of a judge's scores may be at most this many times the resolution that it declares."""
 
 
 def _packed(ids: np.ndarray, mask: np.ndarray) -> Packed:

@@ -438,10 +438,10 @@ def _moves(roles: ReinforceRoles, share: float) -> Any:
     optimizer, config = roles.trainer.optimizer, roles.stage.optimizer
     norm = gradient_norm(optimizer, {n: p.grad for n, p in roles.trainer.trained().items() if p.grad is not None})
     # As in `StepGradients.of`: an optimizer from outside need not know of `share`.
-    part = {} if share == 1 else {"share": share}
+    share_argument = {} if share == 1 else {"share": share}
 
     def move(name: str, gradient: Any, at: int) -> float | None:
-        update = optimizer.expected_update(config, name, gradient, norm, at, **part)
+        update = optimizer.expected_update(config, name, gradient, norm, at, **share_argument)
         return None if update.along else float(update.move)
 
     return move

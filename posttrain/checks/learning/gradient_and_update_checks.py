@@ -192,7 +192,7 @@ class StepGradients:
             share: the share of the learning rate that the step uses.
         """
         # An optimizer from outside need not know of `share`, so it is passed only where it is not 1.
-        trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
+        trained, share_argument = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
         # The norm is an exchange that every rank must reach. So it comes before gradients without a row are left out.
         norm = gradient_norm(optimizer, grads)
@@ -204,7 +204,7 @@ class StepGradients:
             at = place(g, int(held(g).abs().argmax()))
             # A gradient that is 0 everywhere asks for no move.
             if float(number(g, at)):
-                expected_there = optimizer.expected_update(config, name, g, norm, at, **part)
+                expected_there = optimizer.expected_update(config, name, g, norm, at, **share_argument)
                 weight = float(trained[name].detach().flatten()[at])
                 # Where only the whole update follows its definition, no bound on a single number holds: inf.
                 largest[name] = Largest(
@@ -213,7 +213,7 @@ class StepGradients:
         # Whole parameters are compared in the first step only, since copies and expected state of them are held.
         first = not optimizer.state_tensors().get("steps", 1)
         small = _smallest(grads) if first else []
-        expected = {n: optimizer.expected_update(config, n, grads[n], norm, **part) for n in small}
+        expected = {n: optimizer.expected_update(config, n, grads[n], norm, **share_argument) for n in small}
         return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small}, first)
 
 

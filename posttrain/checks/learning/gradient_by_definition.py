@@ -351,14 +351,14 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
     """d loss / d value of one minibatch: weight * coef * the derivative of half the larger square, plain or clipped."""
     if RETURN not in batch or (value.clip is not None and VALUE not in batch):
         return None
-    plain = value_M - batch[RETURN]
-    slope = plain
+    unclipped = value_M - batch[RETURN]
+    slope = unclipped
     if value.clip is not None and VALUE in batch:
         step = value_M - batch[VALUE]
         clipped = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
         # The larger square counts. Where that is the clipped one and the value is beyond its clip, nothing moves the
         # value.
-        slope = np.where(plain**2 >= clipped**2, plain, np.where(np.abs(step) <= value.clip, clipped, 0.0))
+        slope = np.where(unclipped**2 >= clipped**2, unclipped, np.where(np.abs(step) <= value.clip, clipped, 0.0))
     return batch[WEIGHT] * value.coef * slope
 
 

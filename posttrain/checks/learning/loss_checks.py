@@ -210,7 +210,8 @@ def gradient_agrees(
         return {}
     # Next to a bound rounding decides, so those tokens are not compared.
     error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
-    # Tokens whose terms are far below the largest are measured by a thousandth of the largest.
+    # Tokens whose terms are far below the largest are measured by a thousandth of the largest. 1e-30 is for a minibatch
+    # in which all terms are 0.
     relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
     worst = float(relative_M.max(initial=0.0))
     if not worst <= LOSS_BOUND:

@@ -163,17 +163,17 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 
     # `turned`: the weight is [in, out], as that of Conv1D.
     def listen(name: str, turned: bool) -> Any:
-        whole: Any = learner.like(name, parameters[name].detach())
+        whole_weight: Any = learner.like(name, parameters[name].detach())
         # A rank holds some rows of the weight, from `begin` on.
-        begin, rows = first_row(whole), len(parameters[name])
+        begin, rows = first_row(whole_weight), len(parameters[name])
 
-        def forward(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            entered = given[0].detach().flatten(0, -2)
+        def forward(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            layer_input = inputs[0].detach().flatten(0, -2)
 
             def backward(gradient: Tensor) -> None:
                 # W of nn.Linear is [out, in] and of Conv1D [in, out]: rows are outputs in the first and inputs in the
                 # second.
-                left, right = (entered, gradient.flatten(0, -2))[:: 1 if turned else -1]
+                left, right = (layer_input, gradient.flatten(0, -2))[:: 1 if turned else -1]
                 # dL/dW = left^T right over all tokens, and of it this rank's rows.
                 row_gradient = left[:, begin : begin + rows].double().T @ right.double()
                 # Each rank weighed the loss with 1 / ranks, so the sum over ranks is this one's times their number.

@@ -116,7 +116,7 @@ class FreshCheck(Observer):
             # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
             gauges = merge(gauges, draws_are_true(roles, self._bets, whole_episodes, 0, roles.stream))
         if roles.run.deterministic and roles.stage.staleness:
-            return None  # which groups have ended already depends on time
+            return None  # which groups have ended depends on time, and a gauge of it would differ between equal runs
         return ObserverReport(merge(gauges, {"canary/fresh": Gauge(float(fresh.sum()), 1)}))
 
 

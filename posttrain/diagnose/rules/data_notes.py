@@ -37,8 +37,8 @@ def data_notes(train: TaskSource, heldout: Sequence[Task], repeats: bool = False
     # Read once, and up to a limit of time: notes may not hold up the start of a run.
     prompts = list(_read(train.task(i) for i in range(min(train.count, READ))))
     # Rows that are learned whole have no prompt that could repeat.
-    asked = [t for t in heldout if len(t.prompt)]
-    return [*(() if repeats else repeated(prompts)), *leaked(prompts, asked)]
+    with_prompt = [t for t in heldout if len(t.prompt)]
+    return [*(() if repeats else repeated(prompts)), *leaked(prompts, with_prompt)]
 
 
 def _read(tasks: Iterable[Task]) -> Iterator[str]:

@@ -169,6 +169,7 @@ class _Step:
                 f"{self.folder}: the run's own algorithm {own.name} cannot be evaluated on step {r.index}: {reason}"
             )
         own_row, gradient, credit, seen = self._evaluate(own, None)
+        # A gradient of 0 has no direction, so it has no cosine with itself either.
         rows, refused = [replace(own_row, cosine=1.0 if own_row.norm else math.nan, ratio=1.0)], list[tuple[str, str]]()
         # The run's own algorithm is the first row already. It gets a second row only where the user named it.
         others = [a for a in chosen if named or not _same(a, self.stage.algorithm)]
@@ -266,13 +267,14 @@ class _Step:
         ema, emas = 0.0, dict[str, float]()
         for i in range(1, self.recorded.index):
             groups = rebuild(run_reader.episodes(self.folder, self.stage.name, i), shown=a.shown is not None, top=0)
-            plain = [ScoredGroup(g, tuple(Scored(e) for e in g.judged)) for g in groups if g.judged]
-            credit = credit_step(a, plain, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
+            unscored = [ScoredGroup(g, tuple(Scored(e) for e in g.judged)) for g in groups if g.judged]
+            credit = credit_step(a, unscored, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
             ema, emas = credit.ema, dict(credit.emas)
         return ema, emas
 
     def _pack(self, credit: Credit, a: Algorithm, minibatches: int) -> Sequence[Minibatch]:
         """The step's groups, packed into this number of minibatches."""
+        # Settings need a multiple of `minibatches` for `prompts`, which packing does not read.
         r, one_epoch = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)
         version = r.version if r.weights.version is None else r.weights.version
         return list(pack(credit, a, one_epoch, seed=r.run.seed, step=r.index, version=version))
@@ -366,8 +368,8 @@ def _effective(a: Algorithm, seen: Gauges) -> float:
 
 def _mean(parts: Sequence[np.ndarray]) -> float:
     """The mean of all numbers of these arrays; NaN where there is none."""
-    whole = np.concatenate([np.zeros(0), *parts])
-    return float(whole.mean()) if len(whole) else math.nan
+    numbers = np.concatenate([np.zeros(0), *parts])
+    return float(numbers.mean()) if len(numbers) else math.nan
 
 
 def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:

@@ -66,10 +66,10 @@ class FrozenLearner:
         say("building the model")
         self.policy = built_policy(folder, run)
         # With another tokenizer the record's token ids would stand for other words.
-        if (then := facts.get("tokenizer_digest")) not in (None, self.policy.tokenizer_digest):
+        if (recorded_digest := facts.get("tokenizer_digest")) not in (None, self.policy.tokenizer_digest):
             raise RunFolderError(
-                f"{folder} was written with another tokenizer ({then}; now {self.policy.tokenizer_digest}): its token"
-                " ids mean other text. Put the model the run started from back at model.path"
+                f"{folder} was written with another tokenizer ({recorded_digest}; now {self.policy.tokenizer_digest}):"
+                " its token ids mean other text. Put the model the run started from back at model.path"
             )
         self._learner = _CountingLearner(
             HFLearner(

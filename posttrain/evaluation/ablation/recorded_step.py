@@ -148,12 +148,18 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
             default=0,
         )
         # Weights under a stage's name are those of its end, and the first checkpoint behind it has their version.
-        ended = next(
+        after_stage = next(
             (c for c in scan(folder) if stage.hands_on and c.state.get("stage") == position + 1 and not _running(c)),
             None,
         )
-        weights.append(Weights(f"kept/{last.name}", last, end, int(ended.state["version"]) if ended else None))
-        weights += [Weights(ended.name, ended.folder, end, int(ended.state["version"]))] if ended else []
+        weights.append(
+            Weights(f"kept/{last.name}", last, end, int(after_stage.state["version"]) if after_stage else None)
+        )
+        weights += (
+            [Weights(after_stage.name, after_stage.folder, end, int(after_stage.state["version"]))]
+            if after_stage
+            else []
+        )
     if (first := kept / starts(run.stages, stage)).is_dir():
         weights.append(Weights(f"kept/{first.name}", first, 0, None, {}))
     # Of two from the same step the one with a known version comes last, and `_nearest` takes the last.
@@ -178,11 +184,11 @@ def _nearest(folder: Path, known: Sequence[Weights], index: int) -> Weights:
 
 def _named(folder: Path, known: Sequence[Weights], name: str) -> Weights:
     """The weights with this name: those of the stage, or any checkpoint of the folder."""
-    plain = {w.name.removeprefix("kept/"): w for w in known}
-    if name.removeprefix("kept/") in plain:
-        return plain[name.removeprefix("kept/")]
+    by_name = {w.name.removeprefix("kept/"): w for w in known}
+    if name.removeprefix("kept/") in by_name:
+        return by_name[name.removeprefix("kept/")]
     c = find(folder, name)
-    return plain.get(c.name, Weights(c.name, c.folder, None, int(c.state["version"])))
+    return by_name.get(c.name, Weights(c.name, c.folder, None, int(c.state["version"])))
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------

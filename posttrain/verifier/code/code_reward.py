@@ -141,8 +141,8 @@ class Code:
         # A single fenced block, or code without words around it, is the program as it stands. Most responses are like
         # that, and need no process here. From a session of the interpreter (`>>> `) the prompts have to be removed.
         blocks = blocks_of(text)
-        only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
-        if plain and (only.kind != "bare" or all(_STATEMENT.match(line) for line in only.body.split("\n"))):
+        only, one_block = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
+        if one_block and (only.kind != "bare" or all(_STATEMENT.match(line) for line in only.body.split("\n"))):
             return only.body
         # `blocks_of` does not search so long a text: it is one bare block.
         if len(text) > LONGEST:
@@ -219,8 +219,8 @@ class Code:
         # early `sys.exit(0)` it cannot be called. Its name and its value are random, so that the program cannot define
         # it itself.
         name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
-        whole = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
-        ran = await self.sandbox.run(whole, call=Call(name))
+        program_and_test = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
+        ran = await self.sandbox.run(program_and_test, call=Call(name))
         if ran.why != "ok":
             return ran, _ended(ran)
         try:

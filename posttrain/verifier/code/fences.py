@@ -72,12 +72,12 @@ def blocks_of(text: str) -> list[Block]:
     text = spoken(text)
     if len(text) > LONGEST:
         return [Block("bare", "", text)]
-    blocks = _marked(text)
+    blocks = _marked_blocks(text)
     # Answer tags are found by the same walk as fences, so a tag inside a block of code is text of that block.
     answers = [b for b in blocks if b.kind == "answer"]
     if answers:
         text = answers[-1].body
-        blocks = [b for b in _marked(text) if b.kind != "answer"]
+        blocks = [b for b in _marked_blocks(text) if b.kind != "answer"]
     if blocks:
         return blocks
     lines = [line for line in text.split("\n") if line.strip()]
@@ -87,7 +87,7 @@ def blocks_of(text: str) -> list[Block]:
     return [Block("bare", "", text)]
 
 
-def _marked(text: str) -> list[Block]:
+def _marked_blocks(text: str) -> list[Block]:
     """All blocks in order, without the indentation of their opening fences. HTML comments are skipped.
 
     A line with only a fence closes a fenced block. If there is none, or another block opens before it, the first fence
@@ -110,7 +110,7 @@ def _marked(text: str) -> list[Block]:
         prefix = text[line:place]
         if ">" in prefix and QUOTED.fullmatch(prefix):
             at = _quotation(text, line)
-            blocks += _marked(_unquoted(text[line:at]))
+            blocks += _marked_blocks(_unquoted(text[line:at]))
             continue
         column = len(prefix) if BEFORE.fullmatch(prefix) else 0
         end, at = _closed(text, lines, opening.end(), column, fence)

@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 TAKEN = {"taken": True}
 """The message that a request was read to its end. It is sent before the answer."""
 FINISHED = 76
-"""Exit code of an answering process whose trainer closed the pipe."""
+"""Exit code of an answering process that is the last: the trainer closed the pipe, or no handler could be made."""
 
 
 def main(parent: int) -> None:
