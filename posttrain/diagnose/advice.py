@@ -180,6 +180,7 @@ def advice(case: Case, most: int = 3) -> tuple[str, ...]:
 
 def chosen(case: Case) -> list[Advice]:
     """The pieces that apply, the first one of each topic."""
+    # What to try first comes first. Of two functions with a piece of one topic, the first one's is given.
     parts = (_to_tell,) if case.by == "nothing" else (_paid, _heldout, _worse, _flat, _onward, _rows)
     of_topic = dict[str, Advice]()
     for piece in chain.from_iterable(part(case) for part in parts):

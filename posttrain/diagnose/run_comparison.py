@@ -389,6 +389,7 @@ def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score 
         d = np.array([other[seed] - first[seed] for seed in first])
         mean, error, freedom = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1.0
         half = student95(freedom) * error
+        # An error below 1e-12 is rounding: all seeds gave the same.
         return Score(mean, mean - half, mean + half, len(d)) if error > 1e-12 else None
     a, b = (np.array([*g.values()]) for g in (first, other))
     mean = float(b.mean() - a.mean())

@@ -197,7 +197,8 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
     # While a stage is not done, its last measurement stays one of the step at which it was made.
     end = _at_the_end(stage, steps, start, reading.end(stage)) if done else reading.end(stage)
     with run_reader.damage_is_named("the state of the newest checkpoint"):
-        # Without recorded episodes the figures of the checkpoint remain, and no prompt can be paired.
+        # Without recorded episodes the figures of the checkpoint remain, and no prompt can be paired. The accuracy is
+        # None where grades tell no share of right answers.
         if end is None and done and known.get("reward"):
             end = Measurement(
                 stage.name,

@@ -118,7 +118,7 @@ def evaluate_searches(
         InvariantError: a search did not do what it says.
     """
     # Wrong words are refused before anything is loaded.
-    request, rest = search_request(words)
+    request, overrides = search_request(words)
     faults.refuse_silent(request.fault, allow_fault)
     if is_url(target):
         raise ConfigError(
@@ -135,7 +135,7 @@ def evaluate_searches(
     weights = None if run_folder is None else _weights(run_folder, checkpoint, say)
     if run_folder is None:
         check_source("", str(target))
-    run, _, objects = asked_run(target, checkpoint, rest, UserObjects(), quiet, trust)
+    run, _, objects = asked_run(target, checkpoint, overrides, UserObjects(), quiet, trust)
     request = _with_scores(request, run, run_folder, target)
     contract = contract_of(run, max_tokens, temperature)
     # A reward model that guides the search as well would judge its own choice.

@@ -104,7 +104,8 @@ def silent_in_parts(
     scores = learner.forward(packed)
     (scores.logp * cotangent(scores.logp)).sum().backward()
     gradients = _take_gradients(parameters)
-    value = learner.forward(packed, Reads(value=True)).value if head else None  # layers are recomputed once
+    # A pass of its own for the values: layers that are recomputed in a backward pass can be differentiated only once.
+    value = learner.forward(packed, Reads(value=True)).value if head else None
     if value is not None:
         value.sum().backward()
         # The values' gradient of the policy is thrown away: what is checked is that of the log-probs.

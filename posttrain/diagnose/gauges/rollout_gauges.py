@@ -105,7 +105,7 @@ def rollout_gauges(experience: Experience, credit: Credit) -> Gauges:
         "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
         "rollout/groups": Gauge(len(credit.groups), 1),
         "rollout/refused": Gauge(refused, len(played)),
-        # Both are told as soon as one is not 0, so that a reader can relate them.
+        # It is told beside refused groups although it may be 0 then, so that a reader can relate the two.
         **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
         **ages(experience.behind(versions), len(experience.promised) - 1),
         **({"rollout/trained_length": _lengths(credit, experience)} if len(experience.promised) > 1 else {}),
