@@ -174,7 +174,7 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
     # One folder by two names: a run equals itself, and would seem to prove something.
     if len({p.resolve() for p in paths}) < len(paths):
         raise ConfigError("a run is given twice; compare it with another one")
-    runs = [_measured(read_outcome(p), stage) for p in paths]
+    runs = [_compared_run(read_outcome(p), stage) for p in paths]
     _refuse(runs)
     shared = _shared(runs)
     what: What = "reward" if any(r.measured.graded for r in runs) else "accuracy"
@@ -200,7 +200,7 @@ def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
     return run.measured.right if what == "accuracy" else run.measured.outcomes
 
 
-def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
+def _compared_run(of: RunOutcome, stage: str | None) -> ComparedRun:
     """A run with its last held-out measurement, or that of the named stage.
 
     It is an evaluation of answers; without one the held-out loss, or the order of held-out pairs.

@@ -145,7 +145,7 @@ def evaluate_searches(
         resources.enter_context(faults.planted(request.fault))
         environment = resources.enter_context(closing(make_environment(run, objects)))
         _check_single_turn(environment)
-        report = _measured(request, run, environment, run_folder, weights, samples, trust, str(target))
+        report = _run_searches(request, run, environment, run_folder, weights, samples, trust, str(target))
     _show(report, out, quiet)
     return report
 
@@ -162,7 +162,7 @@ def _show(report: SearchReport, out: str | Path | None, quiet: bool) -> None:
         console.print(f"written: {out}")
 
 
-def _measured(
+def _run_searches(
     request: SearchRequest,
     run: Run,
     environment: Environment,
@@ -253,7 +253,7 @@ def _tools(
         return replace(without_scores, verifier=judge, separator=judge.separator), line
     _refuse_answers(request, request.by.function)
     # A weighted vote adds the scores of equal answers. A sum has a meaning only where scores are probabilities.
-    if isinstance(judge, RewardModelJudge) and (kind := _first(request, weighted=True)):
+    if isinstance(judge, RewardModelJudge) and (kind := _search_with(request, weighted=True)):
         raise ConfigError(
             f"search={kind}: {request.by.function} scores are no chances, and a weighted vote adds them up: weigh by a"
             " process reward model or a judge, or take best_of"
@@ -264,7 +264,7 @@ def _tools(
 # --- what is asked for ------------------------------------------------------------------------------------------------
 
 
-def _first(request: SearchRequest, **setting: Any) -> str:
+def _search_with(request: SearchRequest, **setting: Any) -> str:
     """The name of the first search with this setting (or property); '' where there is none."""
     ((name, value),) = setting.items()
     return next((k.name for k in request.kinds if getattr(k, name, None) == value), "")
@@ -272,7 +272,7 @@ def _first(request: SearchRequest, **setting: Any) -> str:
 
 def _refuse_answers(request: SearchRequest, by: str) -> None:
     """ConfigError where a search needs scores of steps. It is called where `by` scores whole answers."""
-    if kind := _first(request, reads="steps"):
+    if kind := _search_with(request, reads="steps"):
         raise ConfigError(
             f"search={kind} goes on from the best steps, and {by} scores whole answers: give a process reward model,"
             " search.by=model:RUN of a run such as posttrain run prm rl=none --out RUN; or take best_of and"
@@ -286,7 +286,7 @@ def _with_scores(request: SearchRequest, run: Run, run_folder: Path | None, targ
     Raises:
         ConfigError: there is none, or it cannot score what a search needs.
     """
-    needs_scores = _first(request, reads="steps") or _first(request, reads="answers")
+    needs_scores = _search_with(request, reads="steps") or _search_with(request, reads="answers")
     # The verifier judges whole answers, so it can guide no search over steps.
     if request.verified:
         _refuse_answers(request, "search.by=verifier")

@@ -116,25 +116,25 @@ class RubricJudge:
         if (
             judging is not None
             and judging.done()
-            and (judging.cancelled() or judging.exception() or _broken(judging.result()))
+            and (judging.cancelled() or judging.exception() or _has_failed(judging.result()))
         ):
             judging = None
         self._count("cached", float(judging is not None))
         if judging is None:
-            judging = self._kept[key] = asyncio.create_task(self._judged(prompt))
+            judging = self._kept[key] = asyncio.create_task(self._ask(prompt))
             while len(self._kept) > KEPT:
                 # The oldest one is removed. A caller that waits for it still has its task.
                 self._kept.pop(next(iter(self._kept)))
         # `shield`: an episode that is cancelled must not cancel the request that its siblings wait for.
         verdict = await asyncio.shield(judging)
-        self._count("failed", float(_broken(verdict)))
+        self._count("failed", float(_has_failed(verdict)))
         return verdict
 
-    async def _judged(self, prompt: str) -> Verdict:
+    async def _ask(self, prompt: str) -> Verdict:
         """Asks the judge until its answer has the form that was asked for, at most `DRAWS` times."""
         begun, text = time.monotonic(), ""
         try:
-            model = self._model = self._model or await self._looked_up()
+            model = self._model = self._model or await self._look_up()
             for draw in range(DRAWS):
                 # Checked for each draw, because each is a request that costs.
                 if self.calls >= self.settings.calls:
@@ -143,7 +143,7 @@ class RubricJudge:
                         f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it",
                     )
                 self.calls += 1
-                text = _said(await self.endpoint.post(*self._request(model, prompt, draw)))
+                text = _text_of(await self.endpoint.post(*self._request(model, prompt, draw)))
                 if (read := self.rubric.read(text)) is not None:
                     return Verdict.value(read[0], why=read[1][:QUOTED])
         except EndpointError as error:
@@ -157,7 +157,7 @@ class RubricJudge:
         wanted = f"{self.settings.answer} from {self.settings.low:g} to {self.settings.high:g}"
         return Verdict.failed("unreadable", f"{self.name} was asked for {wanted} and said {text[:QUOTED]!r}")
 
-    async def _looked_up(self) -> RemoteModel:
+    async def _look_up(self) -> RemoteModel:
         """The model that the endpoint serves. ConfigError if it has to be named."""
         try:
             return await discover(self.endpoint, self.settings.model)
@@ -183,12 +183,12 @@ class RubricJudge:
             self._counts[name] = (total + value, count + 1)
 
 
-def _broken(verdict: Verdict) -> bool:
+def _has_failed(verdict: Verdict) -> bool:
     """Returns whether a verdict failed."""
     return verdict.state is State.FAILED
 
 
-def _said(answer: Any) -> str:
+def _text_of(answer: Any) -> str:
     """The text of an answer's first choice; EndpointError where there is none."""
     try:
         choice = answer["choices"][0]

@@ -204,6 +204,7 @@ def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgem
             if not math.isnan(y)
         ]
         # A mean over the steps of an answer, then over answers: an answer of many steps counts no more than one of few.
+        # An answer without a labelled step never comes here: `step_labels` refuses its row.
         total += sum(losses) / len(losses)
     return total / len(judged)
 

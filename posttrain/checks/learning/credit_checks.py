@@ -53,7 +53,7 @@ class StepCreditAudit:
     def __init__(
         self, a: Algorithm, expected_credit: Sequence[ExpectedCredit], minibatches: int, max_tokens: int
     ) -> None:
-        self._a, self._expected, self._max_tokens = a, expected_credit, max_tokens
+        self._algorithm, self._expected, self._max_tokens = a, expected_credit, max_tokens
         # One key may have several episodes: siblings that said the same, with the same log-probs.
         self._by_key: dict[bytes, list[ExpectedCredit]] = {}
         for entry in expected_credit:
@@ -75,10 +75,13 @@ class StepCreditAudit:
         # A minibatch in which no token has credit is left out, unless the algorithm learns from tokens with credit 0
         # too (`reads_silent_tokens`).
         learned_from = expected_credit if a.reads_silent_tokens else self._with_credit
-        self._parts = [p for p in parts if any(entry.group in p and not entry.dropped for entry in learned_from)]
+        self._minibatch_groups = [
+            p for p in parts if any(entry.group in p and not entry.dropped for entry in learned_from)
+        ]
         """The groups of each minibatch of the first epoch that has a gradient, in order."""
-        if a.whiten is not None and len(self._parts) < len(parts):
-            self._parts = []  # whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out
+        if a.whiten is not None and len(self._minibatch_groups) < len(parts):
+            # Whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out.
+            self._minibatch_groups = []
         self._seen: Counter[bytes] = Counter()
         self._batches = 0
         self._rows: list[slice] = []
@@ -101,8 +104,8 @@ class StepCreditAudit:
                 )
             self._seen[key] += 1
             matched.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[key])))
-        if self._batches < len(self._parts):
-            self.weights_agree(batch, matched, self._parts[self._batches])
+        if self._batches < len(self._minibatch_groups):
+            self.weights_agree(batch, matched, self._minibatch_groups[self._batches])
         self._batches += 1
 
     def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
@@ -121,9 +124,9 @@ class StepCreditAudit:
         e = entry.scored.episode
         raise InvariantError(
             f"credit is wrong: token {t} of {len(got)} of task {e.task.id!r} (sibling {e.sibling}, reward {e.reward:g})"
-            f" carries {got[t]:.9g}, and {self._a.name} computed a second way from the raw rewards of the step gives"
-            f" {entry.credit[t]:.9g}. Check sign, baseline, scale (ddof 1), which rewards are compared, and whether"
-            " credit is shifted or reordered on its way into the batch"
+            f" carries {got[t]:.9g}, and {self._algorithm.name} computed a second way from the raw rewards of the step"
+            f" gives {entry.credit[t]:.9g}. Check sign, baseline, scale (ddof 1), which rewards are compared, and"
+            " whether credit is shifted or reordered on its way into the batch"
         )
 
     def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> ExpectedCredit:
@@ -154,7 +157,7 @@ class StepCreditAudit:
         # All these count in the denominators, those without credit too.
         members = [entry for entry in self._expected if entry.group in group_numbers and not entry.dropped]
         want = weights(
-            self._a.aggregate,
+            self._algorithm.aggregate,
             [len(entry.credit) for entry in members],
             [entry.group for entry in members],
             self._max_tokens,
@@ -171,7 +174,7 @@ class StepCreditAudit:
             ):
                 raise InvariantError(
                     f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and"
-                    f" aggregate={self._a.aggregate} over the {len(members)} episodes of its minibatch gives"
+                    f" aggregate={self._algorithm.aggregate} over the {len(members)} episodes of its minibatch gives"
                     f" {weight[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, episodes without credit"
                     " included"
                 )
@@ -205,14 +208,14 @@ class CreditCheck(Observer):
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
                 # At due steps only: it is slow, by definition.
-                self._audit = self._begun(roles, groups) if due(e.index) else None
+                self._audit = self._begin_audit(roles, groups) if due(e.index) else None
             case PackedEvent(batch=batch) if self._audit is not None:
                 self._audit.check(batch)
             case _:
                 pass
         return None
 
-    def _begun(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
+    def _begin_audit(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
         """The audit of a step; None if the algorithm has a piece that is not covered."""
         a, max_tokens = roles.stage.algorithm, roles.sampling.max_tokens
         expected = expected_credit(a, groups, max_tokens=max_tokens, ema=roles.adaptive.ema)

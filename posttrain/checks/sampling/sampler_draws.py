@@ -143,9 +143,9 @@ def drawn_again(
     """
     apart = SURE
     # The cheap bound first: noise is measured in float64, which costs a pass.
-    if _elsewhere(odds, uniform_M, apart).any():
+    if _picks_another(odds, uniform_M, apart).any():
         apart = max(apart, noise())
-    wrong = np.flatnonzero(_elsewhere(odds, uniform_M, apart))
+    wrong = np.flatnonzero(_picks_another(odds, uniform_M, apart))
     if len(wrong):
         m = int(wrong[0])
         e, token = draws.episodes[int(draws.packed.segment_M[m])], text(draws.packed.target_M[m : m + 1])
@@ -160,7 +160,7 @@ def drawn_again(
     return {"canary/drawn_again": Gauge(len(uniform_M), 1)}
 
 
-def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
+def _picks_another(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
     """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`.
 
     Where a bound is NaN it counts as another token.
@@ -321,7 +321,7 @@ class DrawsCheck(Observer):
                 # Unmeasured: the bound of the dtype, so that no float64 pass is needed in every step.
                 apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
                 return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
-            case ScoredEvent(e, _) if _of_the_learner(roles.stage.most_behind, e.index):
+            case ScoredEvent(e, _) if _is_tested(roles.stage.most_behind, e.index):
                 return ObserverReport(self._test(roles, e))
             case _:
                 return None
@@ -338,7 +338,7 @@ class DrawsCheck(Observer):
         return draws_are_true(roles, self._bets, episodes, e.index * 7 % len(episodes), roles.stream)
 
 
-def _of_the_learner(most_behind: int, index: int) -> bool:
+def _is_tested(most_behind: int, index: int) -> bool:
     """Returns whether draws of step `index` are tested: all that it learns from was said by the learner's weights."""
     return index == 1 if most_behind else index <= 16 or index % 8 == 0
 

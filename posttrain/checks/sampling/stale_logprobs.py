@@ -109,9 +109,9 @@ class FreshCheck(Observer):
             return None
         # In the mixed segments only the tokens of this version can be compared.
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
-        gauges = _compared(roles, segments, fresh)
+        gauges = _compare_segments(roles, segments, fresh)
         # Draws are tested on whole episodes of this version, whose places are known from the start.
-        whole_episodes = [x for g in groups for x in g.episodes if _all_of(x, version)]
+        whole_episodes = [x for g in groups for x in g.episodes if _said_by(x, version)]
         if whole_episodes and roles.sync.sampler.draws_by_place:
             # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
             gauges = merge(gauges, draws_are_true(roles, self._bets, whole_episodes, 0, roles.stream))
@@ -120,7 +120,7 @@ class FreshCheck(Observer):
         return ObserverReport(merge(gauges, {"canary/fresh": Gauge(float(fresh.sum()), 1)}))
 
 
-def _compared(roles: ReinforceRoles, segments: Sequence[Segment], fresh_M: np.ndarray) -> Gauges:
+def _compare_segments(roles: ReinforceRoles, segments: Sequence[Segment], fresh_M: np.ndarray) -> Gauges:
     """Compare the sampler's log-probs of these segments with the learner's, at the spoken tokens that are `fresh_M`."""
     packed, learner, dtype = Packed.of(segments), as_sampled(roles.learner), roles.run.model.dtype
     mu_M, learner_M = np.concatenate([s.logp[s.mask] for s in segments]), learner.score(packed)
@@ -128,7 +128,7 @@ def _compared(roles: ReinforceRoles, segments: Sequence[Segment], fresh_M: np.nd
     return sampler_agrees(packed, mu_M, learner_M, fresh_M, dtype=dtype, exact=exact, text=roles.text, same=same)
 
 
-def _all_of(e: Episode, version: int) -> bool:
+def _said_by(e: Episode, version: int) -> bool:
     """Returns whether this version said every token of an episode."""
     return e.own and all((s.version[s.mask] == version).all() for s in e.segments)
 
@@ -227,7 +227,7 @@ class ProbeCheck(Observer):
         said_by_these_weights(groups, (roles.trainer.version,))
         episodes = [e for g in groups for e in g.episodes]
         segments = [s for e in episodes for s in e.segments]
-        gauges = _compared(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
+        gauges = _compare_segments(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
         draws = draws_are_true(roles, self._bets, episodes, 0, _stream(roles))
         return ObserverReport(merge(gauges, draws, {"canary/probed": Gauge(1, 1)}))
 

@@ -256,7 +256,7 @@ class AheadCheck(Observer):
         """The digest of each ended group that waits in the queue, by `name_of`."""
         self._exact = kept is None or bool(kept)
         """Whether `_asked` is known: not where a stage goes on from a checkpoint that lacks it."""
-        self._begun = deque[int]()
+        self._begin_versions = deque[int]()
         """The learner's versions at the beginning of the last steps."""
         # Prompts that steps have taken, and the sampler's version when the step's groups had been taken.
         self._taken, self._served = 0, 0
@@ -266,7 +266,7 @@ class AheadCheck(Observer):
     async def begin(self, roles: ReinforceRoles) -> None:
         self._roles, self._taken = roles, roles.groups.cursor
         # As many steps as samples may be old, and this one.
-        self._begun = deque[int](maxlen=roles.stage.most_behind + 1)
+        self._begin_versions = deque[int](maxlen=roles.stage.most_behind + 1)
         unchanged_in_the_queue(self._digests, _ended(roles))
         if isinstance(roles.groups, GroupQueue):
             rows = roles.groups.queued()[0]
@@ -314,8 +314,8 @@ class AheadCheck(Observer):
         if stage.algorithm.curriculum is None or roles.prompts.curriculum is None:
             next_of_the_walk(e.played, self._taken, roles.prompts.source, run.seed)
         self._taken = roles.groups.cursor
-        self._begun.append(roles.trainer.version)
-        promised_as_begun(e.promised, self._begun)
+        self._begin_versions.append(roles.trainer.version)
+        promised_as_begun(e.promised, self._begin_versions)
         unchanged_in_the_queue(self._digests, e.played)
         for g in e.played:
             self._digests.pop(name_of(g), None)

@@ -99,7 +99,7 @@ def _marked_blocks(text: str) -> list[Block]:
     while len(blocks) < MOST_BLOCKS and (opening := OPEN.search(text, at)):
         fence = opening["fence"] or opening["tildes"]
         if fence is None:
-            block, at = _tagged(text, opening)
+            block, at = _tag_block(text, opening)
             blocks += [block] if block else []
             continue
         # `prefix` is the text before the fence in its line. With `>` the block is in a quotation, which is searched
@@ -113,7 +113,7 @@ def _marked_blocks(text: str) -> list[Block]:
             blocks += _marked_blocks(_unquoted(text[line:at]))
             continue
         column = len(prefix) if BEFORE.fullmatch(prefix) else 0
-        end, at = _closed(text, lines, opening.end(), column, fence)
+        end, at = _end_of_block(text, lines, opening.end(), column, fence)
         body = text[opening.end() : end]
         # A line loses at most `column` columns, so the indentation inside the program stays.
         body = re.sub(rf"^[ \t]{{0,{column}}}", "", body, flags=re.MULTILINE) if column else body
@@ -121,7 +121,7 @@ def _marked_blocks(text: str) -> list[Block]:
     return blocks
 
 
-def _tagged(text: str, opening: re.Match[str]) -> tuple[Block | None, int]:
+def _tag_block(text: str, opening: re.Match[str]) -> tuple[Block | None, int]:
     """The block of a tag or a comment, and the position after it.
 
     The block is None for a comment, and for tags around code within one line.
@@ -158,7 +158,7 @@ def _unquoted(text: str) -> str:
     return re.sub(rf"^{QUOTED.pattern}", "", text, flags=re.MULTILINE)
 
 
-def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
+def _end_of_block(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
     """The position at which a block ends, and the position after its closing fence.
 
     Args:

@@ -105,7 +105,7 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
             f"{where} must be a list of at least one test, or {{'inputs', 'outputs'}}; without tests every program"
             " would pass. Where another column holds them, name it: env.args.answer_column"
         )
-    tests = [t for i, entry in enumerate(column) for t in _understood(entry, f"{where}[{i}]")]
+    tests = [t for i, entry in enumerate(column) for t in _tests_of_entry(entry, f"{where}[{i}]")]
     if not tests:
         raise DataError(f"{where} holds no assert and no test; without tests every program would pass")
     # No program could pass a test whose answer is over the limit of output, and every response would get 0.
@@ -164,7 +164,7 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _of_data_set(column: Any, shared: Mapping[str, Any], where: str) -> Any:
-    """The tests of a public data set as entries that `_understood` reads. Anything else is returned as it is.
+    """The tests of a public data set as entries that `_tests_of_entry` reads. Anything else is returned as it is.
 
     `shared`: what the task says of all its tests, such as `fn_name`.
     """
@@ -196,7 +196,7 @@ def _data_set_test(
         return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
     if not name:
         raise DataError(f"{where} has a functional test and no name: give fn_name, the function that is called")
-    return _called(name, test["input"], test["output"], wrapped, where)
+    return _call_test(name, test["input"], test["output"], wrapped, where)
 
 
 def _lines(text: Any) -> str:
@@ -204,7 +204,7 @@ def _lines(text: Any) -> str:
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
-def _called(name: Any, arguments: Any, wanted: Any, wrapped: bool, where: str) -> CallTest:
+def _call_test(name: Any, arguments: Any, wanted: Any, wrapped: bool, where: str) -> CallTest:
     """A test that calls a function. `arguments` is a list, or a text with one argument in JSON on each line; then the
     output is JSON too."""
     if isinstance(arguments, str):
@@ -217,7 +217,7 @@ def _called(name: Any, arguments: Any, wanted: Any, wrapped: bool, where: str) -
     return _plain(CallTest(Call(str(name), tuple(arguments)), wanted, LOOSE, also=also, method=True), where)
 
 
-def _understood(entry: Any, where: str) -> list[Test]:
+def _tests_of_entry(entry: Any, where: str) -> list[Test]:
     """The tests of one entry of `info["tests"]`. DataError if it cannot be read."""
     if isinstance(entry, CallTest):
         return [entry]

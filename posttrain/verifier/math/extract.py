@@ -283,7 +283,7 @@ def _after_hashes(text: str) -> str | None:
         return None if prose(line) or _PHRASE.search(f"#### {line}") else line
     if not rest.strip():
         line = re.sub(r"^[A-Za-z ]{2,40}:\s*(?=\S)", "", line)
-        return line if len(_WORD.findall(line)) <= 3 else _first(line)
+        return line if len(_WORD.findall(line)) <= 3 else _answer_of_line(line)
     value = any(c.isdigit() for c in line) or _SPAN.search(line) is not None
     # Text follows below the line. The line still counts where it holds a value alone, or where nothing in the rest
     # could be an answer.
@@ -317,7 +317,7 @@ def _after_phrase(text: str, below: bool) -> str:
         text = following if _SPAN.match(following) else text
     if (span := _SPAN.match(text)) is not None:
         return _joined(text, span)
-    return _first(line) if line else ""
+    return _answer_of_line(line) if line else ""
 
 
 def _line(rest: str) -> str:
@@ -338,7 +338,7 @@ def _joined(text: str, span: re.Match[str]) -> str:
     return rf"{answer.strip()}\text{{ {after}}}" if after else answer
 
 
-def _first(line: str) -> str:
+def _answer_of_line(line: str) -> str:
     """The answer of a line behind a phrase: what stands at its start, else its first formula or number."""
     formula, number = _SPAN.match(line), _NUMBER.search(line)
     if formula:
@@ -354,7 +354,7 @@ def _first(line: str) -> str:
     if not prose(line):
         return line
     if (decided := _CLEAR.match(line)) is not None:
-        return decided[0] if decided[1] is None else f"{decided[0]} {_first(line[decided.end() :].strip())}"
+        return decided[0] if decided[1] is None else f"{decided[0]} {_answer_of_line(line[decided.end() :].strip())}"
     formula = _SPAN.search(line)
     if formula and (number is None or formula.start() <= number.start()):
         return _joined(line, formula)

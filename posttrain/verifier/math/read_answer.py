@@ -129,16 +129,16 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
     if isinstance(plain_number, TooLarge) or (plain_number is not None and "," not in text):
         product = _PRODUCT_OR_UNIT.fullmatch(text)
         return (plain_number, Other(f"{product[1]} {product[2]}")) if product else (plain_number,)
-    if ("\\approx" in text or (text.endswith(")") and "(" in text)) and (about := _about(text, depth)):
+    if ("\\approx" in text or (text.endswith(")") and "(" in text)) and (about := _approximation(text, depth)):
         return about
     if named := _as_intervals(text, depth) or _named(text, depth):
         return named
     # What no rule reads is left to the algebra as it is spelled, unless computing it would never end.
-    items = _both(text, depth) or _union(text, depth) or _items(text, depth)
+    items = _plus_minus(text, depth) or _union(text, depth) or _items(text, depth)
     return (
         tuple(v for v in (plain_number, items) if v is not None)
-        or _measured(text, depth)
-        or (_words(text) or (TooLarge(text) if vast(text) else Other(text)),)
+        or _value_with_unit(text, depth)
+        or (_word_answer(text) or (TooLarge(text) if vast(text) else Other(text)),)
     )
 
 
@@ -163,7 +163,7 @@ def _in_words(text: str) -> Number | WordAnswer | None:
     return None
 
 
-def _about(text: str, depth: int) -> tuple[Value, ...]:
+def _approximation(text: str, depth: int) -> tuple[Value, ...]:
     """The first side of `12\\pi\\approx 37.7`, or of `12\\pi (\\approx 37.7)`; the other side if the first is a name
     or empty."""
     pieces = roundings(text)
@@ -202,7 +202,7 @@ def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
     return (*(ChoiceAnswer(letters[0], v) for v in values), *other)
 
 
-def _measured(text: str, depth: int) -> tuple[Value, ...]:
+def _value_with_unit(text: str, depth: int) -> tuple[Value, ...]:
     """A value that only the algebra understands, and its unit: `12\\pi\\text{ cm}^2`,
     `\\frac{\\pi}{2} radians`."""
     if depth >= DEPTH:
@@ -396,7 +396,7 @@ def _items(text: str, depth: int) -> Items | None:
     return Items(left, right, tuple(v[0] for v in values)) if all(values) and values else None
 
 
-def _both(text: str, depth: int) -> Items | None:
+def _plus_minus(text: str, depth: int) -> Items | None:
     """`a\\pm b` as the list of its two values."""
     if text.count("\\pm") != 1 or len(_parts(text)) != 1 or depth >= DEPTH or _WRITTEN_UNIT.fullmatch(text):
         return None
@@ -413,7 +413,7 @@ def _brackets(text: str) -> tuple[str, str, str]:
     return "", text, ""
 
 
-def _words(text: str) -> WordAnswer | None:
+def _word_answer(text: str) -> WordAnswer | None:
     """A word, a phrase, or a choice such as `(B)`: compared as text."""
     # A bare letter may be a variable, so it stays an expression; comparing spellings makes it equal to the choice.
     if (match := _CHOICE.fullmatch(text)) is not None and len(text) > 1:

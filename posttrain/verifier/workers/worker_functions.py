@@ -103,7 +103,7 @@ def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
     def answer(request: Any) -> dict[str, Any]:
         sent, at = request
         attempts = [Attempt(task=a, turns=b, stop=c, state=d, ids=e) for a, b, c, d, e in sent]
-        return reply_of(_verdict(judge, attempts[0])) if at is None else _together(judge, attempts, StepNumber(*at))
+        return reply_of(_verdict(judge, attempts[0])) if at is None else _batch_reply(judge, attempts, StepNumber(*at))
 
     return answer
 
@@ -116,18 +116,18 @@ def _attempt_parts(a: Attempt) -> tuple[Any, ...]:
 def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
     """The verdict on one attempt. Runs in the main thread of the worker."""
     args, kwargs = judge.arguments(attempt)
-    return _called(judge, args, kwargs, judge.read)
+    return _call(judge, args, kwargs, judge.read)
 
 
-def _together(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
+def _batch_reply(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
     """The reply to a batch: one call for all attempts. Runs in the main thread of the worker."""
     log, count = batch_functions.Log(len(attempts)), len(attempts)
     kwargs = batch_functions.keywords(judge.function, attempts, at, log)
-    judged = _called(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))
+    judged = _call(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))
     return reply_of_all([judged] * count if isinstance(judged, Verdict) else judged, log.gauges)
 
 
-def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
+def _call(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
     """Returns what `read` makes of the function's return value; a failed verdict where the function raises. SystemExit
     is handled like other exceptions. MemoryError is raised to the caller."""
     try:

@@ -81,7 +81,7 @@ class _Call:
         return self.future.set_running_or_notify_cancel()
 
     def refuse(self) -> None:
-        settle(self.future.set_result, _failed("worker", "the pool was closed"))
+        settle(self.future.set_result, _failed_answer("worker", "the pool was closed"))
 
 
 class _PoolState:
@@ -174,7 +174,7 @@ def _serve(shared: _PoolState, calls: Iterator[_Call]) -> None:
             try:
                 answer = _answer(shared, held, call.request)
             except BaseException as error:  # otherwise this call would never be answered
-                answer = _failed("worker", f"{type(error).__name__}: {error}")
+                answer = _failed_answer("worker", f"{type(error).__name__}: {error}")
             shared.count("work_s", time.monotonic() - began)
             kind = (answer.failed or answer.one).kind
             shared.count(f"kind/{kind or 'answered'}", time.monotonic() - began)
@@ -184,7 +184,7 @@ def _serve(shared: _PoolState, calls: Iterator[_Call]) -> None:
             _drop(shared, held)
 
 
-def _failed(kind: str, why: str) -> WorkerAnswer:
+def _failed_answer(kind: str, why: str) -> WorkerAnswer:
     """The answer to a request that could not be judged."""
     return WorkerAnswer((Verdict.failed(kind, why),))
 
@@ -203,13 +203,13 @@ def _answer(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAns
         except WorkerError as error:
             fault = error
     if shared.threads.closed:
-        return _failed("worker", "the pool was closed")
+        return _failed_answer("worker", "the pool was closed")
     kind = KINDS[fault.kind]
     # These kinds do not show that the judged text is to blame.
     if fault.kind in ("start", "wall", "lost"):
-        return _failed(kind, fault.why)
+        return _failed_answer(kind, fault.why)
     if shared.witness is None:
-        return _failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
+        return _failed_answer(kind, f"{fault.why}, and the verifier has not answered anything yet")
     try:
         # The verifier still answers an earlier request, so this request broke it, and its text is worth 0. With a
         # failed verdict, a policy could keep its bad answers out of the batch by texts that kill the verifier.
@@ -217,7 +217,7 @@ def _answer(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAns
             return WorkerAnswer((Verdict.value(0.0, kind, fault.why),))
     except WorkerError:
         pass
-    return _failed(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
+    return _failed_answer(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
 
 
 def _ask(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
@@ -228,7 +228,7 @@ def _ask(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer
     if not held:
         _start(shared, held)
     try:
-        answer = _understood(held[0].ask(request))
+        answer = _answer_of_reply(held[0].ask(request))
     except BaseException:
         if not held[0].usable:
             _drop(shared, held)
@@ -275,7 +275,7 @@ def _drop(shared: _PoolState, held: list[Worker]) -> None:
         shared.workers.pop(worker, None)
 
 
-def _understood(reply: dict[str, Any]) -> WorkerAnswer:
+def _answer_of_reply(reply: dict[str, Any]) -> WorkerAnswer:
     """A worker's reply; `failed` if it is no verdict and no list of verdicts."""
     try:
         # The reply comes from a process that runs foreign code: a wrong form is the verifier's
@@ -284,7 +284,7 @@ def _understood(reply: dict[str, Any]) -> WorkerAnswer:
         logged = {str(name): Gauge(float(total), float(n)) for name, (total, n) in reply.get("logged", {}).items()}
         return WorkerAnswer((verdicts[0], *verdicts[1:]), logged)
     except Exception as error:
-        return _failed("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
+        return _failed_answer("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
 
 
 def _verdict(reply: dict[str, Any]) -> Verdict:

@@ -151,7 +151,7 @@ class WorkerProcess:
         try:
             # The time of a request begins when there is a process to answer it, so that a slow
             # start counts against nobody.
-            self._settle(time.monotonic() + self.spec.start)
+            self._read_pending(time.monotonic() + self.spec.start)
             deadline = time.monotonic() + self.spec.wall
             self._send(request, deadline)
             if "ended" in (first_message := self._receive(deadline)):  # a part of the request may still be in the pipe
@@ -184,18 +184,18 @@ class WorkerProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _settle(self, deadline: float) -> None:
+    def _read_pending(self, deadline: float) -> None:
         """Read messages that came since the last answer, until an answering process is ready.
 
         There are such messages if the answering process was killed while it was idle.
         """
-        while self.pid is None or self._has_said():
+        while self.pid is None or self._has_message():
             if self.pid is None:
                 self._ready(deadline)
             elif "ended" in self._receive(deadline):
                 self.pid = None
 
-    def _has_said(self) -> bool:
+    def _has_message(self) -> bool:
         """Returns whether there is something to read now."""
         pipe = self.process.stdout
         assert pipe is not None
@@ -252,7 +252,7 @@ class WorkerProcess:
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                raise self._ended() from None
+                raise self._guardian_error() from None
 
     def _read(self, count: int, deadline: float) -> bytes:
         """Reads exactly `count` bytes before the deadline."""
@@ -263,7 +263,7 @@ class WorkerProcess:
             self._wait(pipe.fileno(), selectors.EVENT_READ, deadline)
             chunk = os.read(pipe.fileno(), count - len(received))
             if not chunk:
-                raise self._ended()
+                raise self._guardian_error()
             received += chunk
         return bytes(received)
 
@@ -273,11 +273,11 @@ class WorkerProcess:
             selector.register(fd, event)
             while not selector.select(min(LOOK, max(0.0, deadline - time.monotonic()))):
                 if self.process.poll() is not None:
-                    raise self._ended()
+                    raise self._guardian_error()
                 if time.monotonic() >= deadline:
                     raise WorkerError("wall", f"no answer within {self.spec.wall:g} s, most of it spent waiting")
 
-    def _ended(self) -> WorkerError:
+    def _guardian_error(self) -> WorkerError:
         """The error for a guardian that has ended."""
         try:
             return WorkerError(*self._end_of(self.process.wait(timeout=1.0)))
