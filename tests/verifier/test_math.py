@@ -135,6 +135,14 @@ def test_the_same_in_another_notation(gold: str, said: str) -> None:
     assert here(said, boxed(gold)) == 1.0
 
 
+@pytest.mark.parametrize(("length", "why"), [(9, "says nothing"), (100, "says nothing"), (1001, "is too long")])
+def test_an_answer_of_signs_says_nothing_and_only_a_long_one_is_too_long(length: int, why: str) -> None:
+    gold = gold_of("3")
+    assert gold is not None
+    graded = grade(gold, boxed("-" * length))
+    assert graded is not None and graded.kind == "unparsable" and graded.why.endswith(why)
+
+
 @pytest.mark.parametrize(("gold", "said"), DIFFERENT)
 def test_different_answers_differ(reward: MathSource, gold: str, said: str) -> None:
     v = judged(reward, gold, boxed(said))

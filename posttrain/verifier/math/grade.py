@@ -12,7 +12,7 @@ from posttrain.verifier.math.answer_values import Other, TooLarge, Value, parts
 from posttrain.verifier.math.equal import Algebra, equal, standing
 from posttrain.verifier.math.extract import final
 from posttrain.verifier.math.read_answer import read
-from posttrain.verifier.math.spelling import spelled
+from posttrain.verifier.math.spelling import LONGEST, spelled
 
 
 class UnreadableError(ValueError):
@@ -82,7 +82,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
     if answer.told and text.endswith("!"):
         values += read(text.rstrip("!"))
     if not values:
-        why = f"{answer.text[:80]!r} says nothing" if len(answer.text) < 80 else "the answer is too long"
+        why = "the answer is too long" if len(answer.text) > LONGEST else f"{answer.text[:80]!r} says nothing"
         return Grade(0.0, None, "unparsable", why)
     try:
         answers = _answers(gold.values, values, algebra)
