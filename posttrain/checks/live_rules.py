@@ -34,7 +34,9 @@ class LiveRules(Observer):
     async def begin(self, roles: JudgedRoles) -> None:
         tokenizer = getattr(roles.rollout.renderer, "tokenizer", None)
         # Stop ids are special tokens too, and every answer that ends by itself has one. They are no sign of a fault.
-        special = {*getattr(tokenizer, "all_special_ids", ()), *_marked(tokenizer)} - {*(roles.sampling.stop_ids or ())}
+        special = {*getattr(tokenizer, "all_special_ids", ()), *_marked_special(tokenizer)} - {
+            *(roles.sampling.stop_ids or ())
+        }
         self._special = frozenset(map(int, special))
 
     def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
@@ -57,7 +59,7 @@ class LiveRules(Observer):
         )
 
 
-def _marked(tokenizer: object) -> list[int]:
+def _marked_special(tokenizer: object) -> list[int]:
     """Ids of the added tokens that a tokenizer marks as special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return [int(i) for i, token in added.items() if token.special]

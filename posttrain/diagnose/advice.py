@@ -103,8 +103,8 @@ class Case:
     def began_and_ended(self) -> tuple[float, float]:
         """The training reward: the means of the first and of the last fifth of its steps."""
         values = np.array([x for _, x in self.s.rewards])
-        part = max(1, len(values) // 5)
-        return (float(values[:part].mean()), float(values[-part:].mean())) if len(values) else (0.0, 0.0)
+        fifth = max(1, len(values) // 5)
+        return (float(values[:fifth].mean()), float(values[-fifth:].mean())) if len(values) else (0.0, 0.0)
 
     @property
     def rose(self) -> float:
@@ -180,6 +180,7 @@ def advice(case: Case, most: int = 3) -> tuple[str, ...]:
 
 def chosen(case: Case) -> list[Advice]:
     """The pieces that apply, the first one of each topic."""
+    # What to try first comes first. Of two functions with a piece of one topic, the first one's is given.
     parts = (_to_tell,) if case.by == "nothing" else (_paid, _heldout, _worse, _flat, _onward, _rows)
     of_topic = dict[str, Advice]()
     for piece in chain.from_iterable(part(case) for part in parts):

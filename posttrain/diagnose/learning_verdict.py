@@ -40,9 +40,9 @@ def learned(of: RunOutcome) -> Learning:
             "cannot be told whether it learned: no step was taken",
             (f"{command_line('run', '--resume', of.folder)}  # takes its first steps",),
         )
-    known = of.file.facts.get(PROMPTS)
+    counted = of.file.facts.get(PROMPTS)
     # The prompts were counted in the run's own data, so they are no number of another stage's.
-    prompts = known if isinstance(known, int) and known > 0 and of.run.env_of(last.stage) == of.run.env else None
+    prompts = counted if isinstance(counted, int) and counted > 0 and of.run.env_of(last.stage) == of.run.env else None
     return stage_learned(of.run, last, str(of.folder), said_at_the_end(steps(of.folder), last), prompts)
 
 
@@ -70,37 +70,37 @@ def stage_learned(
         prompts: number of prompts of the data, where they were counted.
     """
 
-    nothing = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
+    undecided = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
     if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
         # Nothing was paired. A stage may still be judged by pairs that it orders, or by rows that it makes likelier.
         if s.end is None and s.agreement is not None and s.agreement_before is not None and s.updates:
-            return _ordering(nothing, s.agreement, s.agreement_before)
+            return _ordering(undecided, s.agreement, s.agreement_before)
         if s.end is None and s.loss is not None and s.updates:
-            return _likelier(nothing, s.loss)
-        return _answer(nothing, f"cannot be told whether {s.name} learned: {s.unpaired}")
+            return _likelier(undecided, s.loss)
+        return _answer(undecided, f"cannot be told whether {s.name} learned: {s.unpaired}")
     gain, what = (s.reward, "mean reward") if s.graded else (s.accuracy, "accuracy")
     low, high = common_scale((s.start, s.end))
     width = high - low if s.graded else 1.0
-    word, figures, beside = _word(gain, width), f"held-out {what} {_figures(s, gain)}", _beside(s)
-    case = replace(nothing, word=word, by="reward", gain=gain, change=gain.mean, width=width)
+    word, figures, accuracy_words = _word(gain, width), f"held-out {what} {_figures(s, gain)}", _accuracy_words(s)
+    case = replace(undecided, word=word, by="reward", gain=gain, change=gain.mean, width=width)
     # No update, no learning, whatever noise the two evaluations show.
     if s.steps and not s.updates:
-        none = f"{s.name} did not learn: none of its {s.steps} steps changed the weights"
-        return _answer(replace(case, word="did not learn"), none)
-    paid = replace(case, word="paid more, not more often right")
+        sentence = f"{s.name} did not learn: none of its {s.steps} steps changed the weights"
+        return _answer(replace(case, word="did not learn"), sentence)
+    paid_more = replace(case, word="paid more, not more often right")
     # The reward rose and the share of right answers did not: paid for something else.
     if word == "learned" and _wants_right(run, s) and _word(s.accuracy, 1.0) in ("did not learn", "got worse"):
-        return _answer(paid, f"{s.name} is paid more, but not more often right: {figures}{beside}")
+        return _answer(paid_more, f"{s.name} is paid more, but not more often right: {figures}{accuracy_words}")
     # The proxy rose for sure, and neither of the measured figures did.
     if s.proxy is not None and s.proxy.low > 0 and max(gain.low, s.reward.low) <= 0:
         proxy_words = f"its reward pays {s.proxy.means} for held-out answers, gain {s.proxy}"
         return _answer(
-            replace(paid, exploited=True),
+            replace(paid_more, exploited=True),
             f"{s.name} is paid more, and no gain is seen in what is measured: {proxy_words}; {figures}",
         )
     if word == "cannot be told":
-        return _answer(case, f"cannot be told whether {s.name} learned: {figures}, which holds 0{beside}")
-    return _answer(case, f"{s.name} {word}: {figures}{beside}")
+        return _answer(case, f"cannot be told whether {s.name} learned: {figures}, which holds 0{accuracy_words}")
+    return _answer(case, f"{s.name} {word}: {figures}{accuracy_words}")
 
 
 def _answer(case: Case, text: str) -> Learning:
@@ -119,11 +119,13 @@ def _wants_right(run: Run, s: StageOutcome) -> bool:
     env = run.env_of(s.stage)
     paid = [r for r in env.rewards if not r.measured and r.weight]
     # Where nothing was ever right, the share of right answers tells nothing of the reward.
-    ever = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
-    return s.graded and ever and s.tells is not None and (s.tells.named or len(paid) + (env.name != "prompts") > 1)
+    ever_right = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
+    return (
+        s.graded and ever_right and s.tells is not None and (s.tells.named or len(paid) + (env.name != "prompts") > 1)
+    )
 
 
-def _beside(s: StageOutcome) -> str:
+def _accuracy_words(s: StageOutcome) -> str:
     """Words with the accuracy, to follow those of a mean reward; '' where it says nothing."""
     if not s.graded or s.tells is None or s.accuracy is None:
         return ""
@@ -132,9 +134,9 @@ def _beside(s: StageOutcome) -> str:
     return f"; rewards of {at} or more: {a.means} of the answers, gain {a}"
 
 
-def _ordering(nothing: Case, after: Score, before: float) -> Learning:
+def _ordering(undecided: Case, after: Score, before: float) -> Learning:
     """The answer for a stage whose data has pairs and no reward, based on the held-out pairs."""
-    s, case = nothing.s, replace(nothing, by="pairs", change=after.mean - before)
+    s, case = undecided.s, replace(undecided, by="pairs", change=after.mean - before)
     figures = f"it orders {after} of held-out pairs as they were judged, and {before:.3f} before"
     # The interval of the later share alone, as the earlier one came without an interval.
     if after.low > before:
@@ -144,9 +146,9 @@ def _ordering(nothing: Case, after: Score, before: float) -> Learning:
     return _answer(case, f"cannot be told whether {s.name} learned: {figures}")
 
 
-def _likelier(nothing: Case, gain: Gain) -> Learning:
+def _likelier(undecided: Case, gain: Gain) -> Learning:
     """The answer for a stage that imitates and whose answers nothing judges, based on the held-out loss."""
-    s, case = nothing.s, replace(nothing, by="loss", gain=gain, change=-gain.mean)
+    s, case = undecided.s, replace(undecided, by="loss", gain=gain, change=-gain.mean)
     figures = (
         f"held-out loss {gain.means} (before -> step {s.heldout_losses[-1][0]}; perplexity"
         f" {perplexity(gain.before):.4g} -> {perplexity(gain.after):.4g}), change {gain}, over {gain.prompts}"

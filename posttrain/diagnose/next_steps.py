@@ -47,8 +47,8 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     final_stage = next((s for s in reversed(run.stages) if s.hands_on), run.stages[-1])
     if not final_stage.leaves_policy:
         return _lines(_of_reward_model(run, folder, worse))
-    asked, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
-    recipe, overrides = asked if asked is not None else ("", [])
+    start_words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
+    recipe, overrides = start_words if start_words is not None else ("", [])
     commands: list[tuple[str, str]] = []
     if run.env.judges:  # else nothing was sampled
         commands.append((command_line("show", folder), "read what it said, and what it was paid"))
@@ -65,14 +65,14 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     if open_end and named_parts and not worse:
         longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
         commands.append((longer, "go on for as many steps again"))
-    if asked is not None and not worse:
+    if start_words is not None and not worse:
         # The new seed replaces the user's own.
-        others = [w for w in overrides if _head(run, w) != "seed"]
+        others = [w for w in overrides if _changed_part(run, w) != "seed"]
         command = command_line("run", recipe, *others, f"seed={run.seed + 1}")
         commands.append((command, "the same with another seed: is the gain more than chance?"))
-    if asked is not None and len(stages) == 1 and not worse:
+    if start_words is not None and len(stages) == 1 and not worse:
         other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
-        others = [w for w in overrides if _head(run, w) != "algorithm"]
+        others = [w for w in overrides if _changed_part(run, w) != "algorithm"]
         command = command_line("run", recipe, *others, f"algorithm={other}")
         commands.append((command, "another algorithm; posttrain ladder lists them"))
     if not named_parts:
@@ -85,7 +85,7 @@ def _of_fault(run: Run, folder: Path) -> list[tuple[str, str]]:
     """Returns the next steps of a run with a planted fault. Its numbers mean nothing, so nothing goes on with it."""
     commands = [(command_line("show", folder), "read what it said")] if episode_files(folder) else []
     if (words := _words(folder)) is not None:
-        others = [w for w in words[1] if _head(run, w) != "fault"]
+        others = [w for w in words[1] if _changed_part(run, w) != "fault"]
         commands.append((command_line("run", words[0], *others), "the same without the fault"))
     return commands
 
@@ -99,7 +99,7 @@ def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str
         return []
     words = _words(folder)
     # A reward model's data come along as the policy's prompts; what was its reward does not.
-    data = [w for w in (words[1] if words is not None else ()) if _head(run, w) in ("model", "env")]
+    data = [w for w in (words[1] if words is not None else ()) if _changed_part(run, w) in ("model", "env")]
     kept = [w for w in data if not w.startswith(("env.rewards", "rewards"))]
     # Settings from a recipe are not among the words, so the two that a policy needs are taken from the run.
     needed = (("model", run.model.path), ("env.prompts", run.env.prompts))
@@ -135,7 +135,7 @@ def _words(folder: Path) -> tuple[str, list[str]] | None:
     return recipe, words
 
 
-def _head(run: Run, word: str) -> str:
+def _changed_part(run: Run, word: str) -> str:
     """Returns the part of a run that an override changes; '' where this version does not know the setting.
 
     It is `algorithm` for anything inside an algorithm, else the first word of the path: "env" for `env.heldout=9`.

@@ -65,8 +65,8 @@ def reward_bench(right: Mapping[str, Sequence[bool]]) -> BenchScore:
         DataError: a subset is not one of the benchmark's, or there is no pair.
     """
     known = {subset for section in SECTIONS.values() for subset in section}
-    if strange := [s for s in right if s not in known]:
-        raise DataError(f"RewardBench has no subset {strange[0]!r}; {nearest(strange[0], known)}")
+    if unknown := [s for s in right if s not in known]:
+        raise DataError(f"RewardBench has no subset {unknown[0]!r}; {nearest(unknown[0], known)}")
     parts: dict[str, float] = {}
     for name, weights in SECTIONS.items():
         # Only subsets with data: a part of the benchmark gives the mean of what it has.

@@ -78,15 +78,15 @@ def calibration(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] 
     said = 1 / (1 + np.exp(-np.abs(gap)))
     edges = np.linspace(0.5, 1.0, BINS + 1)
     # A probability of exactly 1 lies on the last edge and belongs to the last bin.
-    at = np.clip(np.digitize(said, edges) - 1, 0, BINS - 1)
+    bin_of = np.clip(np.digitize(said, edges) - 1, 0, BINS - 1)
     bins: list[ReliabilityBin] = []
     error = 0.0
     for i in range(BINS):
-        own = at == i
-        if own.any():
-            bins.append(ReliabilityBin(edges[i], edges[i + 1], float(said[own].mean()), Score.of(right[own])))
+        in_bin = bin_of == i
+        if in_bin.any():
+            bins.append(ReliabilityBin(edges[i], edges[i + 1], float(said[in_bin].mean()), Score.of(right[in_bin])))
             # Weighted by pairs, so that a bin of few pairs moves the error little.
-            error += float(own.sum()) * abs(float(said[own].mean()) - float(right[own].mean()))
+            error += float(in_bin.sum()) * abs(float(said[in_bin].mean()) - float(right[in_bin].mean()))
     return Calibration(tuple(bins), error / len(gap))
 
 
@@ -130,11 +130,11 @@ def debias(scores: Sequence[float] | np.ndarray, features: Mapping[str, Sequence
     design = np.stack(list(columns.values()), 1)
     # Against centred scores and centred features no constant is fitted, so the mean stays.
     weights = np.linalg.lstsq(design, y - y.mean(), rcond=None)[0]
-    left = y - design @ weights
+    residual = y - design @ weights
     variance = float(y.var())
-    share = 0.0 if not variance > 0 else 1 - float(left.var()) / variance
+    share = 0.0 if not variance > 0 else 1 - float(residual.var()) / variance
     worth = dict(zip(columns, weights.tolist(), strict=True))
-    return Debiased(left, {name: worth.get(name, 0.0) for name in features}, max(0.0, share))
+    return Debiased(residual, {name: worth.get(name, 0.0) for name in features}, max(0.0, share))
 
 
 def agrees(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] | np.ndarray) -> Score:
@@ -153,10 +153,10 @@ def _ordered(
 
 def finite(*scores: Sequence[float] | np.ndarray) -> list[np.ndarray]:
     """The scores in float64; DataError where their numbers differ, or one is not finite and so orders nothing."""
-    each = [np.asarray(x, np.float64) for x in scores]
-    if len({x.shape for x in each}) > 1 or not all(np.isfinite(x).all() for x in each):
-        raise DataError(f"scores of shapes {[x.shape for x in each]}: give a finite one for each completion")
-    return each
+    arrays = [np.asarray(x, np.float64) for x in scores]
+    if len({x.shape for x in arrays}) > 1 or not all(np.isfinite(x).all() for x in arrays):
+        raise DataError(f"scores of shapes {[x.shape for x in arrays]}: give a finite one for each completion")
+    return arrays
 
 
 def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
@@ -168,6 +168,7 @@ def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.nd
 
 
 def _ranks(x: np.ndarray) -> np.ndarray:
+    """The rank of each number, from 1."""
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     # The ranks of n equal values are the n up to their end; each gets the mean of these.
     ends = np.cumsum(counts)

@@ -174,7 +174,7 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
     # One folder by two names: a run equals itself, and would seem to prove something.
     if len({p.resolve() for p in paths}) < len(paths):
         raise ConfigError("a run is given twice; compare it with another one")
-    runs = [_measured(read_outcome(p), stage) for p in paths]
+    runs = [_compared_run(read_outcome(p), stage) for p in paths]
     _refuse(runs)
     shared = _shared(runs)
     what: What = "reward" if any(r.measured.graded for r in runs) else "accuracy"
@@ -183,7 +183,7 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
             figures = [f"{r.of.folder} by {'held-out loss' if r.by_loss else 'what judges answers'}" for r in runs]
             raise ConfigError(f"these runs are measured differently ({'; '.join(figures)}), so nothing can be paired")
         # The mean over rows has to be the mean over tokens, which depends on which rows are shared.
-        what, runs = "loss", [_over(r, shared) for r in runs]
+        what, runs = "loss", [_over_shared_rows(r, shared) for r in runs]
     groups = _groups(runs)
     gains = tuple(_gain(groups[0], g, what, shared) for g in groups[1:])
     return RunComparison(groups, gains, what, len(shared), tuple(_notes(runs, shared)))
@@ -200,7 +200,7 @@ def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
     return run.measured.right if what == "accuracy" else run.measured.outcomes
 
 
-def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
+def _compared_run(of: RunOutcome, stage: str | None) -> ComparedRun:
     """A run with its last held-out measurement, or that of the named stage.
 
     It is an evaluation of answers; without one the held-out loss, or the order of held-out pairs.
@@ -235,16 +235,16 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
     return ComparedRun(of, chosen, chosen.end)
 
 
-def _by_loss(of: RunOutcome, found: StageOutcome) -> ComparedRun:
+def _by_loss(of: RunOutcome, stage: StageOutcome) -> ComparedRun:
     """A run by its last held-out loss."""
-    step, last = [*found.likelihoods.items()][-1]
-    nothing = Score(math.nan, math.nan, math.nan, 0)
+    step, last = [*stage.likelihoods.items()][-1]
+    unknown = Score(math.nan, math.nan, math.nan, 0)
     # Negative, so that higher is better as for the other figures.
     rows: dict[Hashable, float] = {k: -nll / tokens for k, (nll, tokens) in last.rows.items()}
-    return ComparedRun(of, found, Measurement(found.name, step, nothing, last.score, True, rows, rows), by_loss=True)
+    return ComparedRun(of, stage, Measurement(stage.name, step, unknown, last.score, True, rows, rows), by_loss=True)
 
 
-def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
+def _over_shared_rows(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
     """The run with other values of its rows: their mean over the shared rows is the mean loss over all tokens."""
     last = [*run.stage.likelihoods.values()][-1]
     row_values = {k: -x for k, x in last.values([str(k) for k in shared]).items()}
@@ -256,15 +256,15 @@ def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
     )
 
 
-def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
+def _remedy(of: RunOutcome, stage: StageOutcome | None) -> str:
     """What to do so that a run has something to compare, for the message of an error."""
-    if found is not None and not of.run.env_of(found.stage).heldout:
+    if stage is not None and not of.run.env_of(stage.stage).heldout:
         return "Start it with env.heldout=100"
-    if found is not None and isinstance(found.stage, RewardModel):
+    if stage is not None and isinstance(stage.stage, RewardModel):
         return f"Its agreement with judgements: {command_line('eval', of.folder)}"
-    if found is not None and not found.stage.eval:
-        return f"Start it with {found.name}.eval=true"
-    if found is not None and found.done:
+    if stage is not None and not stage.stage.eval:
+        return f"Start it with {stage.name}.eval=true"
+    if stage is not None and stage.done:
         return "Start it with env.rewards, which judge the answers to held-out prompts"
     return f"Let it go on to its end: {command_line('run', '--resume', of.folder)}"
 
@@ -296,8 +296,8 @@ def _rewards(run: ComparedRun, places: bool = False) -> list[str]:
 
 def _shared(runs: Sequence[ComparedRun]) -> list[Hashable]:
     """The judged prompts that are in every run, in the order of the first."""
-    rest = [r.measured.right.keys() for r in runs[1:]]
-    return [p for p in runs[0].measured.right if all(p in keys for keys in rest)]
+    others = [r.measured.right.keys() for r in runs[1:]]
+    return [p for p in runs[0].measured.right if all(p in keys for keys in others)]
 
 
 def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
@@ -389,6 +389,7 @@ def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score 
         d = np.array([other[seed] - first[seed] for seed in first])
         mean, error, freedom = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1.0
         half = student95(freedom) * error
+        # An error below 1e-12 is rounding: all seeds gave the same.
         return Score(mean, mean - half, mean + half, len(d)) if error > 1e-12 else None
     a, b = (np.array([*g.values()]) for g in (first, other))
     mean = float(b.mean() - a.mean())
@@ -397,8 +398,8 @@ def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score 
     if error <= 1e-12:
         return None
     # Welch: the variances of the groups need not be equal. Satterthwaite's degrees of freedom.
-    below = sum(v * v / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
-    freedom = sum(parts) ** 2 / below
+    denominator = sum(v * v / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
+    freedom = sum(parts) ** 2 / denominator
     half = student95(freedom) * error
     return Score(mean, mean - half, mean + half, len(a) + len(b))
 

@@ -195,9 +195,10 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
     taken = max((s.index for s in steps), default=0)
     start = reading.start(stage)
     # While a stage is not done, its last measurement stays one of the step at which it was made.
-    end = _still(stage, steps, start, reading.end(stage)) if done else reading.end(stage)
+    end = _at_the_end(stage, steps, start, reading.end(stage)) if done else reading.end(stage)
     with run_reader.damage_is_named("the state of the newest checkpoint"):
-        # Without recorded episodes the figures of the checkpoint remain, and no prompt can be paired.
+        # Without recorded episodes the figures of the checkpoint remain, and no prompt can be paired. The accuracy is
+        # None where grades tell no share of right answers.
         if end is None and done and known.get("reward"):
             end = Measurement(
                 stage.name,
@@ -211,11 +212,11 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         roles = {str(k): float(v) for k, v in known.get("roles", {}).items()}
         peaks = {str(k): float(v) for k, v in known.get("peaks", {}).items()}
         agreement = _score(known["agreement"]) if known.get("agreement") else None
-        before = None if known.get("agreement_before") is None else float(known["agreement_before"])
+        agreement_before = None if known.get("agreement_before") is None else float(known["agreement_before"])
         greedy = None if greedy is None else float(greedy)
         seconds = None if seconds is None else float(seconds)
     # Measurements before the first step and after the last are in no step's line, so they are added to the curve.
-    end_points = {0: before, taken: agreement and agreement.mean}
+    end_points = {0: agreement_before, taken: agreement and agreement.mean}
     agreements = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in end_points.items() if x is not None}
     # After a kill the losses may be of steps that the record has lost.
     losses = {i: x for i, x in reading.losses(stage).items() if i <= taken}
@@ -236,7 +237,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         unpaired=unpaired,
         rewards=_curve(steps, "rollout/reward"),
         losses=next((c for n in LOSSES if (c := _curve(steps, n))), ()),
-        heldout=_told(_with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy"), start, end),
+        heldout=_if_accuracy_tells(_with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy"), start, end),
         heldout_reward=_with_ends(_curve(steps, "eval/reward"), start, end, "reward"),
         greedy=greedy,
         seconds=seconds,
@@ -246,7 +247,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         idle=sum("optim/steps" in s.gauges and not s.gauges["optim/steps"].sum for s in steps),
         time_of=stage.time_of,
         agreement=agreement,
-        agreement_before=before,
+        agreement_before=agreement_before,
         agreements=tuple(sorted(agreements.items())),
         began=starts(run.stages, stage),
         # A stage that reads judgements writes 0 or 1 of each pair in the same place where others write a loss.
@@ -255,7 +256,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
     )
 
 
-def _told(curve: Curve, start: Measurement | None, end: Measurement | None) -> Curve:
+def _if_accuracy_tells(curve: Curve, start: Measurement | None, end: Measurement | None) -> Curve:
     """The curve of the accuracy; empty where accuracy says nothing of the outcomes (`Grades.tells`)."""
     grades = common_grades(start, end)
     return curve if grades is None or grades.tells else ()
@@ -267,7 +268,7 @@ def _updates(steps: Sequence[Step]) -> int:
     return sum(int(x) for x in counts if math.isfinite(x))
 
 
-def _still(
+def _at_the_end(
     stage: Stage, steps: Sequence[Step], start: Measurement | None, end: Measurement | None
 ) -> Measurement | None:
     """The measurement of the weights at the end of a stage.
@@ -353,8 +354,8 @@ class _Reading:
         # Only under the same tasks and rewards: else the two figures are of different things.
         same = [s for s in self.run.stages if self.run.env_of(s) == self.run.env_of(stage) and s.name != stage.name]
         for other in same:
-            if other.name == began and (found := self.end(other)) is not None:
-                return found
+            if other.name == began and (other_end := self.end(other)) is not None:
+                return other_end
         for other in same:
             if starts(self.run.stages, other) == began and (other.name, 0) in self.files:
                 return self._at(other.name, 0)

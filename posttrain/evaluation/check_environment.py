@@ -83,8 +83,8 @@ def check(
         return _wait(env, tasks, rate, progress, model_findings(env, model) if model else [])
     built = build(env, *others, trust=trust)
     try:
-        found = model_findings(built, model) if model else []
-        return _wait(built, tasks, rate, progress, found, earned(env) if isinstance(env, str | Path) else ())
+        model_lint = model_findings(built, model) if model else []
+        return _wait(built, tasks, rate, progress, model_lint, earned(env) if isinstance(env, str | Path) else ())
     finally:
         built.close()
 
@@ -113,9 +113,9 @@ def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> Single
     """The environment given by its name, by a run that used it, or by its configuration."""
     # The settings of an environment are a part of a run, so a shipped recipe is the run around them.
     run = shipped("arithmetic")
-    if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
+    if unknown := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
         raise ConfigError(
-            f"{strange[0]}: a check reads the environment alone, and with model=PATH the chat template of a model:"
+            f"{unknown[0]}: a check reads the environment alone, and with model=PATH the chat template of a model:"
             " env.args.NAME, env.rewards, env.prompts, env.heldout, seed and model"
         )
     if not isinstance(env, Env) and is_run(env):
@@ -148,10 +148,10 @@ def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
     advice = "correct generation_config.json or the chat template"
     findings = [LintFinding("model: stop tokens", f"a turn ends at {stop_words}")]
     findings += [LintFinding("model: stop tokens", n, warns=True, advice=advice) for n in turn_end(tokenizer, stops)]
-    plain: Any = tokenizer
+    untyped: Any = tokenizer
     # An environment with a `play` of its own may answer in later turns, which the template then has to write.
     follows = [] if type(env).play is SingleTurn.play else ["user"]
-    of_template = template_findings(Renderer(plain, stops), env, [*env.heldout, env.train.task(0)], follows)
+    of_template = template_findings(Renderer(untyped, stops), env, [*env.heldout, env.train.task(0)], follows)
     return [*findings, *(of_template or [LintFinding("template", "prompts are text, so no chat template is used")])]
 
 

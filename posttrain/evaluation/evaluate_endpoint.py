@@ -50,7 +50,7 @@ def remote_run(name: str) -> Run:
 
 @asynccontextmanager
 async def remote_rollout(
-    url: str, how: EndpointOptions, environment: Environment, contract: Sampling, *, connections: int, seed: int
+    url: str, options: EndpointOptions, environment: Environment, contract: Sampling, *, connections: int, seed: int
 ) -> AsyncIterator[tuple[Rollout, Sampling, RemoteModel]]:
     """(rollout over the endpoint, the contract its episodes carry, the endpoint's model).
 
@@ -64,29 +64,29 @@ async def remote_rollout(
     from posttrain.engine.endpoint.endpoint_sampler import check
 
     async with Endpoint(
-        url, "rollout", key_env=how.key_env, patience=how.patience, connections=connections
+        url, "rollout", key_env=options.key_env, patience=options.patience, connections=connections
     ) as endpoint:
-        found = await discover(endpoint, how.model, how.dialect)
-        check(contract, found, chat=how.tokenizer is None and how.api == "chat")
+        remote = await discover(endpoint, options.model, options.dialect)
+        check(contract, remote, chat=options.tokenizer is None and options.api == "chat")
         # The contract's truncation (top_p, top_k, min_p) is sent to the server, which truncates by itself.
         cut = contract if contract.truncated else None
         # The episodes carry a contract without truncation. With it each token would need the set of tokens that were
         # kept, and no server returns that.
         carried = replace(contract, top_p=1.0, top_k=0, min_p=0.0, top=0)
         # Without a tokenizer the server applies its own template and stop tokens, so no stop ids are known here.
-        if how.tokenizer is None:
-            text = TextSampler(endpoint, found, TextVocabulary(), way=how.api, cut=cut)
-            yield Rollout(text, environment, text.dialogue, seed), carried.resolve(()), found
+        if options.tokenizer is None:
+            text = TextSampler(endpoint, remote, TextVocabulary(), way=options.api, cut=cut)
+            yield Rollout(text, environment, text.dialogue, seed), carried.resolve(()), remote
             return
-        dialogue, stops = _tokens(how.tokenizer, found)
+        dialogue, stops = _tokens(options.tokenizer, remote)
         yield (
-            Rollout(TokenSampler(endpoint, found, cut=cut), environment, dialogue, seed),
+            Rollout(TokenSampler(endpoint, remote, cut=cut), environment, dialogue, seed),
             carried.resolve(stops),
-            found,
+            remote,
         )
 
 
-def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
+def _tokens(path: str, remote: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
     """(a function from task id to its dialogue, stop ids) of a tokenizer: a directory, a hub id or a run folder."""
     from posttrain.engine.files.pretrained_files import read_tokenizer
     from posttrain.engine.model.stop_tokens import resolve_stops
@@ -94,14 +94,14 @@ def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDial
     run_folder = Path(path, "run.json").exists()
     tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
     stops = resolve_stops(tokenizer, config)
-    plain: Any = tokenizer
-    renderer = Renderer(plain, stops, found.context)
+    untyped: Any = tokenizer
+    renderer = Renderer(untyped, stops, remote.context)
     return (lambda task: RenderedDialogue(renderer, task)), stops
 
 
 async def evaluate_remote(
     url: str,
-    how: EndpointOptions,
+    options: EndpointOptions,
     run: Run,
     environment: Environment,
     contract: Sampling,
@@ -109,17 +109,17 @@ async def evaluate_remote(
     say: Callable[[str], None],
 ) -> EvaluationReport:
     """Held-out accuracy of the model at `url`, with at most `run.slots` requests at once."""
-    async with remote_rollout(url, how, environment, contract, connections=run.slots, seed=run.seed) as (
+    async with remote_rollout(url, options, environment, contract, connections=run.slots, seed=run.seed) as (
         rollout,
         carried,
-        found,
+        remote,
     ):
         form = (
-            f"token ids of {how.tokenizer}"
-            if how.tokenizer
-            else f"text ({how.api}); its own chat template and end of turn"
+            f"token ids of {options.tokenizer}"
+            if options.tokenizer
+            else f"text ({options.api}); its own chat template and end of turn"
         )
-        say(f"endpoint: {url}, model {found.model}, dialect {found.dialect}; by {form}")
+        say(f"endpoint: {url}, model {remote.model}, dialect {remote.dialect}; by {form}")
         return await evaluate(
             replace(rollout, limits=run.env.limits, right=run.env.named_right(environment.abilities.vouched)),
             environment.heldout,
@@ -128,11 +128,11 @@ async def evaluate_remote(
         )
 
 
-def refuse(how: EndpointOptions) -> None:
+def refuse(options: EndpointOptions) -> None:
     """ConfigError where any option of an endpoint is set. It is called for other kinds of target."""
     names = {"model": "--model", "key_env": "--key-env", "tokenizer": "--tokenizer", "dialect": "--dialect"}
-    flags = [flag for name, flag in names.items() if getattr(how, name) is not None]
-    flags += ["--api"] if how.api != "chat" else []
+    flags = [flag for name, flag in names.items() if getattr(options, name) is not None]
+    flags += ["--api"] if options.api != "chat" else []
     if flags:
         raise ConfigError(
             f"{', '.join(flags)} belongs to an endpoint: give its address as the target (http://127.0.0.1:8000/v1)"

@@ -118,7 +118,7 @@ def evaluate_searches(
         InvariantError: a search did not do what it says.
     """
     # Wrong words are refused before anything is loaded.
-    request, rest = search_request(words)
+    request, overrides = search_request(words)
     faults.refuse_silent(request.fault, allow_fault)
     if is_url(target):
         raise ConfigError(
@@ -135,17 +135,17 @@ def evaluate_searches(
     weights = None if run_folder is None else _weights(run_folder, checkpoint, say)
     if run_folder is None:
         check_source("", str(target))
-    run, _, objects = asked_run(target, checkpoint, rest, UserObjects(), quiet, trust)
+    run, _, objects = asked_run(target, checkpoint, overrides, UserObjects(), quiet, trust)
     request = _with_scores(request, run, run_folder, target)
     contract = contract_of(run, max_tokens, temperature)
     # A reward model that guides the search as well would judge its own choice.
     env = replace(run.env, rewards=tuple(r for r in run.env.rewards if not r.by_model), measured=False)
     run = replace(run, env=env, stages=(Reinforce(name=STAGE_NAME, sampling=contract),))
-    with ExitStack() as closed:
-        closed.enter_context(faults.planted(request.fault))
-        environment = closed.enter_context(closing(make_environment(run, objects)))
+    with ExitStack() as resources:
+        resources.enter_context(faults.planted(request.fault))
+        environment = resources.enter_context(closing(make_environment(run, objects)))
         _check_single_turn(environment)
-        report = _measured(request, run, environment, run_folder, weights, samples, trust, str(target))
+        report = _run_searches(request, run, environment, run_folder, weights, samples, trust, str(target))
     _show(report, out, quiet)
     return report
 
@@ -162,11 +162,11 @@ def _show(report: SearchReport, out: str | Path | None, quiet: bool) -> None:
         console.print(f"written: {out}")
 
 
-def _measured(
+def _run_searches(
     request: SearchRequest,
     run: Run,
     environment: Environment,
-    own: Path | None,
+    run_folder: Path | None,
     weights: Path | None,
     samples: int,
     trust: bool,
@@ -175,7 +175,7 @@ def _measured(
     """Build the model and run the searches.
 
     Args:
-        own: the run folder of the target; None: the target is a model.
+        run_folder: the run folder of the target; None: the target is a model.
         weights: the folder of the policy's weights; None: those of the model.
         name: of the target, for the report.
     """
@@ -186,12 +186,12 @@ def _measured(
     from posttrain.stages.run_coroutine import wait
 
     use_threads(run.threads)
-    policy = make_policy(run, environment) if own is None else kept_policy(own, allow=trust)
-    with ExitStack() as closed:
-        roles = closed.enter_context(closing(make_roles(run, policy, environment, ())))
+    policy = make_policy(run, environment) if run_folder is None else kept_policy(run_folder, allow=trust)
+    with ExitStack() as resources:
+        roles = resources.enter_context(closing(make_roles(run, policy, environment, ())))
         if weights is not None:
             load_weights(weights, roles.learner)
-        tools, scorer_line = _tools(request, run, policy, roles, own, closed)
+        tools, scorer_line = _tools(request, run, policy, roles, run_folder, resources)
         points = wait(_points(request, tools, roles, environment, samples))
     by_cost = tuple(sorted(points, key=lambda p: p.tokens))
     return SearchReport(name, environment.name, scorer_line, len(environment.heldout), samples, by_cost)
@@ -215,14 +215,14 @@ async def _points(
 
 
 def _tools(
-    request: SearchRequest, run: Run, policy: Policy, roles: PolicyRoles, own: Path | None, closed: ExitStack
+    request: SearchRequest, run: Run, policy: Policy, roles: PolicyRoles, run_folder: Path | None, resources: ExitStack
 ) -> tuple[StepSearch, str]:
     """Returns the tools that every search uses, and the line that names the scorer."""
     from posttrain.search.step_sampling import StepSearch
 
     dialogue, contract = roles.rollout.dialogue, run.stages[0].contract
     assert contract is not None
-    plain = StepSearch(
+    without_scores = StepSearch(
         roles.engine,
         None,
         roles.rollout.environment,
@@ -236,35 +236,35 @@ def _tools(
         right_at=roles.rollout.right,
     )
     if request.by is None:
-        return plain, "the environment's own verdict, which knows the answers" if request.verified else ""
+        return without_scores, "the environment's own verdict, which knows the answers" if request.verified else ""
     from posttrain.build.build_reward_models import RewardModels
     from posttrain.role.judges.generative_steps import GenerativeStepJudge
     from posttrain.role.judges.reward_judge import RewardModelJudge
     from posttrain.role.judges.step_judge import StepJudge
 
-    models = RewardModels(run, policy, own)
+    models = RewardModels(run, policy, run_folder)
     # The models are closed after the last search, not at the end of this function.
-    closed.callback(models.close)
+    resources.callback(models.close)
     (judge,) = models.judges(replace(run.env, rewards=(request.by,)), request.by.stages or None)
     line = judge.line.partition(": each step's score")[0].replace(" (weight 1)", "")
     if isinstance(judge, StepJudge):
-        return replace(plain, scorer=judge.scorer, separator=judge.separator), line
+        return replace(without_scores, scorer=judge.scorer, separator=judge.separator), line
     if isinstance(judge, GenerativeStepJudge):
-        return replace(plain, verifier=judge, separator=judge.separator), line
+        return replace(without_scores, verifier=judge, separator=judge.separator), line
     _refuse_answers(request, request.by.function)
     # A weighted vote adds the scores of equal answers. A sum has a meaning only where scores are probabilities.
-    if isinstance(judge, RewardModelJudge) and (kind := _first(request, weighted=True)):
+    if isinstance(judge, RewardModelJudge) and (kind := _search_with(request, weighted=True)):
         raise ConfigError(
             f"search={kind}: {request.by.function} scores are no chances, and a weighted vote adds them up: weigh by a"
             " process reward model or a judge, or take best_of"
         )
-    return replace(plain, judge=judge), line
+    return replace(without_scores, judge=judge), line
 
 
 # --- what is asked for ------------------------------------------------------------------------------------------------
 
 
-def _first(request: SearchRequest, **setting: Any) -> str:
+def _search_with(request: SearchRequest, **setting: Any) -> str:
     """The name of the first search with this setting (or property); '' where there is none."""
     ((name, value),) = setting.items()
     return next((k.name for k in request.kinds if getattr(k, name, None) == value), "")
@@ -272,7 +272,7 @@ def _first(request: SearchRequest, **setting: Any) -> str:
 
 def _refuse_answers(request: SearchRequest, by: str) -> None:
     """ConfigError where a search needs scores of steps. It is called where `by` scores whole answers."""
-    if kind := _first(request, reads="steps"):
+    if kind := _search_with(request, reads="steps"):
         raise ConfigError(
             f"search={kind} goes on from the best steps, and {by} scores whole answers: give a process reward model,"
             " search.by=model:RUN of a run such as posttrain run prm rl=none --out RUN; or take best_of and"
@@ -280,20 +280,20 @@ def _refuse_answers(request: SearchRequest, by: str) -> None:
         )
 
 
-def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str | Path) -> SearchRequest:
+def _with_scores(request: SearchRequest, run: Run, run_folder: Path | None, target: str | Path) -> SearchRequest:
     """The request with its scorer, if a search needs one: the one that was named, or else the run's own.
 
     Raises:
         ConfigError: there is none, or it cannot score what a search needs.
     """
-    needs_scores = _first(request, reads="steps") or _first(request, reads="answers")
+    needs_scores = _search_with(request, reads="steps") or _search_with(request, reads="answers")
     # The verifier judges whole answers, so it can guide no search over steps.
     if request.verified:
         _refuse_answers(request, "search.by=verifier")
     # No model scores: the verifier does, or no search reads scores. So a model that was named is left out.
     if request.verified or not needs_scores:
         return replace(request, by=None)
-    by = request.by or _own_scores(run, own)
+    by = request.by or _own_scores(run, run_folder)
     if by is None:
         raise ConfigError(
             f"search={needs_scores} chooses by scores, and {target} has no reward model. Name a process reward model"
@@ -303,9 +303,9 @@ def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str
         )
     for path in by.models:
         if path.startswith(STAGE):
-            if own is None:
+            if run_folder is None:
                 raise ConfigError(f"search.by=model:{path}: {target} is no run, and has no stages: give model:PATH")
-            kept_folder(own, path.removeprefix(STAGE))
+            kept_folder(run_folder, path.removeprefix(STAGE))
         else:
             check_reward_path("search.by", path)
     if by.judge_url:
@@ -315,14 +315,14 @@ def _with_scores(request: SearchRequest, run: Run, own: Path | None, target: str
     return replace(request, by=by)
 
 
-def _own_scores(run: Run, own: Path | None) -> Reward | None:
+def _own_scores(run: Run, run_folder: Path | None) -> Reward | None:
     """The reward model or judge that pays in a run; else the last one that a stage of it trained; else None."""
     if paid := [r for r in run.env.rewards if r.by_model]:
         # Only its score is used: the settings of how it pays a policy have no meaning here.
         return replace(paid[0], weight=1.0, measured=False, steps="score", progress=False)
-    if own is None:
+    if run_folder is None:
         return None
-    trained = [s.name for s in run.stages if isinstance(s, RewardModel) and (own / KEPT / s.name).is_dir()]
+    trained = [s.name for s in run.stages if isinstance(s, RewardModel) and (run_folder / KEPT / s.name).is_dir()]
     return Reward(function=f"{MODEL}{STAGE}{trained[-1]}") if trained else None
 
 
@@ -356,17 +356,17 @@ def _check_single_turn(environment: Environment) -> None:
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to search on; say how many, for example env.heldout=100")
     abilities, task = environment.abilities, environment.heldout[0]
-    turns = "with tools" if (abilities.tools(task) if abilities.tools else task.tools) else ""
-    turns = turns or ("with other seats" if abilities.seats is not None else "")
+    turn_words = "with tools" if (abilities.tools(task) if abilities.tools else task.tools) else ""
+    turn_words = turn_words or ("with other seats" if abilities.seats is not None else "")
     # The right answer, where it is known: a wrong one may end the episode early and hide a second turn.
     known = None if abilities.gold is None else abilities.gold.right(task)
     try:
         several = len(wait(attempt(environment, task, known or ("",))).turns) > 1
     except IndexError:  # it asks for another turn than the script has
         several = True
-    turns = turns or ("of several turns" if several else "")
-    if turns:
+    turn_words = turn_words or ("of several turns" if several else "")
+    if turn_words:
         raise ConfigError(
-            f"environment {environment.name!r} has episodes {turns}, and a search goes on inside one answer: use an"
-            " environment of single answers"
+            f"environment {environment.name!r} has episodes {turn_words}, and a search goes on inside one answer: use"
+            " an environment of single answers"
         )

@@ -37,11 +37,11 @@ def asked_run(
             "searches have a report of their own:"
             " posttrain.evaluation.evaluate_search.evaluate_searches(target, *words)"
         )
-    kept: list[RuntimeObjects] = []
+    named_objects: list[RuntimeObjects] = []
 
     def change(run: Run) -> Run:
-        run, given = handed.place(run)
-        kept.append(given)
+        run, objects = handed.place(run)
+        named_objects.append(objects)
         return run
 
     if not is_run(target):
@@ -49,13 +49,14 @@ def asked_run(
         stand_in = ("env=prompts",) if handed.env is not None else ()
         overrides = with_environment(str(target), (*stand_in, *overrides))
     if is_url(target):
-        # The overrides are applied to a run that is made here, without the stand-in of the check above.
-        return dotted.apply(change(remote_run(str(target))), list(overrides[len(stand_in) :])), None, kept[0]
+        # The overrides are applied to a run that is made here, without the stand-in of the check above. An address is
+        # no run folder, so `stand_in` exists.
+        return dotted.apply(change(remote_run(str(target))), list(overrides[len(stand_in) :])), None, named_objects[0]
     say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
     parts = ("model", "env", "engine", "placement")
     run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
     # Rows that the run keeps are found in its folder.
-    return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
+    return run, weights, replace(named_objects[-1], folder=Path(target)) if is_run(target) else named_objects[-1]
 
 
 def contract_of(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:

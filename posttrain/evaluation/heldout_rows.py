@@ -24,7 +24,7 @@ from posttrain.system.errors import ConfigError
 
 async def measure_rows(
     run: Run,
-    own: Path,
+    run_folder: Path,
     policy: Policy,
     roles: PolicyRoles,
     environment: Environment,
@@ -43,7 +43,7 @@ async def measure_rows(
         judged, reference = heldout_judgements(environment), ReferenceScores("")
         # The reference scores first, with the weights that the stage began with; then those that are evaluated.
         if stage.algorithm.reads_reference:
-            load_weights(kept_folder(own, starts(run.stages, stage)), learner)
+            load_weights(kept_folder(run_folder, starts(run.stages, stage)), learner)
             scorer = learner if stage.reference is None else make_teacher(run, stage.reference, policy)
             # Computed once and kept, because the learner will hold other weights by the time they are read.
             reference.add(scorer, [s for j in judged for s in segments(j, render, context)])
@@ -51,7 +51,7 @@ async def measure_rows(
         ordered = heldout_order(judged, stage.algorithm, learner, render, context, reference.of)
         if ordered is not None:
             figures = f"orders {ordered.accuracy} of {ordered.accuracy.prompts} held-out judgements as they were judged"
-            say(f"{own}: {figures}; mean margin {ordered.margin:.4g}")
+            say(f"{run_folder}: {figures}; mean margin {ordered.margin:.4g}")
             return replace(report((), None), measures=ordered.gauges())
     # Nothing ordered, or a stage that imitates: the loss of held-out demonstrations is what is left.
     load()
@@ -59,5 +59,5 @@ async def measure_rows(
     loss = demonstrations and await demonstrations.loss(learner, stage.micro_tokens)
     if loss is None:
         raise ConfigError(f"{stage.name} measures nothing on held-out rows: give env.rewards, which judge answers")
-    say(f"{own}: {loss.words}, over {len(loss.rows)} held-out rows (loss {loss.score})")
+    say(f"{run_folder}: {loss.words}, over {len(loss.rows)} held-out rows (loss {loss.score})")
     return replace(report((), None), measures=loss.gauges())

@@ -64,10 +64,10 @@ def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]
             settings[key] = word
         else:
             rest.append(text)
-    if strange := [k for k in settings if k not in (*SETTINGS, "fault")]:
-        name = strange[0].removeprefix(f"{KEY}.")
+    if unknown := [k for k in settings if k not in (*SETTINGS, "fault")]:
+        name = unknown[0].removeprefix(f"{KEY}.")
         raise ConfigError(
-            f"{strange[0]}: {nearest(strange[0], SETTINGS)}. What belongs to one search stands behind its name, such as"
+            f"{unknown[0]}: {nearest(unknown[0], SETTINGS)}. What belongs to one search stands behind its name, such as"
             f" search=beam.{name if name in dataclass_json.hints(KINDS['beam']) else 'width'}=4"
         )
     if len(kinds) == 1:

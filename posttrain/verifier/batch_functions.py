@@ -75,7 +75,7 @@ class Log:
         Raises:
             ValueError: the name does not match `NAME`, or there are too many names.
         """
-        key, x = f"metric/{_word('log_metric', name)}", float(value)
+        key, x = f"metric/{_checked_name('log_metric', name)}", float(value)
         if key not in self.gauges and len(self.gauges) >= MOST_NAMES:
             raise ValueError(f"log_metric({name!r:.80}): a call may log at most {MOST_NAMES} different names")
         if math.isfinite(x):
@@ -84,7 +84,7 @@ class Log:
     def extra(self, column: str, values: Iterable[Any]) -> None:
         """TRL's `log_extra`: one value for each answer. Raises ValueError for another number of values, or for a name
         that does not match `NAME`."""
-        _word("log_extra", column)
+        _checked_name("log_extra", column)
         listed = list(values)
         if len(listed) != self.count:
             raise ValueError(f"log_extra({column!r}) has {len(listed)} values for {self.count} completions")
@@ -99,7 +99,7 @@ class Log:
         return written
 
 
-def _word(what: str, name: object) -> str:
+def _checked_name(what: str, name: object) -> str:
     """The name itself, checked; ValueError says what a name may be."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise ValueError(
@@ -177,8 +177,8 @@ async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNum
     if not moved and len(attempts) > 2:  # of two, every order of the scores looks like one of the answers
         return ""
     alone = [(await together([a], at))[0][0] for a in attempts]
-    each = [[str({j.source: j.verdict.score for j in x}) for x in verdicts] for verdicts in (first, alone)]
-    return "siblings" if each[0] != each[1] and sorted(each[0]) == sorted(each[1]) else "order" * moved
+    scores = [[str({j.source: j.verdict.score for j in x}) for x in verdicts] for verdicts in (first, alone)]
+    return "siblings" if scores[0] != scores[1] and sorted(scores[0]) == sorted(scores[1]) else "order" * moved
 
 
 def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
@@ -188,11 +188,11 @@ def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
     """
     # Only scores that count in the reward or are measured. A source that failed is left out, because the reason may be
     # the machine.
-    was, now = (
+    first, second = (
         {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
         for x in (one, two)
     )
-    return all(_equal(was[s], now[s]) for s in was.keys() & now.keys())
+    return all(_equal(first[s], second[s]) for s in first.keys() & second.keys())
 
 
 def _equal(one: Judged, two: Judged) -> bool:

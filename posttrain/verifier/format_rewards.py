@@ -52,9 +52,9 @@ def tool_call(task: Task, text: str) -> Verdict:
     if "<think>" not in marks or "</think>" not in marks[marks.index("<think>") :]:
         return Verdict.value(0.0, "no_thought", "there is no <think>...</think>")
     # Only text outside thoughts is searched: a call inside a thought was considered and not made.
-    _, begun, rest = spoken(text).rpartition(BEGIN)
-    inside, ended, _ = rest.partition(END)
-    if not begun or not ended:
+    _, begin_tag, rest = spoken(text).rpartition(BEGIN)
+    inside, end_tag, _ = rest.partition(END)
+    if not begin_tag or not end_tag:
         return Verdict.value(0.0, "no_call", f"there is no {BEGIN}...{END}")
     try:
         called = _calls(read_data.json_value(inside))

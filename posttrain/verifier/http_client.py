@@ -55,6 +55,7 @@ class Patience:
 
         `failed`: tries that failed so far. `asked`: the seconds of the server's `Retry-After`, None without it.
         """
+        # At most 64 doublings: a much higher power of two is no float.
         seconds = min(self.longest, self.first * 2 ** min(failed - 1, 64)) * random.uniform(0.5, 1)
         return seconds if asked is None else min(self.longest, max(seconds, asked))
 
@@ -251,14 +252,14 @@ class Endpoint:
                 why = f"the answer is no JSON: {_server_message(received)}"
         raise EndpointError(self._message(f"{method} {path}: {why}"), self.role, status)
 
-    def _refusal(self, said: _Answer) -> str:
+    def _refusal(self, answer: _Answer) -> str:
         """What a message says about an answer that refuses the request."""
         # Redirects are reported and not followed. Otherwise the key would go to an address that nobody named.
-        if 300 <= said.status < 400:
-            return f"it redirects to {said.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
+        if 300 <= answer.status < 400:
+            return f"it redirects to {answer.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
         no_key = "no key was sent; name an environment variable that holds one"
         key_note = f" (the key in {self.key_env})" if self.key_env else f" ({no_key})"
-        return _server_message(said) + (key_note if said.status in (401, 403) else "")
+        return _server_message(answer) + (key_note if answer.status in (401, 403) else "")
 
     def _open(self) -> httpx2.AsyncClient:
         """The client of the running loop. A client of a closed loop is replaced."""
@@ -325,11 +326,13 @@ async def _read_answer(response: httpx2.Response) -> _Answer:
 def _server_message(answer: _Answer) -> str:
     """The server's error message: the one inside an OpenAI-shaped error, else the text."""
     try:
-        said: Any = answer.json()
+        content: Any = answer.json()
         # OpenAI: {"error": {"message": ...}}; others put it under `message` or `detail`.
-        while isinstance(said, dict) and (inner := said.get("error") or said.get("message") or said.get("detail")):
-            said = inner
-        text = said if isinstance(said, str) else json.dumps(said)
+        while isinstance(content, dict) and (
+            inner := content.get("error") or content.get("message") or content.get("detail")
+        ):
+            content = inner
+        text = content if isinstance(content, str) else json.dumps(content)
     except ValueError:
         text = (answer.body or b"").decode(errors="replace")
     text = " ".join(text[: 10 * MAX_QUOTED].split())

@@ -58,6 +58,8 @@ class RubricJudge:
     _model: RemoteModel | None = None
     _kept: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict[bytes, "asyncio.Task[Verdict]"])
     _counts: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    _retried: int = 0
+    """Repeated tries of the endpoint that the gauge has."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: LoopThread = field(default_factory=lambda: LoopThread("posttrain-judge-endpoint"))
 
@@ -79,8 +81,8 @@ class RubricJudge:
             connections=settings.parallel,
             silent=SILENT,
         )
-        exact = RESOLUTION if reward.resolution is None else reward.resolution
-        return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, exact)
+        resolution = RESOLUTION if reward.resolution is None else reward.resolution
+        return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, resolution)
 
     def check(self, tasks: Sequence[Task]) -> None:
         """DataError where a task lacks a column that the rubric names."""
@@ -114,25 +116,25 @@ class RubricJudge:
         if (
             judging is not None
             and judging.done()
-            and (judging.cancelled() or judging.exception() or _broken(judging.result()))
+            and (judging.cancelled() or judging.exception() or _has_failed(judging.result()))
         ):
             judging = None
         self._count("cached", float(judging is not None))
         if judging is None:
-            judging = self._kept[key] = asyncio.create_task(self._judged(prompt))
+            judging = self._kept[key] = asyncio.create_task(self._ask(prompt))
             while len(self._kept) > KEPT:
                 # The oldest one is removed. A caller that waits for it still has its task.
                 self._kept.pop(next(iter(self._kept)))
         # `shield`: an episode that is cancelled must not cancel the request that its siblings wait for.
         verdict = await asyncio.shield(judging)
-        self._count("failed", float(_broken(verdict)))
+        self._count("failed", float(_has_failed(verdict)))
         return verdict
 
-    async def _judged(self, prompt: str) -> Verdict:
+    async def _ask(self, prompt: str) -> Verdict:
         """Asks the judge until its answer has the form that was asked for, at most `DRAWS` times."""
-        begun, retried_before, text = time.monotonic(), self.endpoint.retried, ""
+        begun, text = time.monotonic(), ""
         try:
-            model = self._model = self._model or await self._looked_up()
+            model = self._model = self._model or await self._look_up()
             for draw in range(DRAWS):
                 # Checked for each draw, because each is a request that costs.
                 if self.calls >= self.settings.calls:
@@ -141,7 +143,7 @@ class RubricJudge:
                         f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it",
                     )
                 self.calls += 1
-                text = _said(await self.endpoint.post(*self._request(model, prompt, draw)))
+                text = _text_of(await self.endpoint.post(*self._request(model, prompt, draw)))
                 if (read := self.rubric.read(text)) is not None:
                     return Verdict.value(read[0], why=read[1][:QUOTED])
         except EndpointError as error:
@@ -149,23 +151,25 @@ class RubricJudge:
             return Verdict.failed("outage", f"{error}{NO_CHAT if chat_refused else ''}")
         finally:
             self._count("seconds", time.monotonic() - begun)
-            self._count("retried", float(self.endpoint.retried - retried_before))
+            # The endpoint counts for all judgements that run at once. Whichever ends first adds what is new.
+            retried, self._retried = self.endpoint.retried - self._retried, self.endpoint.retried
+            self._count("retried", float(retried))
         wanted = f"{self.settings.answer} from {self.settings.low:g} to {self.settings.high:g}"
         return Verdict.failed("unreadable", f"{self.name} was asked for {wanted} and said {text[:QUOTED]!r}")
 
-    async def _looked_up(self) -> RemoteModel:
+    async def _look_up(self) -> RemoteModel:
         """The model that the endpoint serves. ConfigError if it has to be named."""
         try:
             return await discover(self.endpoint, self.settings.model)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: set judge.model. {error}") from error
 
-    def _request(self, look: RemoteModel, prompt: str, draw: int) -> tuple[str, dict[str, Any]]:
+    def _request(self, remote: RemoteModel, prompt: str, draw: int) -> tuple[str, dict[str, Any]]:
         """(path, body). The first draw is the most probable answer; the later ones are drawn."""
         settings, chat = self.settings, self.settings.api == "chat"
-        body: dict[str, Any] = {"model": look.model, "temperature": min(draw, 1), "seed": draw}
+        body: dict[str, Any] = {"model": remote.model, "temperature": min(draw, 1), "seed": draw}
         # OpenAI's newer models refuse `max_tokens` in chat, and compatible servers may not know the other name.
-        body["max_completion_tokens" if chat and look.dialect == "openai" else "max_tokens"] = settings.max_tokens
+        body["max_completion_tokens" if chat and remote.dialect == "openai" else "max_tokens"] = settings.max_tokens
         body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         if settings.answer == "json":
             schema = {"name": "verdict", "strict": True, "schema": self.rubric.schema}
@@ -179,12 +183,12 @@ class RubricJudge:
             self._counts[name] = (total + value, count + 1)
 
 
-def _broken(verdict: Verdict) -> bool:
+def _has_failed(verdict: Verdict) -> bool:
     """Returns whether a verdict failed."""
     return verdict.state is State.FAILED
 
 
-def _said(answer: Any) -> str:
+def _text_of(answer: Any) -> str:
     """The text of an answer's first choice; EndpointError where there is none."""
     try:
         choice = answer["choices"][0]

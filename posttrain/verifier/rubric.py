@@ -79,15 +79,16 @@ class Rubric:
     def check(self, tasks: Sequence[Task]) -> None:
         """DataError where the rubric names a column that a task does not have."""
         for task in tasks:
-            own = {"prompt", *columns(task)}
-            # Neither the response nor its own name is put into a row's rubric: the judge would read `{response}`.
+            task_fields = {"prompt", *columns(task)}
+            # A row's rubric may name neither the response nor `rubric`: `prompt` does not fill these in it, and the
+            # judge would read `{response}`.
             for text, whose, known in (
-                (self.text, str(self.settings.rubric), own | {"response"}),
-                (self._of_row(task), "of its row", own - {ROW_RUBRIC}),
+                (self.text, str(self.settings.rubric), task_fields | {"response"}),
+                (self._of_row(task), "of its row", task_fields - {ROW_RUBRIC}),
             ):
-                if strange := [n for n in _FIELD.findall(text) if n not in known]:
+                if unknown := [n for n in _FIELD.findall(text) if n not in known]:
                     raise DataError(
-                        f"the rubric {whose} names {{{strange[0]}}}, which task {task.id!r} does not have:"
+                        f"the rubric {whose} names {{{unknown[0]}}}, which task {task.id!r} does not have:"
                         f" it has {', '.join(sorted(known))}"
                     )
 
@@ -99,12 +100,14 @@ class Rubric:
         """The text that the judge reads about an attempt. The policy's text is put in last, and names in braces in it
         are not replaced."""
         task = attempt.task
-        asked = conversation(task.prompt)
+        prompt_text = conversation(task.prompt)
         # The marks around the answer contain a hash of all that is shown. A policy cannot write a text that contains
         # its own hash, so no answer can end its part early and speak to the judge.
-        mark = hashlib.blake2b(f"{asked}\0{attempt.turns}\0{attempt.state}".encode(errors="replace"), digest_size=6)
+        mark = hashlib.blake2b(
+            f"{prompt_text}\0{attempt.turns}\0{attempt.state}".encode(errors="replace"), digest_size=6
+        )
         response = _response(attempt, mark.hexdigest())
-        fields = {**{n: _text(v) for n, v in columns(task).items()}, "prompt": asked}
+        fields = {**{n: _text(v) for n, v in columns(task).items()}, "prompt": prompt_text}
         # A row's rubric may have names in braces too, so these are replaced first. `{rubric}` inside it is not
         # replaced. Text that was put in is not searched again: `{answer}` in a response stays as it is.
         if row := self._of_row(task):
@@ -114,7 +117,7 @@ class Rubric:
         if "{response}" in self.text:
             return text
         outer_fields = {"rubric": text, "form": self.form, "mark": mark.hexdigest()}
-        return _filled(_BELOW, {"prompt": asked, "response": response, **outer_fields})
+        return _filled(_BELOW, {"prompt": prompt_text, "response": response, **outer_fields})
 
     @property
     def form(self) -> str:
@@ -182,4 +185,4 @@ def _text(value: Any) -> str:
 
 def _filled(text: str, fields: Mapping[str, str]) -> str:
     """A text with each `{name}` replaced by its field. A name without a field stays as it is."""
-    return _FIELD.sub(lambda found: fields.get(found[1], found[0]), text)
+    return _FIELD.sub(lambda name_match: fields.get(name_match[1], name_match[0]), text)

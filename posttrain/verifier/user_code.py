@@ -24,19 +24,21 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
         kind: `function` or `class`.
     """
     if not path.is_file():
-        beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        has = f"{path.parent} has {', '.join(beside) or 'no Python file'}"
-        found = has if path.parent.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigError(f"{what} {path}:{attribute}: no such file; {found}")
+        python_files = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        has = f"{path.parent} has {', '.join(python_files) or 'no Python file'}"
+        hint = has if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"{what} {path}:{attribute}: no such file; {hint}")
     module = user_module(path.resolve(), what)
-    found = getattr(module, attribute, None)
+    member = getattr(module, attribute, None)
     fits = inspect.isclass if kind == "class" else callable
-    if found is None:
-        own = [n for n, v in vars(module).items() if fits(v) and getattr(v, "__module__", None) == module.__name__]
-        raise ConfigError(f"{what} {path}:{attribute}: no such {kind}; {nearest(attribute, own)}")
-    if not fits(found):
-        raise ConfigError(f"{what} {path}:{attribute} is a {type(found).__name__}, not a {kind}")
-    return found
+    if member is None:
+        candidates = [
+            n for n, v in vars(module).items() if fits(v) and getattr(v, "__module__", None) == module.__name__
+        ]
+        raise ConfigError(f"{what} {path}:{attribute}: no such {kind}; {nearest(attribute, candidates)}")
+    if not fits(member):
+        raise ConfigError(f"{what} {path}:{attribute} is a {type(member).__name__}, not a {kind}")
+    return member
 
 
 def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], ModuleType], wanted: str) -> Any:
@@ -53,27 +55,27 @@ def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], Modu
     if not path.is_file():
         raise ConfigError(f"{named}: there is no file {path}; write path.py:NAME")
     module = read(path.resolve())
-    found = getattr(module, attribute, None)
-    if found is None:
+    value = getattr(module, attribute, None)
+    if value is None:
         public = {n: v for n, v in vars(module).items() if not n.startswith("_")}
         functions = [n for n, v in public.items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         candidates = [n for n, v in public.items() if isinstance(v, kind)] + functions
         raise ConfigError(f"{named}: {path} has no {attribute!r}; {nearest(attribute, candidates)}")
-    what = "is"
-    if callable(found):
-        what = "is a function that returned"
+    verb = "is"
+    if callable(value):
+        verb = "is a function that returned"
         try:
-            found = found()
+            value = value()
         except PosttrainError:
             raise
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{named} failed: {where(error)}") from error
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         raise ConfigError(
-            f"{named} {what} a {type(found).__name__}: {wanted} is wanted, or a function without arguments that returns"
+            f"{named} {verb} a {type(value).__name__}: {wanted} is wanted, or a function without arguments that returns"
             " one"
         )
-    return found
+    return value
 
 
 def module_name(path: Path) -> str:
@@ -100,10 +102,10 @@ def user_module(path: Path, what: str) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        at = where(error)
+        error_place = where(error)
         if isinstance(error, SyntaxError):  # of a file that this one imports, perhaps
-            at = f"{Path(error.filename or path).name}:{error.lineno}: {error.msg}"
-        raise ConfigError(f"{what} file {path} cannot be imported: {at}") from error
+            error_place = f"{Path(error.filename or path).name}:{error.lineno}: {error.msg}"
+        raise ConfigError(f"{what} file {path} cannot be imported: {error_place}") from error
     return module
 
 

@@ -127,8 +127,8 @@ def source(
     function: RewardFunction, *, name: str | None = None, weight: float = 1.0, timeout: float = TIMEOUT
 ) -> FunctionSource:
     """A Python function as a reward source. Raises ConfigError if its signature has neither form."""
-    called = name or getattr(function, "__name__", type(function).__name__)
-    return FunctionSource(called, function, weight, form(function, called), timeout)
+    source_name = name or getattr(function, "__name__", type(function).__name__)
+    return FunctionSource(source_name, function, weight, form(function, source_name), timeout)
 
 
 def form(function: RewardFunction, name: str) -> Form:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,6 +129,21 @@ def test_an_outage_is_tried_again_and_is_no_low_score(tmp_path: Path) -> None:
     found, _, bodies, _ = judged(lambda text: 503, ["11"], tmp_path)
     assert (found[0].verdict.state, found[0].verdict.kind, found[0].verdict.score) == (State.FAILED, "outage", None)
     assert len(bodies) == 3 and "out of order" in found[0].verdict.why
+
+
+def test_a_repeated_try_is_counted_once_although_several_judgements_run(tmp_path: Path) -> None:
+    calls, all_came = itertools.count(1), threading.Event()
+
+    def says(text: str) -> Any:
+        """The first request is refused. The other three, and its second try, are answered once all have come."""
+        call = next(calls)
+        if call == 5:
+            all_came.set()
+        return 503 if call == 1 else (all_came.wait(2), scored(5))[1]
+
+    found, gauges, bodies, _ = judged(says, ["11", "12", "13", "14"], tmp_path)
+    assert [j.verdict.score for j in found] == [0.5] * 4 and len(bodies) == 5
+    assert gauges["verifier/judge/retried"].sum == 1
 
 
 def test_equal_questions_are_asked_once_also_at_the_same_time(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ SAME = [
     ("-1/2", r"\frac{1}{-2}"), ("-7", "−7"), ("7", "007"), ("5", "5."), ("3", "3.0"), ("0", "-0"), ("12", "１２"),
     ("3", "٣"), ("3/2", r"1\frac{1}{2}"),
     ("3/2", "1 1/2"), ("7/2", "3½"), ("1000", "1,000"), ("1000", "1{,}000"), ("1000000", r"1\,000\,000"),
-    ("1000", "10^3"), ("1000", "10^{3}"), ("1500", r"1.5\times10^3"),
+    ("1000", "10^3"), ("1000", "10^{3}"), ("100000", "10^{0000000005}"), ("1500", r"1.5\times10^3"),
     ("1500", r"1.5 \cdot 10^{3}"), ("1500", "1.5e3"), ("0.015", r"1.5\times 10^{-2}"),
     ("3/4", "3:4"), ("1/3", "0.333333"), ("2/3", "0.6666667"),
     ("50%", "0.5"), ("50%", "50"), ("50", r"50\%"), ("0.5", "50 percent"), ("5", "5 cm"), ("5 cm", "5"),
@@ -133,6 +133,14 @@ DIFFERENT = [
 def test_the_same_in_another_notation(gold: str, said: str) -> None:
     assert here(gold, boxed(said)) == 1.0
     assert here(said, boxed(gold)) == 1.0
+
+
+@pytest.mark.parametrize(("length", "why"), [(9, "says nothing"), (100, "says nothing"), (1001, "is too long")])
+def test_an_answer_of_signs_says_nothing_and_only_a_long_one_is_too_long(length: int, why: str) -> None:
+    gold = gold_of("3")
+    assert gold is not None
+    graded = grade(gold, boxed("-" * length))
+    assert graded is not None and graded.kind == "unparsable" and graded.why.endswith(why)
 
 
 @pytest.mark.parametrize(("gold", "said"), DIFFERENT)

@@ -57,7 +57,8 @@ async def _shown(environment: Environment, judging: Judging, task: Task) -> list
     """
     seats = environment.abilities.seats
     # The other seats answer by script too, so that the game ends without a model.
-    others = {} if seats is None else {name: (judging.ends[0],) * len(said) for name, said in seats(task).items()}
+    others = {} if seats is None else {name: (judging.ends[0],) * len(turns) for name, turns in seats(task).items()}
+    # The games here ask one turn of the policy. Turns that are not asked for stay unused.
     talk = ScriptedPolicy((judging.ends[0],) * 8, seats=others)
     await environment.play(task, talk)
     return [str(s) for s in (*talk.seen, *(s for o in talk.others.values() for s in o.seen))]

@@ -39,16 +39,16 @@ class RejudgedAnswers:
         default_factory=list[tuple[Turns, Attempt, tuple[Judged, ...]]]
     )
     """Turns of a right answer, the episode they make, and its verdicts."""
-    _turn: int = 0
+    _steps_before: int = 0
     """Steps before this one."""
-    _wavers: bool = False
+    _wavering_noted: bool = False
     """Whether a source was noted whose verdicts vary."""
-    _ordered: bool = False
+    _order_noted: bool = False
     """Whether a reward was noted that reads the order of the answers."""
     _vouched: str | None = None
     """The source for which the environment vouches that right answers score 1; None if it does not."""
 
-    async def begin(self, env: Environment, turn: int) -> None:
+    async def begin(self, env: Environment, steps_before: int) -> None:
         """Judge the right answers of some held-out tasks, or of training tasks if none are held out.
 
         Only environments that know right answers, and can play them as a script, have any.
@@ -56,18 +56,18 @@ class RejudgedAnswers:
         Raises:
             InvariantError: the environment vouches for a right answer, and it does not score 1.
         """
-        self._turn = turn
+        self._steps_before = steps_before
         gold = env.abilities.gold
         self._vouched = env.name if env.abilities.vouched else None
-        for task, right in _asked(env, gold):
+        for task, right in _known_answers(env, gold):
             try:
                 played = await attempt(env, task, right)
             except IndexError:  # the environment asks for more turns than its right answer has
                 continue
             judged = await env.judge(played)
             # Asked twice: a single bad answer of a verifier may be an outage.
-            if self._short(judged) and self._short(judged := await env.judge(played)):
-                raise InvariantError(self._unpaid(env, played, judged, "before the first step"))
+            if self._scores_not_one(judged) and self._scores_not_one(judged := await env.judge(played)):
+                raise InvariantError(self._not_one_message(env, played, judged, "before the first step"))
             self._gold.append((right, played, judged))
 
     async def after(self, env: Environment, played: Sequence[Group], at: StepNumber = StepNumber()) -> tuple[str, ...]:
@@ -79,14 +79,14 @@ class RejudgedAnswers:
         notes: list[str] = []
         if self._gold:
             # Another right answer at every step, so that all are asked again in turn.
-            notes += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
-        for e in _sample([e for g in played for e in g.episodes], self._turn):
+            notes += await self._right_answer(env, *self._gold[self._steps_before % len(self._gold)])
+        for e in _sample([e for g in played for e in g.episodes], self._steps_before):
             ask = partial(_asked_again, env, e, next(g for g in played if e in g.episodes), at, self.text)
-            notes += await self._repeats(ask, _again(e, self.text), e.verdicts, "an answer of this step")
-        # `_turn` counts the steps before this one, and `due` counts steps from 1.
-        if env.abilities.together is not None and due(self._turn + 1):
+            notes += await self._repeats(ask, _recorded_attempt(e, self.text), e.verdicts, "an answer of this step")
+        # `_steps_before` counts the steps before this one, and `due` counts steps from 1.
+        if env.abilities.together is not None and due(self._steps_before + 1):
             notes += await self._siblings(env.abilities.together, played, at)
-        self._turn += 1
+        self._steps_before += 1
         return tuple(notes)
 
     async def _siblings(self, together: Together, played: Sequence[Group], at: StepNumber) -> list[str]:
@@ -96,7 +96,9 @@ class RejudgedAnswers:
         # Where all siblings have one reward, scores that went to the wrong ones look right.
         groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
         if not groups or not (
-            fault := await misplaced(together, [_again(m, self.text) for m in groups[0]], at, self._turn)
+            fault := await misplaced(
+                together, [_recorded_attempt(m, self.text) for m in groups[0]], at, self._steps_before
+            )
         ):
             return []
         task = groups[0][0].task.id
@@ -106,47 +108,49 @@ class RejudgedAnswers:
                 " scores that others of their group got. Return one score for each completion, in their order"
             )
         # Told once: a reward that reads the order does so at every step.
-        ordered, self._ordered = self._ordered, True
+        was_noted, self._order_noted = self._order_noted, True
         note = (
             f"rule reward_reads_order: judged in another order, answers to task {task!r} have other scores. A reward"
             " that breaks ties by place tells equal siblings apart by chance"
         )
-        return [] if ordered else [note]
+        return [] if was_noted else [note]
 
-    async def _right_answer(self, env: Environment, right: Turns, said: Attempt, before: Sequence[Judged]) -> list[str]:
+    async def _right_answer(
+        self, env: Environment, right: Turns, answer: Attempt, before: Sequence[Judged]
+    ) -> list[str]:
         """Judge one right answer again. Returns notes.
 
         If the environment vouches for it, it is also played again, since the environment that plays it may break.
         """
         if self._vouched is not None:
             try:
-                said = await attempt(env, said.task, right)
+                answer = await attempt(env, answer.task, right)
             # Our own errors stop the run as everywhere else. An error of the world is noted.
             except PosttrainError:
                 raise
             except Exception as error:
                 why = scrubbed(f"{type(error).__name__}: {error}")
                 return [
-                    f"rule gold_unplayed: the world broke under the right answer to task {said.task.id!r}: {why}."
+                    f"rule gold_unplayed: the world broke under the right answer to task {answer.task.id!r}: {why}."
                     " Episodes may break like it"
                 ]
-            now = await env.judge(said)
-            if self._short(now) and self._short(now := await env.judge(said)):
-                raise InvariantError(self._unpaid(env, said, now, "any more"))
-        return await self.verdicts_repeat(env, said, before, "the right answer")
+            now = await env.judge(answer)
+            if self._scores_not_one(now) and self._scores_not_one(now := await env.judge(answer)):
+                raise InvariantError(self._not_one_message(env, answer, now, "any more"))
+        return await self.verdicts_repeat(env, answer, before, "the right answer")
 
-    def _short(self, judged: Sequence[Judged]) -> bool:
+    def _scores_not_one(self, judged: Sequence[Judged]) -> bool:
         """Returns whether the source that is vouched for gave a right answer another score than 1. An outage is no
         score."""
         scores = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
         # A score above 1 is wrong too: the promise is a score of 1, up to rounding.
         return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in scores)
 
-    def _unpaid(self, env: Environment, said: Attempt, judged: Sequence[Judged], when: str) -> str:
+    def _not_one_message(self, env: Environment, answer: Attempt, judged: Sequence[Judged], when: str) -> str:
         """The error message of a right answer that does not score 1."""
         whys = "; ".join(scrubbed(j.verdict.why) for j in judged if j.source == self._vouched and j.verdict.why)
         return (
-            f"the right answer {list(said.turns)} to task {said.task.id!r} does not score 1 {when}:"
+            f"the right answer {list(answer.turns)} to task {answer.task.id!r} does not score 1 {when}:"
             f" {_shown(judged)}{f' ({whys})' if whys else ''}. The policy would be trained away from what is right."
             f" Look at the verifier of {env.name!r}, at what it asks (a service, a sandbox, a tool), and at what stands"
             " between its verdict and the record"
@@ -167,14 +171,16 @@ class RejudgedAnswers:
             )
         }
 
-    async def verdicts_repeat(self, env: Environment, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
+    async def verdicts_repeat(
+        self, env: Environment, answer: Attempt, before: Sequence[Judged], what: str
+    ) -> list[str]:
         """Judge again and compare. A changed verdict that repeats is an error; one that varies is noted once."""
-        return await self._repeats(partial(env.judge, said), said, before, what)
+        return await self._repeats(partial(env.judge, answer), answer, before, what)
 
     async def _repeats(
-        self, ask: Callable[[], Awaitable[Sequence[Judged]]], said: Attempt, before: Sequence[Judged], what: str
+        self, ask: Callable[[], Awaitable[Sequence[Judged]]], answer: Attempt, before: Sequence[Judged], what: str
     ) -> list[str]:
-        """`verdicts_repeat` with the question as a function: `ask` judges `said` again."""
+        """`verdicts_repeat` with the question as a function: `ask` judges `answer` again."""
         now = await ask()
         if same_scores(before, now):
             return []
@@ -183,21 +189,21 @@ class RejudgedAnswers:
         if same_scores(now, await ask()):
             was, is_ = _shown(before), _shown(now)
             raise InvariantError(
-                f"{what} to task {said.task.id!r} ({said.text[-60:]!r}, stop reason {said.stop.value!r}) has verdict"
-                f" {was} in this run, and the environment asked again says {is_}. Either the verifier broke and hides"
-                " it (an outage must raise, or return Verdict.failed: never a score), or verdicts are changed or"
+                f"{what} to task {answer.task.id!r} ({answer.text[-60:]!r}, stop reason {answer.stop.value!r}) has"
+                f" verdict {was} in this run, and the environment asked again says {is_}. Either the verifier broke and"
+                " hides it (an outage must raise, or return Verdict.failed: never a score), or verdicts are changed or"
                 " reordered after judging. A verdict must depend on task and text alone"
             )
-        if self._wavers:
+        if self._wavering_noted:
             return []
-        self._wavers = True
+        self._wavering_noted = True
         return [
-            f"rule verifier_wavers: asked twice about {what} to task {said.task.id!r} the verifier said"
+            f"rule verifier_wavers: asked twice about {what} to task {answer.task.id!r} the verifier said"
             f" {_shown(before)} and {_shown(now)}. If it is not random on purpose, an outage may be scored as an answer"
         ]
 
 
-def _again(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
+def _recorded_attempt(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
     """The attempt of a recorded episode.
 
     `int` stands for the function that finds the token of a character. Only verdicts about parts of an answer read it,
@@ -216,18 +222,18 @@ async def _asked_again(
     """
     together = env.abilities.together
     if together is None:
-        return await env.judge(_again(e, text))
+        return await env.judge(_recorded_attempt(e, text))
     # Marked as batched, an attempt is judged only by the sources that judge one answer at a time.
-    alone = await env.judge(replace(_again(e, text), batched=True))
+    alone = await env.judge(replace(_recorded_attempt(e, text), batched=True))
     members = [m for m in group.episodes if m.stop is not Stop.ERROR]
     if not all(_turns(m) for m in members):
         return alone
     # The group's sources see all siblings again, since their scores may depend on each other.
-    by_group, _ = await together([_again(m, text) for m in members], at)
+    by_group, _ = await together([_recorded_attempt(m, text) for m in members], at)
     return (*alone, *by_group[members.index(e)])
 
 
-def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns]]:
+def _known_answers(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns]]:
     """The known right answers of the first held-out tasks, or of the first training tasks if none are held out."""
     if gold is None:
         return []
@@ -237,14 +243,14 @@ def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns
     return gold.known(tasks)
 
 
-def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:
+def _sample(episodes: Sequence[Episode], steps_before: int) -> list[Episode]:
     """One episode, a different one at every step, and one that was cut off if there is any.
 
     Episodes whose turns cannot be read from their text are left out.
     """
     # Cut answers are a case of their own: their text ends in the middle, where a parser may fail.
     cut = [e for e in episodes if e.stop is Stop.LENGTH]
-    chosen = [x[turn % len(x)] for x in (episodes, cut) if x]
+    chosen = [x[steps_before % len(x)] for x in (episodes, cut) if x]
     return [e for e in chosen if e.stop is not Stop.ERROR and e.reward is not None and not e.shown and _turns(e)]
 
 

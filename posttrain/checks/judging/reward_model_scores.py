@@ -31,7 +31,7 @@ APART = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 """Largest difference of two scores of one episode, relative to the scores of its group and at least to 1, by the dtype
 they are computed in. In float32 rounding makes about 1e-6."""
 COARSE = 100.0
-"""How many times a judge's declared resolution the noise of its scores may be."""
+"""The noise of a judge's scores may be at most this many times the resolution that it declares."""
 
 
 def _packed(ids: np.ndarray, mask: np.ndarray) -> Packed:
@@ -57,7 +57,7 @@ def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
         packed = read_alone(episode)
     else:
         try:
-            prompt, answer = _anew(cast("Renderer", member.renderer), episode)
+            prompt, answer = _encoded_anew(cast("Renderer", member.renderer), episode)
         except DataError:
             return None
         ids, mask = np.append(prompt, answer).astype(np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt)
@@ -66,7 +66,7 @@ def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
     return packed if len(packed.ids_N) <= member.context else None
 
 
-def _anew(render: Renderer, episode: Episode) -> tuple[Sequence[int] | np.ndarray, np.ndarray]:
+def _encoded_anew(render: Renderer, episode: Episode) -> tuple[Sequence[int] | np.ndarray, np.ndarray]:
     """The ids of the prompt and of the answer. A prompt of messages is written by the tokenizer's own function."""
     task, tokenizer = episode.task, cast("Any", render.tokenizer)
     if isinstance(task.prompt, str) or any(
@@ -115,6 +115,7 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
             " cannot read. What nobody could judge is failed (Verdict.failed), never a low score"
         )
     apart = abs(again - verdict.score)
+    # Written so that a NaN is wrong.
     if not apart <= APART[dtype] * max(1.0, largest):
         raise InvariantError(
             f"reward model {judge.name} gave {verdict.score:.6g} to an answer to task {episode.task.id!r}, and gives"
@@ -145,7 +146,8 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
         InvariantError: the score does not depend on it.
     """
     blank = member.blank
-    # The blank token must be nowhere in the probe: transformers reads the head at the token before it.
+    # The blank token must be nowhere in the probe: transformers reads the head at the token before it. The first token
+    # of the probe takes its place, or the next id of the vocabulary where that one is blank itself.
     ids = probe.astype(np.int32).copy()
     if blank is not None:
         ids = np.where(ids == blank, ids[0] if ids[0] != blank else (blank + 1) % (int(ids.max()) + 1), ids)
@@ -187,10 +189,10 @@ class RewardModelCheck(Observer):
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
-        self._told = False
+        self._template_noted = False
 
     async def begin(self, roles: ReinforceRoles) -> None:
-        self._digests = self._now(roles)
+        self._digests = self._present_digests(roles)
         for judge in _judges(roles):
             for member in judge.members:
                 if member.stage:
@@ -210,11 +212,11 @@ class RewardModelCheck(Observer):
                 judged = [x for x in group.episodes if x.reward is not None or x.truth is not None]
                 if not judged:
                     return None
-                asked = judged[e.index % len(judged)]
-                noise = [scores_hold(j, group, asked, roles.run.model.dtype) for j in judges]
+                chosen = judged[e.index % len(judged)]
+                noise = [scores_hold(j, group, chosen, roles.run.model.dtype) for j in judges]
                 # Told once: whether a model has a template does not change from step to step.
-                notes = () if self._told else tuple(_without_template(judges, asked))
-                self._told = True
+                notes = () if self._template_noted else tuple(_without_template(judges, chosen))
+                self._template_noted = True
                 return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)}, notes)
             case LearnedEvent(packed, _, _) if due(packed.index):
                 self._unmoved(roles)
@@ -224,14 +226,14 @@ class RewardModelCheck(Observer):
 
     def _unmoved(self, roles: ReinforceRoles) -> None:
         """InvariantError if weights of a reward model changed since the stage began."""
-        now = self._now(roles)
+        now = self._present_digests(roles)
         if moved := [n for n, digest in self._digests.items() if now[n] != digest]:
             raise InvariantError(
                 f"the weights of reward model {moved[0]} have changed since the stage began. It must stay as it was"
                 " trained: look for tensors that it shares with the policy, or for an optimizer that holds them"
             )
 
-    def _now(self, roles: ReinforceRoles) -> dict[str, str]:
+    def _present_digests(self, roles: ReinforceRoles) -> dict[str, str]:
         """The digest of each reward model's weights, by its name."""
         return {m.name: fingerprint(m.scorer.tensors().items()) for j in _judges(roles) for m in j.members}
 

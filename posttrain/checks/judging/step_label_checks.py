@@ -113,10 +113,12 @@ class StepLabelCheck(Observer):
         # Read back from the file: what is trained on later is the file, not what is in memory.
         path = roles.book.kept(f"{roles.stage.name}-rows") / FILE
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        now = [r for r in rows if r["step"] == step.index]
-        if len(now) != len(self._answers):
-            raise InvariantError(f"step {step.index} labelled {len(self._answers)} answers, and wrote {len(now)} rows")
-        for row, answer in zip(now, self._answers, strict=True):
+        step_rows = [r for r in rows if r["step"] == step.index]
+        if len(step_rows) != len(self._answers):
+            raise InvariantError(
+                f"step {step.index} labelled {len(self._answers)} answers, and wrote {len(step_rows)} rows"
+            )
+        for row, answer in zip(step_rows, self._answers, strict=True):
             judged = [[c.right.of(c.figure) for c in of_step if c.figure is not None] for of_step in answer.completions]
             # The hard label asks for one right completion. The soft one is the chance of a prover that has several
             # tries.
@@ -134,11 +136,11 @@ class StepLabelCheck(Observer):
 
 def _share(right: Sequence[bool], prover: int) -> float:
     """The chance that at least one of `prover` completions is right, drawn from these without replacement."""
-    count, wrong, none = len(right), list(right).count(False), 1.0
+    count, wrong, none_right = len(right), list(right).count(False), 1.0
     # 1 - prod_i (wrong - i) / (n - i): 1 less the chance that all draws without return are wrong.
     for i in range(min(prover, count)):
-        none *= max(wrong - i, 0) / (count - i)
-    return 1 - none
+        none_right *= max(wrong - i, 0) / (count - i)
+    return 1 - none_right
 
 
 # --- what is learned --------------------------------------------------------------------------------------------------
@@ -202,6 +204,7 @@ def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgem
             if not math.isnan(y)
         ]
         # A mean over the steps of an answer, then over answers: an answer of many steps counts no more than one of few.
+        # An answer without a labelled step never comes here: `step_labels` refuses its row.
         total += sum(losses) / len(losses)
     return total / len(judged)
 
@@ -308,8 +311,8 @@ class StepJudgeCheck(Observer):
                 group = e.played[e.index % len(e.played)]
                 judged = [x for x in group.episodes if x.figure is not None]
                 if judged:
-                    asked = judged[e.index % len(judged)]
-                    noise = [step_verdicts_hold(j, asked, roles.run.model.dtype) for j in _judges(roles)]
+                    chosen = judged[e.index % len(judged)]
+                    noise = [step_verdicts_hold(j, chosen, roles.run.model.dtype) for j in _judges(roles)]
                     return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)})
             # A digest reads all weights, so it is taken at due steps only.
             case LearnedEvent(packed, _, _) if self._digests and due(packed.index):

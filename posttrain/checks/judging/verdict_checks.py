@@ -94,10 +94,10 @@ class VerifierCheck(Observer):
         if (e := self._experience) is None:
             return None
         with roles.clock.of("check"):
-            warned = await self._rejudged.after(
+            notes = await self._rejudged.after(
                 roles.rollout.environment, e.played, StepNumber(step.index, roles.stage.steps)
             )
-        return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.walked, 1)}, warned)
+        return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.walked, 1)}, notes)
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:
         """A note on what could not be judged in this step, if it is of a kind that the last 64 steps did not have."""
@@ -105,7 +105,8 @@ class VerifierCheck(Observer):
         now = {n for n in components(episodes) if n.startswith("failed/")}
         # Where all sources abstain there is no reward and no failure, so `components` has no name for it.
         now |= {"rollout/abstained"} if any(x.reward is None and not failed(x.verdicts) for x in episodes) else set()
-        # A gauge that is 0 in a step is no news: a kind counts as known only where it happened.
+        # A gauge that is 0 in a step is no news: a kind counts as known only where it happened. 64 steps are what
+        # `StageHistory.trim` leaves.
         known = {n for s in self._history.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
         if not now - known:
             return ()
@@ -133,15 +134,15 @@ def measured_right(report: EvaluationReport) -> None:
             solved.append((len(raw), sum(right.of(r) for r, right in raw)))
     if not means:
         return
-    wrong = {"mean reward": (report.reward.mean, math.fsum(means) / len(means))}
+    compared = {"mean reward": (report.reward.mean, math.fsum(means) / len(means))}
     # Where outcomes are grades that tell no share of right answers, there is no accuracy to compare.
     if report.accuracy.prompts:
-        wrong["accuracy"] = (report.accuracy.mean, math.fsum(c / n for n, c in solved) / len(solved))
+        compared["accuracy"] = (report.accuracy.mean, math.fsum(c / n for n, c in solved) / len(solved))
     for k, s in report.pass_at.items():
         # 1 - C(n - c, k) / C(n, k) as a product: the chance that k of n answers, drawn without return, are all wrong.
         missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in solved]
-        wrong[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))
-    for name, (reported, counted) in wrong.items():
+        compared[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))
+    for name, (reported, counted) in compared.items():
         # Written so that a NaN fails.
         if not abs(reported - counted) <= 1e-9:
             raise InvariantError(

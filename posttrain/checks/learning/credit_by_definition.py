@@ -74,8 +74,12 @@ WHITENED = (None, "token", "sample")
 
 def kind(piece: object) -> str:
     """The name of a piece's type, with its module where it is a user's own."""
-    made = type(piece)
-    return made.__name__ if made.__module__.startswith("posttrain.") else f"{made.__module__}.{made.__name__}"
+    piece_type = type(piece)
+    return (
+        piece_type.__name__
+        if piece_type.__module__.startswith("posttrain.")
+        else f"{piece_type.__module__}.{piece_type.__name__}"
+    )
 
 
 def uncovered_credit(a: Algorithm) -> list[str]:
@@ -144,7 +148,7 @@ def expected_credit(
     # For each sample, the KL penalty of each spoken token; it is subtracted from the reward.
     penalties: list[np.ndarray] = []
     for _, s in samples:
-        cost = _paid(a, s) if kl_reward else np.zeros(s.episode.spoken)
+        cost = _kl_penalty(a, s) if kl_reward else np.zeros(s.episode.spoken)
         if cost is None:
             return None
         penalties.append(cost)
@@ -162,7 +166,7 @@ def expected_credit(
         # `doubt`: the spread of the credit that rounding alone may make. Where siblings are compared it is 0, because
         # siblings that agree have a credit of exactly 0 by then.
         doubt = [
-            0.0 if compares else f * _summed(a, s, x, t)
+            0.0 if compares else f * _rounding_size(a, s, x, t)
             for (_, s), x, t, f in zip(samples, token_credit, terms, resolutions, strict=True)
         ]
         token_credit = _white(a.whiten, token_credit, max(doubt, default=0.0))
@@ -172,11 +176,15 @@ def expected_credit(
         for (_, s), (r, *_), c in zip(samples, shaped, penalties, strict=True)
     ]
     greedy = [g.group.greedy for g in groups]
-    # Without its baseline a prompt teaches nobody; nor does an answer that could not be scored behind its hint.
-    alone = [kind(a.baseline) == "Greedy" and (best is None or best.reward is None) for best in greedy]
+    # A prompt whose greedy answer has no reward has no baseline, and is not learned from. The same holds for an answer
+    # that could not be scored behind its hint.
+    no_baseline = [
+        kind(a.baseline) == "Greedy" and (greedy_episode is None or greedy_episode.reward is None)
+        for greedy_episode in greedy
+    ]
     return [
         # The discount of groups that are learned from again comes last, so that it changes no baseline and no scale.
-        ExpectedCredit(s, p, x * groups[p].group.discount, bool(why or s.unhinted) or alone[p], t)
+        ExpectedCredit(s, p, x * groups[p].group.discount, bool(why or s.unhinted) or no_baseline[p], t)
         for (p, s), x, (*_, why), t in zip(samples, token_credit, shaped, targets, strict=True)
     ]
 
@@ -204,7 +212,7 @@ def _resolution(e: Episode) -> float:
     return max((j.resolution for j in e.verdicts if j.counts and j.verdict.score is not None), default=0.0)
 
 
-def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
+def _rounding_size(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
     """Returns the size that the rounding of an episode's credit is relative to, if siblings are not compared.
 
     It is the sum of the terms of the reward, the largest credit, and twice the largest value.
@@ -217,28 +225,29 @@ def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
 def _divided(
     a: Algorithm,
     members: Sequence[Sequence[int]],
-    each: Sequence[np.ndarray],
+    token_credit: Sequence[np.ndarray],
     reward: Sequence[float],
     terms: Sequence[float],
-    fine: Sequence[float],
+    resolutions: Sequence[float],
 ) -> list[np.ndarray]:
     """Credit divided by its scale. It is 0 if siblings are compared and agree, and if the scale is 0.
 
     Args:
         members: for each group, the places of its episodes in the lists that follow.
-        each: credit of each episode's spoken tokens.
+        token_credit: credit of each episode's spoken tokens.
         terms: for each reward, the sum of its absolute terms.
-        fine: the resolution of each reward, relative to its terms.
+        resolutions: the resolution of each reward, relative to its terms.
     """
-    out = list(each)
+    out = list(token_credit)
     # Over all groups of the step at once, for scale=batch_std.
-    batch_std = _std(reward, terms, max(fine, default=0.0))
+    batch_std = _std(reward, terms, max(resolutions, default=0.0))
     groups = [
-        ([reward[i] for i in at], [terms[i] for i in at], max((fine[i] for i in at), default=0.0)) for at in members
+        ([reward[i] for i in places], [terms[i] for i in places], max((resolutions[i] for i in places), default=0.0))
+        for places in members
     ]
     # Groups that differ at all, for scale=mixed_share.
     mixed = sum(len(r) for r, t, f in groups if not alike(r, t, f))
-    for at, (r, t, f) in zip(members, groups, strict=True):
+    for places, (r, t, f) in zip(members, groups, strict=True):
         # Only where siblings are compared does their agreement mean that there is nothing to learn.
         agree = kind(a.baseline) in COMPARES and alike(r, t, f)
         average = math.fsum(r) / len(r) if r else 0.0
@@ -251,7 +260,7 @@ def _divided(
             "mixed_share": mixed / max(1, len(reward)),
         }
         # Times 0.0 and not 0.0: credit keeps one number for each spoken token.
-        for i in at:
+        for i in places:
             out[i] = out[i] * 0.0 if agree or not scales[a.scale] > 0 else out[i] / scales[a.scale]
     return out
 
@@ -274,7 +283,7 @@ def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, st
     return r, size, why
 
 
-def _paid(a: Algorithm, s: Scored) -> np.ndarray | None:
+def _kl_penalty(a: Algorithm, s: Scored) -> np.ndarray | None:
     """The KL penalty in the reward of each spoken token; None if a stream it needs is missing."""
     # The log-probs of the anchor: the learner's at the start of the step, or those of the sampler.
     anchor = s.find(START) if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
@@ -292,7 +301,7 @@ def _centred(
     samples: Sequence[tuple[int, Scored]],
     shaped: Sequence[float],
     reward: Sequence[float],
-    paid: Sequence[Any],
+    penalties: Sequence[Any],
     ema: float,
     groups: Sequence[ScoredGroup],
 ) -> list[np.ndarray] | None:
@@ -302,13 +311,13 @@ def _centred(
         samples: (number of the group, episode).
         shaped: the rewards after shaping.
         reward: the same, less the KL penalty.
-        paid: the KL penalty of each spoken token.
+        penalties: the KL penalty of each spoken token.
     """
     name = kind(a.baseline)
     if name == "Value":
-        return _by_values(a.baseline, samples, shaped, paid)
+        return _by_values(a.baseline, samples, shaped, penalties)
     if name in ("ToGo", "Greedy"):
-        return _to_go(name, samples, shaped, paid, groups)
+        return _to_go(name, samples, shaped, penalties, groups)
     # members[p]: the places of group p's episodes in `samples`.
     members: dict[int, list[int]] = {}
     for i, (p, _) in enumerate(samples):
@@ -331,11 +340,11 @@ def _centred(
 
 
 def _by_values(
-    value: Any, samples: Sequence[tuple[int, Scored]], shaped: Sequence[float], paid: Sequence[Any]
+    value: Any, samples: Sequence[tuple[int, Scored]], shaped: Sequence[float], penalties: Sequence[Any]
 ) -> list[np.ndarray] | None:
     """`_centred` under a value baseline; None where an episode has no values."""
     out: list[np.ndarray] = []
-    for (_, s), reward, cost in zip(samples, shaped, paid, strict=True):
+    for (_, s), reward, cost in zip(samples, shaped, penalties, strict=True):
         if VALUE not in s:
             return None
         turns = turn_rewards(s.episode)
@@ -349,14 +358,14 @@ def _to_go(
     name: str,
     samples: Sequence[tuple[int, Scored]],
     shaped: Sequence[float],
-    paid: Sequence[Any],
+    penalties: Sequence[Any],
     groups: Sequence[ScoredGroup],
 ) -> list[np.ndarray]:
     """`_centred` under "ToGo" and "Greedy". In both, a token answers only for the penalties from itself on."""
     out: list[np.ndarray] = []
-    for (p, s), reward, cost in zip(samples, shaped, paid, strict=True):
-        best = groups[p].group.greedy if name == "Greedy" else None
-        baseline = 0.0 if best is None else math.fsum(verdict_terms(best))
+    for (p, s), reward, cost in zip(samples, shaped, penalties, strict=True):
+        greedy_episode = groups[p].group.greedy if name == "Greedy" else None
+        baseline = 0.0 if greedy_episode is None else math.fsum(verdict_terms(greedy_episode))
         earned = turn_rewards(s.episode) if name == "ToGo" else np.zeros(s.episode.spoken)
         costs_to_go = np.cumsum(cost[::-1])[::-1]
         # From each token on: the reward, less what turns before it earned, and less the penalties of this and later
@@ -394,8 +403,8 @@ def _compared(baseline: Any, i: int, rewards: Sequence[float], lengths: Sequence
             return math.fsum(lead) / len(lead) if lead else 0.0
         case "LengthMean":
             # The mean is weighted by length: sum_j n_j (r_i - r_j) / sum_j n_j.
-            over = [n * (rewards[i] - r) for n, r in zip(lengths, rewards, strict=True)]
-            return math.fsum(over) / max(1, sum(lengths))
+            weighted_lead = [n * (rewards[i] - r) for n, r in zip(lengths, rewards, strict=True)]
+            return math.fsum(weighted_lead) / max(1, sum(lengths))
         case "SoftMean":
             # r_i - tau log mean_j exp(r_j / tau), from differences, so that no large reward overflows.
             total = np.logaddexp.reduce([-x / baseline.tau for x in [0.0, *lead]])
@@ -417,29 +426,29 @@ def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float
     return math.sqrt(max(0.0, (n * math.fsum(y * y) - math.fsum(y) ** 2) / (n * (n - 1))))
 
 
-def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
+def _white(over: str, token_credit: list[np.ndarray], doubt: float) -> list[np.ndarray]:
     """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1.
 
     It is 0 everywhere if it spreads by at most `doubt`.
     """
-    spoken = [x for x in each if len(x)]
+    spoken = [x for x in token_credit if len(x)]
     if not spoken:
-        return each
+        return token_credit
     # Measured from the first number, so that credit that is equal everywhere becomes an exact 0.
     first = spoken[0][0]
-    each = [x - first for x in each]
-    spoken = [x for x in each if len(x)]
+    token_credit = [x - first for x in token_credit]
+    spoken = [x for x in token_credit if len(x)]
     flat = np.concatenate(spoken)
     # Whitening would blow a spread of rounding up to a standard deviation of 1.
     if float(np.ptp(flat)) <= doubt:
-        return [x * 0.0 for x in each]
+        return [x * 0.0 for x in token_credit]
     if over == "token":
         mean, std = float(flat.mean()), float(flat.std(ddof=1)) if len(flat) > 1 else 0.0
     else:
         # Each sample counts once, however long: its mean in the mean, its mean square in the variance.
         count, mean = len(spoken), math.fsum(float(x.mean()) for x in spoken) / len(spoken)
         std = math.sqrt(math.fsum(float(((x - mean) ** 2).mean()) for x in spoken) / (count - 1)) if count > 1 else 0.0
-    return [(x - mean) / std if std > 0 else x - mean for x in each]
+    return [(x - mean) / std if std > 0 else x - mean for x in token_credit]
 
 
 def weights(aggregate: str, tokens: Sequence[int], groups: Sequence[int], max_tokens: int) -> np.ndarray | None:

@@ -53,19 +53,21 @@ class StepCreditAudit:
     def __init__(
         self, a: Algorithm, expected_credit: Sequence[ExpectedCredit], minibatches: int, max_tokens: int
     ) -> None:
-        self._a, self._expected, self._max_tokens = a, expected_credit, max_tokens
+        self._algorithm, self._expected, self._max_tokens = a, expected_credit, max_tokens
         # One key may have several episodes: siblings that said the same, with the same log-probs.
         self._by_key: dict[bytes, list[ExpectedCredit]] = {}
-        for o in expected_credit:
-            self._by_key.setdefault(o.key, []).append(o)
+        for entry in expected_credit:
+            self._by_key.setdefault(entry.key, []).append(entry)
         # Relative to the largest credit of the step. Credit far below it may be the rounding of a difference that is 0.
-        faint = FAINT * max((float(np.abs(o.credit).max(initial=0.0)) for o in expected_credit), default=0.0)
-        self._with_credit = [o for o in expected_credit if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
+        faint = FAINT * max((float(np.abs(entry.credit).max(initial=0.0)) for entry in expected_credit), default=0.0)
+        self._with_credit = [
+            entry for entry in expected_credit if not entry.dropped and bool(np.any(np.abs(entry.credit) > faint))
+        ]
         # The groups with an episode that is not dropped, in order, as packing takes them.
         alive = [
             p
-            for p in dict.fromkeys(o.group for o in expected_credit)
-            if any(not o.dropped for o in expected_credit if o.group == p)
+            for p in dict.fromkeys(entry.group for entry in expected_credit)
+            if any(not entry.dropped for entry in expected_credit if entry.group == p)
         ]
         # The minibatches as packing cuts them in the first epoch: runs of whole groups. Later epochs have other orders,
         # which are not computed here.
@@ -73,17 +75,20 @@ class StepCreditAudit:
         # A minibatch in which no token has credit is left out, unless the algorithm learns from tokens with credit 0
         # too (`reads_silent_tokens`).
         learned_from = expected_credit if a.reads_silent_tokens else self._with_credit
-        self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in learned_from)]
+        self._minibatch_groups = [
+            p for p in parts if any(entry.group in p and not entry.dropped for entry in learned_from)
+        ]
         """The groups of each minibatch of the first epoch that has a gradient, in order."""
-        if a.whiten is not None and len(self._parts) < len(parts):
-            self._parts = []  # whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out
+        if a.whiten is not None and len(self._minibatch_groups) < len(parts):
+            # Whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out.
+            self._minibatch_groups = []
         self._seen: Counter[bytes] = Counter()
         self._batches = 0
         self._rows: list[slice] = []
 
     def check(self, batch: Batch) -> None:
         """The minibatch holds the expected streams, credit and weights of its episodes."""
-        found: list[ExpectedCredit] = []
+        matched: list[ExpectedCredit] = []
         # The spoken tokens of an episode stand side by side, so each episode is one slice.
         self._rows = [
             slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
@@ -98,9 +103,9 @@ class StepCreditAudit:
                     " look at what packs or reorders them"
                 )
             self._seen[key] += 1
-            found.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[key])))
-        if self._batches < len(self._parts):
-            self.weights_agree(batch, found, self._parts[self._batches])
+            matched.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[key])))
+        if self._batches < len(self._minibatch_groups):
+            self.weights_agree(batch, matched, self._minibatch_groups[self._batches])
         self._batches += 1
 
     def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
@@ -108,61 +113,68 @@ class StepCreditAudit:
         got = batch[ADVANTAGE][rows]
         # Equal answers may have other credit (under a moving average), so each of them is tried.
         agreeing = [
-            o for o in options if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))
+            entry
+            for entry in options
+            if np.all(np.abs(got - entry.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(entry.credit)))
         ]
         if agreeing:
             return agreeing
-        o = options[0]
-        t = int(np.argmax(np.abs(got - o.credit)))
-        e = o.scored.episode
+        entry = options[0]
+        t = int(np.argmax(np.abs(got - entry.credit)))
+        e = entry.scored.episode
         raise InvariantError(
             f"credit is wrong: token {t} of {len(got)} of task {e.task.id!r} (sibling {e.sibling}, reward {e.reward:g})"
-            f" carries {got[t]:.9g}, and {self._a.name} computed a second way from the raw rewards of the step gives"
-            f" {o.credit[t]:.9g}. Check sign, baseline, scale (ddof 1), which rewards are compared, and whether credit"
-            " is shifted or reordered on its way into the batch"
+            f" carries {got[t]:.9g}, and {self._algorithm.name} computed a second way from the raw rewards of the step"
+            f" gives {entry.credit[t]:.9g}. Check sign, baseline, scale (ddof 1), which rewards are compared, and"
+            " whether credit is shifted or reordered on its way into the batch"
         )
 
     def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> ExpectedCredit:
         """The first of these episodes whose streams (other than the credit) are those of the rows."""
         wrong: list[str] = []
-        for o in options:
+        for entry in options:
             # Streams with several numbers a token are not compared.
-            expected = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
-            expected |= {} if o.returns is None else {RETURN: o.returns}
+            expected = {s: np.concatenate(parts) for s, parts in entry.scored.streams.items() if parts and not s.wide}
+            expected |= {} if entry.returns is None else {RETURN: entry.returns}
             gaps = {s.name: _off(batch[s][rows], x) for s, x in expected.items() if s in batch}
             # Written so that a NaN is wrong.
             wrong += [n for n, x in gaps.items() if not x <= STREAM_BOUND]
             if all(x <= STREAM_BOUND for x in gaps.values()):
-                return o
+                return entry
         raise InvariantError(
             f"stream {wrong[0]!r} is out of step: what the batch holds for task {options[0].scored.episode.task.id!r}"
             f" (sibling {options[0].scored.episode.sibling}) is not what was scored for its tokens. Every stream of a"
             " batch is packed in the order of its tokens: look for a shift or another order"
         )
 
-    def weights_agree(self, batch: Batch, found: Sequence[ExpectedCredit], part: set[int]) -> None:
+    def weights_agree(self, batch: Batch, matched: Sequence[ExpectedCredit], group_numbers: set[int]) -> None:
         """Each token has the weight that the aggregation over the whole minibatch gives it.
 
         Args:
-            found: for each episode of the batch, the expected one that it is.
-            part: the numbers of the minibatch's groups.
+            matched: for each episode of the batch, the expected one that it is.
+            group_numbers: the numbers of the minibatch's groups.
         """
         # All these count in the denominators, those without credit too.
-        members = [o for o in self._expected if o.group in part and not o.dropped]
+        members = [entry for entry in self._expected if entry.group in group_numbers and not entry.dropped]
         want = weights(
-            self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens
+            self._algorithm.aggregate,
+            [len(entry.credit) for entry in members],
+            [entry.group for entry in members],
+            self._max_tokens,
         )
         if want is None:
             return
-        weight = {id(o): w for o, w in zip(members, want, strict=True)}
-        for rows, expected in zip(self._rows, found, strict=True):
+        weight = {id(entry): w for entry, w in zip(members, want, strict=True)}
+        for rows, expected in zip(self._rows, matched, strict=True):
             got = batch[WEIGHT][rows]
             # Equal answers are each other's twins: the weight is wrong only if it fits none of them.
-            twins = [o for o in self._by_key[expected.key] if id(o) in weight]
-            if twins and all(np.any(np.abs(got - weight[id(o)]) > CREDIT_BOUND * weight[id(o)]) for o in twins):
+            twins = [entry for entry in self._by_key[expected.key] if id(entry) in weight]
+            if twins and all(
+                np.any(np.abs(got - weight[id(entry)]) > CREDIT_BOUND * weight[id(entry)]) for entry in twins
+            ):
                 raise InvariantError(
                     f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and"
-                    f" aggregate={self._a.aggregate} over the {len(members)} episodes of its minibatch gives"
+                    f" aggregate={self._algorithm.aggregate} over the {len(members)} episodes of its minibatch gives"
                     f" {weight[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, episodes without credit"
                     " included"
                 )
@@ -170,7 +182,7 @@ class StepCreditAudit:
     def complete(self) -> None:
         """After the step: every episode with credit was in a minibatch."""
         # Credit near 0 (`FAINT`) may have been rounded to 0 on the way, so such episodes need not have been there.
-        lost = [o for o in self._with_credit if not self._seen[o.key]]
+        lost = [entry for entry in self._with_credit if not self._seen[entry.key]]
         if lost and self._batches:
             e = lost[0].scored.episode
             raise InvariantError(
@@ -196,14 +208,14 @@ class CreditCheck(Observer):
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
                 # At due steps only: it is slow, by definition.
-                self._audit = self._begun(roles, groups) if due(e.index) else None
+                self._audit = self._begin_audit(roles, groups) if due(e.index) else None
             case PackedEvent(batch=batch) if self._audit is not None:
                 self._audit.check(batch)
             case _:
                 pass
         return None
 
-    def _begun(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
+    def _begin_audit(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
         """The audit of a step; None if the algorithm has a piece that is not covered."""
         a, max_tokens = roles.stage.algorithm, roles.sampling.max_tokens
         expected = expected_credit(a, groups, max_tokens=max_tokens, ema=roles.adaptive.ema)

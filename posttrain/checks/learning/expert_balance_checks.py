@@ -47,18 +47,18 @@ def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, 
         # P_e adds up over micro-batches, since each is divided by the rows of the whole minibatch.
         mean_E = routers.probabilities(micro, replay=replay)[known_here_N].sum((0, 1), dtype=np.float64) / rows
         wanted += routers.experts * float(load_E @ mean_E)
-    found, gap = sum(value for value, _ in passes.balance), np.inf
+    reported, gap = sum(value for value, _ in passes.balance), np.inf
     # Fewer terms than micro-batches: one had no such loss. The gap stays infinite.
     if len(passes.balance) == len(passes.micros):
-        gap = abs(found - wanted) / wanted
+        gap = abs(reported - wanted) / wanted
     if not gap <= BALANCE_BOUND[dtype]:
         raise InvariantError(
-            f"the load-balance loss is {found:.6g} over {len(passes.balance)} micro-batches, and by its definition over"
-            f" the minibatch it is {wanted:.6g}: {int(known_N.sum())} of its {len(known_N)} tokens have known experts,"
-            " and no other ones count. Shares of choices are those of the whole minibatch, not of each part"
+            f"the load-balance loss is {reported:.6g} over {len(passes.balance)} micro-batches, and by its definition"
+            f" over the minibatch it is {wanted:.6g}: {int(known_N.sum())} of its {len(known_N)} tokens have known"
+            " experts, and no other ones count. Shares of choices are those of the whole minibatch, not of each part"
         )
     # Each part must get exactly the coefficient as its gradient; it is never divided by the number of parts.
-    if wrong := [asked for _, asked in passes.balance if not abs(asked - coef) <= 1e-4 * coef]:
+    if wrong := [gradient for _, gradient in passes.balance if not abs(gradient - coef) <= 1e-4 * coef]:
         raise InvariantError(
             f"the load-balance loss asks {wrong[0]:.6g} of a part of it, and router_aux_loss_coef is {coef:g}: it does"
             " not reach the routers, or is scaled on its way. Look for a detach, and for a division by micro-batches"

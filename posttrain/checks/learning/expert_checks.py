@@ -93,17 +93,17 @@ def every_token_has_its_experts(packed: Packed) -> None:
         )
 
 
-def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndarray, dtype: str) -> Gauges:
+def choices_are_the_samplers(followed: RoutedPass, packed: Packed, fresh_N: np.ndarray, dtype: str) -> Gauges:
     """The sampler's choices are those that the present weights make: no other expert scores higher, but for rounding.
 
     Args:
-        found: a pass of the learner that follows the choices.
+        followed: a pass of the learner that follows the choices.
         fresh_N: the tokens that the learner's weights computed in the sampler.
     """
     assert packed.routed_N is not None
     known = known_rows(packed.routed_N)
     # First that the pass did what it was asked: without that its scores mean nothing.
-    if bool(np.any(found.used[known] != packed.routed_N[known])):
+    if bool(np.any(followed.used[known] != packed.routed_N[known])):
         raise InvariantError(
             "a pass that was given the sampler's experts computed tokens by others: the routers' choices are not taken"
             " up. Look for a layer that chooses again, or a hook that was removed"
@@ -112,9 +112,9 @@ def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndar
     chosen = np.flatnonzero(fresh_N & known)
     if not len(chosen):
         return {}
-    regret = found.regret[chosen]
+    regret = followed.regret[chosen]
     # Rounding grows with the logits, so the bound does.
-    bound = NEAR[dtype] * max(1.0, found.scale)
+    bound = NEAR[dtype] * max(1.0, followed.scale)
     # Written so that a NaN is wrong.
     if not float(regret.max()) <= bound:
         n, r = (int(i) for i in np.unravel_index(int(regret.argmax()), regret.shape))
@@ -329,11 +329,11 @@ class ExpertsCheck(Observer):
 
     def __init__(self) -> None:
         self._tokens: StepTokens | None = None
-        self._own: np.ndarray | None = None
+        self._own_choices: np.ndarray | None = None
         self._followed: list[FollowedExpert] = []
 
     def needs(self, roles: ReinforceRoles, event: PackedEvent) -> Needs:
-        return Needs(gradients=_looks(event))
+        return Needs(gradients=_is_checked(event))
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         routers = roles.learner.routers()
@@ -343,7 +343,7 @@ class ExpertsCheck(Observer):
             case PlayedEvent(e):
                 with roles.clock.of("check"):
                     return self._played(roles, routers, e)
-            case DifferentiatedEvent(packed, passes) if _looks(packed) and passes.logp_grad:
+            case DifferentiatedEvent(packed, passes) if _is_checked(packed) and passes.logp_grad:
                 batch = packed.batch
                 heard = learned_from(batch, passes)
                 self._followed = experts_learn(
@@ -359,9 +359,9 @@ class ExpertsCheck(Observer):
                 # Let go before anything is raised: it holds numbers of weights that are gone.
                 followed, self._followed = self._followed, []
                 return ObserverReport(experts_moved(followed, roles.trainer.trained()))
-            case PushedEvent() if self._tokens is not None and self._own is not None:
+            case PushedEvent() if self._tokens is not None and self._own_choices is not None:
                 with roles.clock.of("check"):
-                    return self._pushed(routers, self._tokens, self._own)
+                    return self._pushed(routers, self._tokens, self._own_choices)
             case _:
                 pass
         return None
@@ -376,7 +376,7 @@ class ExpertsCheck(Observer):
         every_token_has_its_experts(packed)
         # Two passes of the same tokens: by the sampler's experts, and by the learner's own.
         followed, alone = routers.read(packed, replay=True), routers.read(packed, replay=False)
-        self._own, known = alone.own, known_rows(packed.routed_N)
+        self._own_choices, known = alone.own, known_rows(packed.routed_N)
         # Turns that went on under new weights have experts of several versions, none of which can be judged.
         fresh = tokens.fresh_N if not _other_caches(roles) else np.zeros_like(tokens.fresh_N)
         gauges = choices_are_the_samplers(followed, packed, fresh, dtype)
@@ -404,13 +404,13 @@ class ExpertsCheck(Observer):
 
     def _pushed(self, routers: Routers, tokens: StepTokens, before: np.ndarray) -> ObserverReport:
         """Reports how far the step's updates moved the routers, on the step's own tokens."""
-        self._tokens = self._own = None
+        self._tokens = self._own_choices = None
         # The same tokens before and after, so every choice that differs is the work of the updates.
         choices, rows = differing(before, routers.read(tokens.packed, replay=False).own)
         return ObserverReport({"experts/drift": Gauge(choices, 1), "experts/rerouted": Gauge(rows, 1)})
 
 
-def _looks(packed: PackedEvent) -> bool:
+def _is_checked(packed: PackedEvent) -> bool:
     """Returns whether the check looks at a minibatch: the first of a due step, if its experts are known."""
     return packed.first and due(packed.index) and packed.batch.routed_N is not None
 
@@ -437,10 +437,11 @@ def _moves(roles: ReinforceRoles, share: float) -> Any:
     """
     optimizer, config = roles.trainer.optimizer, roles.stage.optimizer
     norm = gradient_norm(optimizer, {n: p.grad for n, p in roles.trainer.trained().items() if p.grad is not None})
-    part = {} if share == 1 else {"share": share}
+    # As in `StepGradients.of`: an optimizer from outside need not know of `share`.
+    share_argument = {} if share == 1 else {"share": share}
 
     def move(name: str, gradient: Any, at: int) -> float | None:
-        update = optimizer.expected_update(config, name, gradient, norm, at, **part)
+        update = optimizer.expected_update(config, name, gradient, norm, at, **share_argument)
         return None if update.along else float(update.move)
 
     return move

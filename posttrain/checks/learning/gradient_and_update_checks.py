@@ -191,7 +191,8 @@ class StepGradients:
             config: the stage's settings, whatever the optimizer was built with.
             share: the share of the learning rate that the step uses.
         """
-        trained, part = optimizer.trained(), {} if share == 1 else {"share": share}
+        # An optimizer from outside need not know of `share`, so it is passed only where it is not 1.
+        trained, share_argument = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
         # The norm is an exchange that every rank must reach. So it comes before gradients without a row are left out.
         norm = gradient_norm(optimizer, grads)
@@ -203,7 +204,7 @@ class StepGradients:
             at = place(g, int(held(g).abs().argmax()))
             # A gradient that is 0 everywhere asks for no move.
             if float(number(g, at)):
-                expected_there = optimizer.expected_update(config, name, g, norm, at, **part)
+                expected_there = optimizer.expected_update(config, name, g, norm, at, **share_argument)
                 weight = float(trained[name].detach().flatten()[at])
                 # Where only the whole update follows its definition, no bound on a single number holds: inf.
                 largest[name] = Largest(
@@ -212,7 +213,7 @@ class StepGradients:
         # Whole parameters are compared in the first step only, since copies and expected state of them are held.
         first = not optimizer.state_tensors().get("steps", 1)
         small = _smallest(grads) if first else []
-        expected = {n: optimizer.expected_update(config, n, grads[n], norm, **part) for n in small}
+        expected = {n: optimizer.expected_update(config, n, grads[n], norm, **share_argument) for n in small}
         return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small}, first)
 
 
@@ -301,9 +302,9 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
     # Parameters that are too large to be compared whole are compared at their largest gradient.
     for name, top in handed.largest.items():
         if name not in handed.expected:
-            moved_off = float(after[name].detach().flatten()[top.index]) - top.weight
+            move = float(after[name].detach().flatten()[top.index]) - top.weight
             # A size of infinity makes the difference 0: such an update is judged only as a whole.
-            off = _above_0((abs(moved_off - top.move) - ROUNDING * abs(top.weight)) / top.size)
+            off = _above_0((abs(move - top.move) - ROUNDING * abs(top.weight)) / top.size)
             worst = Update(name, off, 0.0) if off > max(worst.moved, worst.state) else worst
     return worst
 
@@ -369,12 +370,12 @@ class UpdateCheck(Observer):
         match event:
             case DifferentiatedEvent(packed, _, share):
                 # Where the learning rate falls or rises, later steps are compared too: a schedule may begin again.
-                falls = roles.stage.optimizer.schedule != "constant" and due(packed.index)
+                schedule_due = roles.stage.optimizer.schedule != "constant" and due(packed.index)
                 # A step without credit may move nothing, so the check waits for one that has.
-                asked = _carries(packed) and (falls or not self._moved)
+                checked = _calls_for_update(packed) and (schedule_due or not self._moved)
                 # Made before the optimizer steps, from the gradients that it is about to get.
                 self._handed = (
-                    StepGradients.of(roles.trainer.optimizer, roles.stage.optimizer, share) if asked else None
+                    StepGradients.of(roles.trainer.optimizer, roles.stage.optimizer, share) if checked else None
                 )
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
@@ -389,11 +390,11 @@ class UpdateCheck(Observer):
         Each of several ranks compares its own rows, and all get the same gauges.
         """
         # An error of one rank is raised on all: the others would wait at the next exchange.
-        seen = merge(*of_every(roles.trainer.ranks, lambda: self._own(roles, handed, lr)))
+        seen = merge(*of_every(roles.trainer.ranks, lambda: self._compare_rows(roles, handed, lr)))
         self._moved = self._moved or "canary/moved" in seen
         return seen
 
-    def _own(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
+    def _compare_rows(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
         """The comparison of this rank's rows."""
         trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
         if self._moved:
@@ -408,7 +409,7 @@ class UpdateCheck(Observer):
         )
 
 
-def _carries(packed: PackedEvent) -> bool:
+def _calls_for_update(packed: PackedEvent) -> bool:
     """Returns whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
     # A stage that has no credit (imitation, preferences) always calls for an update.
     return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))
@@ -449,15 +450,15 @@ class FrozenCheck(Observer):
         if roles.stage.optimizer.freeze:
             # Before the first step, so that nothing has moved if the settings do not hold.
             only_frozen_is_left_out(roles.stage.optimizer, roles.learner.parameters(), roles.trainer.trained())
-            self._digests = self._now(roles)
+            self._digests = self._present_digests(roles)
 
     def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         if not self._digests or not isinstance(event, LearnedEvent) or not due(event.packed.index):
             return None
-        of_every(roles.trainer.ranks, lambda: frozen_stays(self._digests, self._now(roles)))
+        of_every(roles.trainer.ranks, lambda: frozen_stays(self._digests, self._present_digests(roles)))
         return ObserverReport({"canary/frozen": Gauge(len(self._digests), 1)})
 
-    def _now(self, roles: StageRoles[Any]) -> dict[str, str]:
+    def _present_digests(self, roles: StageRoles[Any]) -> dict[str, str]:
         """The digest of each frozen parameter."""
         config = roles.stage.optimizer
         return fingerprints((n, p) for n, p in roles.learner.parameters().items() if config.frozen(n))

@@ -7,7 +7,8 @@ Each form of a trust region or a correction returns two arrays [M]: the factor, 
 nearest bound at which the factor jumps (inf: there is none). Where the distance is within rounding, the two forms may
 decide differently, so such tokens are not compared.
 
-Letters: r ratio, x its logarithm, A credit, p = exp(logp) the present policy; all [M].
+Letters: r ratio, x its logarithm, A credit, p = exp(logp) the present policy; all [M]. In the code `c` is the piece
+with its settings, and `t` or `m` is what the form reads of the minibatch.
 """
 
 from __future__ import annotations
@@ -305,7 +306,9 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
     # None: the choice is not made, so its stream is not needed.
     needed = {CHOSEN: a.tokens, MIX: a.anchor == "proximal" or None, WAS_SHOWN: a.shown}
     needed[IMITATE] = a.imitate if a.imitate is not None and a.imitate.of != "heard" else None
-    if set(uncovered(a)) - BESIDE or any(why is not None and stream not in batch for stream, why in needed.items()):
+    if set(uncovered(a)) - BESIDE or any(
+        choice is not None and stream not in batch for stream, choice in needed.items()
+    ):
         return None
     mu = batch[MU].astype(np.float64)
     # Where the start of the step was not scored, the learner's present log-probs stand for it.
@@ -348,14 +351,14 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
     """d loss / d value of one minibatch: weight * coef * the derivative of half the larger square, plain or clipped."""
     if RETURN not in batch or (value.clip is not None and VALUE not in batch):
         return None
-    plain = value_M - batch[RETURN]
-    slope = plain
+    unclipped = value_M - batch[RETURN]
+    slope = unclipped
     if value.clip is not None and VALUE in batch:
         step = value_M - batch[VALUE]
-        near = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
+        clipped = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
         # The larger square counts. Where that is the clipped one and the value is beyond its clip, nothing moves the
         # value.
-        slope = np.where(plain**2 >= near**2, plain, np.where(np.abs(step) <= value.clip, near, 0.0))
+        slope = np.where(unclipped**2 >= clipped**2, unclipped, np.where(np.abs(step) <= value.clip, clipped, 0.0))
     return batch[WEIGHT] * value.coef * slope
 
 
@@ -379,15 +382,15 @@ def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tup
         return None
     d = logp_M - batch[REFERENCE]
     # Beyond the limit the estimator is clamped, so it has no slope.
-    lost = d < -LIMIT
-    near = np.maximum(d, -LIMIT)
-    k3, k3_slope = np.exp(-near) - 1 + near, np.where(lost, 0.0, 1 - np.exp(-near))
+    is_clamped = d < -LIMIT
+    clamped = np.maximum(d, -LIMIT)
+    k3, k3_slope = np.exp(-clamped) - 1 + clamped, np.where(is_clamped, 0.0, 1 - np.exp(-clamped))
     # rk3 is r k3 with r differentiated too: r k3 + r k3'. A clamped r has no slope.
     slope = {"k2": d, "k3": k3_slope, "rk3": exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)}.get(
         pull.estimator
     )
     # e^-d may be large, and rounding with it.
-    size = pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-near))
+    size = pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-clamped))
     if pull.estimator == "rk3":
         size = size * np.maximum(1, exp(gap_M))
     return None if slope is None else (pull.coef * slope, size)

@@ -31,15 +31,15 @@ def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None
     if of == "answer":
         return e.task
     # Never the episode's own answer: the teacher would be shown what it is to judge.
-    right = [o for o in siblings if o.sibling != e.sibling and o.solved]
+    right = [sibling for sibling in siblings if sibling.sibling != e.sibling and sibling.solved]
     return Task(e.task.id, e.task.prompt, right[0].text, e.task.info, e.task.tools) if right else None
 
 
-def teacher_scores(held: np.ndarray, alone: np.ndarray, bound: Gap, task: str) -> float:
+def teacher_scores(recorded: np.ndarray, alone: np.ndarray, bound: Gap, task: str) -> float:
     """Checks that the teacher's log-probs in the step are those that it gives this answer alone; returns the largest
     gap."""
     # Both may be -inf (a token that sampling rules out), and their difference would be no number.
-    worst = Gap.of(*(np.maximum(x, -100.0) for x in (held, alone))).worst
+    worst = Gap.of(*(np.maximum(x, -100.0) for x in (recorded, alone))).worst
     if not worst <= bound.worst:
         raise InvariantError(
             f"the teacher's log-probs of an answer to task {task!r} differ by up to {worst:.3g} nats (bound"
@@ -66,9 +66,9 @@ class HintCheck(Observer):
             return ObserverReport(share)
         # Wrong answers first: a right one may be scored alike with and without its hint.
         wrong_first = sorted(hinted, key=lambda x: x[1].episode.reward or 0.0)[:SCORED_AGAIN]
-        return ObserverReport(merge(share, *(self._again(roles, g, s) for g, s in wrong_first)))
+        return ObserverReport(merge(share, *(self._score_again(roles, g, s) for g, s in wrong_first)))
 
-    def _again(self, roles: ReinforceRoles, group: ScoredGroup, s: Scored) -> dict[str, Gauge]:
+    def _score_again(self, roles: ReinforceRoles, group: ScoredGroup, s: Scored) -> dict[str, Gauge]:
         """Score one answer again and compare it with what was recorded in the step."""
         a, e = roles.stage.algorithm, s.episode
         assert a.hint is not None
@@ -82,24 +82,24 @@ class HintCheck(Observer):
             )
         # Tools of the task's own data, else those that the environment gives it.
         tools = e.task.tools or (roles.rollout.environment.abilities.tools or (lambda _: ()))(e.task)
-        packed = _alone(roles.rollout.dialogue(e.task.id).see(prompt, tools), e.segments[0])
+        packed = _behind(roles.rollout.dialogue(e.task.id).see(prompt, tools), e.segments[0])
         teacher = None if roles.hints is None else roles.hints.teacher(roles.learner, roles.reference)
         assert teacher is not None
-        said_M = teacher.score(packed)
+        teacher_M = teacher.score(packed)
         # With a KL a stream has the teacher's log-probs. With distillation it has those of K candidates a token.
         if (reference := s.find(REFERENCE)) is not None:
-            recorded_M, alone_M = reference[0], said_M
+            recorded_M, alone_M = reference[0], teacher_M
         else:
             assert a.distill is not None
             recorded_M, alone_M = s[TOP_LOGP][0].ravel(), teacher.top(packed, a.distill.top).logp.ravel()
         # Only the learner has a float64 form.
         exact = lambda: roles.learner.exact(packed) if teacher is roles.learner else None  # noqa: E731
         gap, dtype = Gap.of(recorded_M, alone_M), roles.run.model.dtype
-        bound = allowed(dtype, gap, said_M, exact, packed.sampling.temperature)
+        bound = allowed(dtype, gap, teacher_M, exact, packed.sampling.temperature)
         return {"canary/teacher_gap": Gauge(teacher_scores(recorded_M, alone_M, bound, e.task.id), 1)}
 
 
-def _alone(prompt: np.ndarray, segment: Segment) -> Packed:
+def _behind(prompt: np.ndarray, segment: Segment) -> Packed:
     """The spoken part of a segment behind this prompt, as one sequence."""
     spoken = np.flatnonzero(segment.mask)
     ids = np.concatenate([prompt, segment.ids[int(spoken[0]) :]]).astype(np.int32)

@@ -29,6 +29,7 @@ from posttrain.role.roles import ReinforceRoles
 from posttrain.system.errors import InvariantError
 
 EPISODES, TOKENS = 6, 16
+"""Size of the synthetic batch."""
 
 
 def agrees_on_synthetic_batch(a: Algorithm) -> None:
@@ -188,14 +189,14 @@ def gradient_agrees(
     batch: Batch,
     passes: Passes,
     define: Callable[[np.ndarray], Demand | None],
-    told: Callable[[int], str],
+    describe: Callable[[int], str],
     causes: str,
 ) -> Gauges:
     """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs.
 
     Args:
         define: the definition, from the log-probs [M]; it gives None where it does not cover the loss.
-        told: words for the message about a spoken token, by its place in the batch.
+        describe: words for the message about a spoken token, by its place in the batch.
         causes: the end of the message, after "-1 is ": the usual causes, that of a proportion of -1 first.
     """
     logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
@@ -209,7 +210,8 @@ def gradient_agrees(
         return {}
     # Next to a bound rounding decides, so those tokens are not compared.
     error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
-    # Tokens whose terms are far below the largest are measured by a thousandth of the largest.
+    # Tokens whose terms are far below the largest are measured by a thousandth of the largest. 1e-30 is for a minibatch
+    # in which all terms are 0.
     relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
     worst = float(relative_M.max(initial=0.0))
     if not worst <= LOSS_BOUND:
@@ -218,9 +220,9 @@ def gradient_agrees(
         square = float(want.want_M @ want.want_M)
         ratio = float(asked_M @ want.want_M) / square if square else np.nan
         raise InvariantError(
-            f"the gradient is not that of {name}: for spoken token {m} ({told(m)}) the loss asked {asked_M[m]:.6g} of"
-            f" its log-prob, the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion"
-            f" {ratio:.4g}. -1 is {causes}"
+            f"the gradient is not that of {name}: for spoken token {m} ({describe(m)}) the loss asked {asked_M[m]:.6g}"
+            f" of its log-prob, the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the"
+            f" proportion {ratio:.4g}. -1 is {causes}"
         )
     return {"canary/loss_gap": Gauge(worst, 1)}
 

@@ -118,8 +118,8 @@ class ScaleCheck(Observer):
             return None
         passes, trained = event.passes, roles.trainer.trained()
         # Each micro-batch must have told its gradients, or none its entropies: else the sum would lack a part.
-        whole = len(passes.logp_grad) == len(passes.micros) and len(passes.entropy_grad) in (0, len(passes.micros))
-        if passes.value or roles.stage.stores_top or not whole:
+        complete = len(passes.logp_grad) == len(passes.micros) and len(passes.entropy_grad) in (0, len(passes.micros))
+        if passes.value or roles.stage.stores_top or not complete:
             return None
         if isinstance(roles.learner, ShardedLearner):
             norm, wanted = of_all_ranks(roles.learner, passes, trained)

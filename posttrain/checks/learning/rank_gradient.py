@@ -73,7 +73,7 @@ def silent_on_all_ranks(
         # All ranks compute the same tokens and gradients are summed, so the sum over ranks is one gradient.
         (total / learner.ranks.world).backward()
     # The optimizer must find nothing of this.
-    gradients = _taken({**parameters, **head})
+    gradients = _take_gradients({**parameters, **head})
     heard_here = {n: bool(g.any()) for n, g in gradients.items()}
     # A parameter counts as heard where any rank's rows of it have a gradient. The exchange comes before any raise.
     heard = {n for one in learner.ranks.every(heard_here) for n, any_there in one.items() if any_there}
@@ -103,13 +103,14 @@ def silent_in_parts(
     learner, packed = _as_chosen(learner, packed)
     scores = learner.forward(packed)
     (scores.logp * cotangent(scores.logp)).sum().backward()
-    gradients = _taken(parameters)
-    value = learner.forward(packed, Reads(value=True)).value if head else None  # layers are recomputed once
+    gradients = _take_gradients(parameters)
+    # A pass of its own for the values: layers that are recomputed in a backward pass can be differentiated only once.
+    value = learner.forward(packed, Reads(value=True)).value if head else None
     if value is not None:
         value.sum().backward()
         # The values' gradient of the policy is thrown away: what is checked is that of the log-probs.
-        heads = _taken(head)
-        _taken(parameters)
+        heads = _take_gradients(head)
+        _take_gradients(parameters)
         if deaf := [n for n in head if n not in heads or not bool(heads[n].any())]:
             raise InvariantError(DEAF.format(", ".join(deaf)))
     heard_here = {n: bool(g.any()) for n, g in gradients.items()}
@@ -134,7 +135,7 @@ def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, P
     return follows, replace(packed, routed_N=routers.read(packed, replay=False).own)
 
 
-def _taken(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+def _take_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the parameters' gradients, which are then cleared."""
     gradients = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
     for p in parameters.values():
@@ -148,8 +149,8 @@ def _of_logp(
     """The gradients of the weighted sum of the log-probs alone; the parameters' own gradients are cleared."""
     scores = learner.forward(packed)
     ((scores.logp * cotangent(scores.logp)).sum() / learner.ranks.world).backward()
-    _taken(head)
-    return _taken(parameters)
+    _take_gradients(head)
+    return _take_gradients(parameters)
 
 
 @contextmanager
@@ -163,21 +164,21 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 
     # `turned`: the weight is [in, out], as that of Conv1D.
     def listen(name: str, turned: bool) -> Any:
-        whole: Any = learner.like(name, parameters[name].detach())
+        whole_weight: Any = learner.like(name, parameters[name].detach())
         # A rank holds some rows of the weight, from `begin` on.
-        begin, rows = first_row(whole), len(parameters[name])
+        begin, rows = first_row(whole_weight), len(parameters[name])
 
-        def forward(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            entered = given[0].detach().flatten(0, -2)
+        def forward(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            layer_input = inputs[0].detach().flatten(0, -2)
 
             def backward(gradient: Tensor) -> None:
                 # W of nn.Linear is [out, in] and of Conv1D [in, out]: rows are outputs in the first and inputs in the
                 # second.
-                left, right = (entered, gradient.flatten(0, -2))[:: 1 if turned else -1]
+                left, right = (layer_input, gradient.flatten(0, -2))[:: 1 if turned else -1]
                 # dL/dW = left^T right over all tokens, and of it this rank's rows.
-                own = left[:, begin : begin + rows].double().T @ right.double()
+                row_gradient = left[:, begin : begin + rows].double().T @ right.double()
                 # Each rank weighed the loss with 1 / ranks, so the sum over ranks is this one's times their number.
-                wanted[name] = wanted.get(name, 0) + learner.ranks.world * own
+                wanted[name] = wanted.get(name, 0) + learner.ranks.world * row_gradient
 
             # Nothing comes back to a layer that is not differentiated.
             if out.requires_grad:
@@ -186,8 +187,8 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
         return forward
 
     # Only layers whose gradient is such a product: embeddings and norms are not.
-    for word, module in learner.policy.module.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and (name := f"{word}.weight") in parameters:
+    for module_name, module in learner.policy.module.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and (name := f"{module_name}.weight") in parameters:
             hooks.append(module.register_forward_hook(listen(name, isinstance(module, Conv1D))))
     try:
         yield wanted
@@ -197,7 +198,7 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
             hook.remove()
 
 
-def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+def products_agree(learner: ShardedLearner, gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """The gradient of each linear layer is the sum over ranks.
 
     This takes the place of `summed_once` below float32, where its moves would be rounded away, and with DoRA, whose
@@ -207,8 +208,9 @@ def products_agree(learner: ShardedLearner, found: Mapping[str, Tensor], wanted:
         InvariantError: on every rank, where a gradient is not that sum, or no layer could be compared.
     """
     products_here = {
-        # <found, wanted> and <wanted, wanted> of this rank's rows: their sums over ranks give the share found / wanted.
-        n: (float((found[n].double() * w).sum()) if n in found else 0.0, float((w * w).sum()))
+        # <g, w> and <w, w> of this rank's rows; g is the gradient and w the wanted one. Their sums over ranks give the
+        # share g / w.
+        n: (float((gradients[n].double() * w).sum()) if n in gradients else 0.0, float((w * w).sum()))
         for n, w in wanted.items()
     }
     table = learner.ranks.every(products_here)

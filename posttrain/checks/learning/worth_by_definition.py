@@ -49,13 +49,13 @@ def _log_ratio(s: Scored) -> np.ndarray:
     return np.concatenate(s[IMPLICIT]).astype(np.float64) - np.concatenate(s[REFERENCE])
 
 
-def value_targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.ndarray | None:
+def value_targets(baseline: Any, s: Scored, shaped: float, penalties: np.ndarray) -> np.ndarray | None:
     """The value target of each token: its estimate plus the GAE advantage."""
     if VALUE not in s:
         return None
     v = np.concatenate(s[VALUE]).astype(np.float64)
     turns = turn_rewards(s.episode)
-    return v + advantages_to_go(baseline, v, shaped - turns.sum(), paid - turns)
+    return v + advantages_to_go(baseline, v, shaped - turns.sum(), penalties - turns)
 
 
 def turn_rewards(e: Episode) -> np.ndarray:
@@ -65,19 +65,19 @@ def turn_rewards(e: Episode) -> np.ndarray:
     return np.array([math.fsum(score for end, score in rewards if end == t) for t in range(1, e.spoken + 1)])
 
 
-def advantages_to_go(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.ndarray:
+def advantages_to_go(value: Any, v: np.ndarray, shaped: float, penalties: np.ndarray) -> np.ndarray:
     """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}.
 
     Args:
         value: the value baseline, with its settings.
         v: the estimate of each token's value.
         shaped: the reward that comes with the last token.
-        paid: the penalty of each token, less the reward of a turn that ends there.
+        penalties: the penalty of each token, less the reward of a turn that ends there.
     """
     if not len(v):
         return v
     # A penalty is paid with a minus. The rest of the reward comes with the last token.
-    earned = np.negative(paid)
+    earned = np.negative(penalties)
     earned[-1] += shaped
     # delta_t = r_t + gamma V_{t+1} - V_t, where V is 0 behind the last token.
     delta = earned + value.gamma * np.append(v[1:], 0.0) - v

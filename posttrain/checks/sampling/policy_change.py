@@ -46,11 +46,11 @@ class ChangeGauges(Observer):
                 with roles.clock.of("check"):
                     self._before = before(roles, e)
             case PushedEvent() if self._before is not None:
-                was, self._before = self._before, None
+                policy_before, self._before = self._before, None
                 # A step that moved nothing (no credit, a skipped update) has no change to measure.
-                if roles.trainer.version != was.version:
+                if roles.trainer.version != policy_before.version:
                     with roles.clock.of("check"):
-                        return ObserverReport(change(roles, was))
+                        return ObserverReport(change(roles, policy_before))
             case _:
                 pass
         return None
@@ -70,8 +70,8 @@ def log_probs(roles: ReinforceRoles, segments: Sequence[Segment], packed: Packed
     same weights (`SamplerCheck` compares them in every step), and save a forward pass."""
     # The versions must be the learner's: other weights have other log-probs. In a mixture of experts two passes may
     # choose other experts for a token, so there the learner's own are computed.
-    own = all(bool((s.version[s.mask] == roles.trainer.version).all()) for s in segments)
-    if own and roles.run.model.dtype == "float32" and roles.learner.routers() is None:
+    same_weights = all(bool((s.version[s.mask] == roles.trainer.version).all()) for s in segments)
+    if same_weights and roles.run.model.dtype == "float32" and roles.learner.routers() is None:
         return np.concatenate([s.logp[s.mask] for s in segments])
     return roles.learner.score(packed)
 
@@ -82,8 +82,8 @@ def chosen(episodes: Sequence[Episode]) -> list[Segment]:
     spoken = 0
     for e in [e for e in episodes if not e.shown and e.spoken][:EPISODES]:
         # A packed batch has one sampling contract. Segments of others are left out.
-        own = [s for s in e.segments if s.spoken and (not out or s.sampling == out[0].sampling)]
-        out, spoken = [*out, *own], spoken + sum(s.spoken for s in own)
+        said_segments = [s for s in e.segments if s.spoken and (not out or s.sampling == out[0].sampling)]
+        out, spoken = [*out, *said_segments], spoken + sum(s.spoken for s in said_segments)
         if spoken >= TOKENS:
             break
     return out
@@ -109,14 +109,14 @@ def divergence(before_M: np.ndarray, after_M: np.ndarray) -> Gauge:
     return Gauge(float(np.sum(np.exp(gap) - 1 - gap)), float(len(gap)))
 
 
-def change(roles: ReinforceRoles, was: PolicyBefore) -> Gauges:
+def change(roles: ReinforceRoles, policy_before: PolicyBefore) -> Gauges:
     """The gauges of a step that moved weights."""
     out: Gauges = {}
-    if was.packed is not None:
-        out["policy/kl_step"] = divergence(was.logp_M, roles.learner.score(was.packed))
+    if policy_before.packed is not None:
+        out["policy/kl_step"] = divergence(policy_before.logp_M, roles.learner.score(policy_before.packed))
     moved = size = 0.0
     for name, now in roles.trainer.trained().items():
-        old = was.weights[name]
+        old = policy_before.weights[name]
         new = now.detach().flatten()[:SLICE]
         # In float64: the squares of small moves vanish beside those of the weights.
         moved += float((new - old).double().square().sum())

@@ -200,11 +200,11 @@ def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> N
     for g in groups:
         for e in g.episodes:
             for s in e.segments:
-                other = [v for v in s.version[s.mask].tolist() if v not in known]
-                if other:
+                unpromised = [v for v in s.version[s.mask].tolist() if v not in known]
+                if unpromised:
                     also = f" and samples may also be of {', '.join(map(str, others))}" if others else ""
                     raise InvariantError(
-                        f"task {g.task.id!r} has tokens said by version {other[0]}, while the learner holds"
+                        f"task {g.task.id!r} has tokens said by version {unpromised[0]}, while the learner holds"
                         f" version {now}{also}. Either a weight sync did not happen, or tokens are stamped with another"
                         " version than the one that said them; both make every ratio wrong"
                     )
@@ -220,16 +220,16 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
             if not stops or e.stop not in (Stop.SAID, Stop.STRING, Stop.LENGTH) or not s.mask.any() or s.shown:
                 continue
             # Unspoken tokens may follow the last spoken one, so that one is looked for.
-            last = int(s.ids[-1] if s.mask[-1] else s.ids[np.flatnonzero(s.mask)[-1]]) in stops
-            if last != (e.stop is Stop.SAID):
+            ends_in_stop = int(s.ids[-1] if s.mask[-1] else s.ids[np.flatnonzero(s.mask)[-1]]) in stops
+            if ends_in_stop != (e.stop is Stop.SAID):
                 raise InvariantError(
                     f"task {g.task.id!r} ended with reason {e.stop.value!r}, but its last token"
-                    f" {'is' if last else 'is not'} a stop token ({s.spoken} tokens said, at most {max_tokens} a turn)."
-                    " Length shaping and filters read the reason: find who drops the token or the reason"
+                    f" {'is' if ends_in_stop else 'is not'} a stop token ({s.spoken} tokens said, at most {max_tokens}"
+                    " a turn). Length shaping and filters read the reason: find who drops the token or the reason"
                 )
 
 
-def _told(band: Gauges, dtype: str) -> tuple[str, ...]:
+def _band_line(band: Gauges, dtype: str) -> tuple[str, ...]:
     """The noise band as a line for people, where rounding is coarser than float32."""
     if "mismatch/band" not in band or dtype == "float32":
         return ()
@@ -237,7 +237,7 @@ def _told(band: Gauges, dtype: str) -> tuple[str, ...]:
     return (f"noise band: sampler and learner differ by up to {size:.2g} nats for 99 % of tokens in {dtype}",)
 
 
-def _price(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
+def _price_line(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
     """Says what `exact=true` achieves and costs, as a line for people."""
     if price is None:
         return ()
@@ -256,13 +256,13 @@ def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, f
     With `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is
     compared with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's.
     """
-    follows, agree = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
-    start = roles.run.model.router_replay == "start"
-    known = micro.routed_N is not None and (start or follows is not roles.learner)
+    follows, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
+    replays_start = roles.run.model.router_replay == "start"
+    may_differ = micro.routed_N is not None and (replays_start or follows is not roles.learner)
     # Where the gap is within the least bound anyway, no further pass is made.
-    if not known or agree.within(LEAST[roles.run.model.dtype]):
+    if not may_differ or gap.within(LEAST[roles.run.model.dtype]):
         return logp_M
-    if start:
+    if replays_start:
         # Compared with mu, this leaves the difference of the pass and the learner's own scores.
         return (logp_M.astype(np.float64) - roles.learner.score(micro) + micro[MU]).astype(np.float32)
     return (logp_M.astype(np.float64) - roles.learner.score(micro) + follows.score(micro)).astype(np.float32)
@@ -335,7 +335,9 @@ class SamplerCheck(Observer):
             routers = roles.learner.routers()  # a reference follows no choices
             alone = learner if routers is None else routers.read(packed, replay=False).logp
             no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
-        return ObserverReport(merge(gauges, band), (*_told(band, dtype), *_price(roles.learner.price(packed), fresh)))
+        return ObserverReport(
+            merge(gauges, band), (*_band_line(band, dtype), *_price_line(roles.learner.price(packed), fresh))
+        )
 
     def _ratio_is_one(
         self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]

@@ -72,27 +72,27 @@ def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
     After the last episode of the list the first one follows.
     """
     chosen: list[tuple[Episode, Segment, int]] = []
-    tokens_left, packed = PROBED, 0
+    tokens_left, packed_tokens = PROBED, 0
     # Around the end of the list: which episode comes first depends on the step's number alone.
     for e in (*episodes[first:], *episodes[:first]):
-        begun = 0
+        tokens_before = 0
         for s in e.segments:
-            if tokens_left < 1 or packed >= PACKED:
+            if tokens_left < 1 or packed_tokens >= PACKED:
                 break
             part = beginning(s, tokens_left)
             if part.spoken and not e.shown:
-                chosen.append((e, part, begun))
-                tokens_left, packed = tokens_left - part.spoken, packed + len(part.ids)
+                chosen.append((e, part, tokens_before))
+                tokens_left, packed_tokens = tokens_left - part.spoken, packed_tokens + len(part.ids)
             # Counted for shown and skipped segments too: a place is counted from the start of the episode.
-            begun += s.spoken
+            tokens_before += s.spoken
     if not chosen:
         return None
-    at = np.concatenate([np.arange(begun, begun + part.spoken) for _, part, begun in chosen])
+    at = np.concatenate([np.arange(tokens_before, tokens_before + part.spoken) for _, part, tokens_before in chosen])
     return CheckedDraws(
         Packed.of([part for _, part, _ in chosen]),
         tuple(e for e, _, _ in chosen),
         at,
-        tokens_left < 1 or packed >= PACKED,
+        tokens_left < 1 or packed_tokens >= PACKED,
     )
 
 
@@ -108,26 +108,26 @@ def beginning(s: Segment, spoken: int) -> Segment:
     return Segment(s.ids[:end], s.mask[:end], s.logp[:end], s.version[:end], s.sampling, kept, top, in_turn, routed)
 
 
-def uniforms(looked: CheckedDraws, seed: int, stream: str) -> np.ndarray:
+def uniforms(draws: CheckedDraws, seed: int, stream: str) -> np.ndarray:
     """float64 [M]: the uniform random number of each token's place.
 
     A place is (seed, stream, task, visit, sibling, turn) and the position in the turn.
     """
-    out = np.zeros(len(looked.at_M))
-    for segment, e in enumerate(looked.episodes):
+    out = np.zeros(len(draws.at_M))
+    for segment, e in enumerate(draws.episodes):
         # A turn has random numbers of its own, so a longer turn before it moves nothing.
         keys = [seeds.key(seed, stream, e.task.id, e.visit, e.sibling, turn) for turn in range(len(e.turns))]
         of_episode = np.concatenate(
             [np.zeros(0), *(seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True))]
         )
-        of_segment = looked.packed.segment_M == segment
+        of_segment = draws.packed.segment_M == segment
         # The beginning of an episode's tokens: places that `beginning` cut off have uniforms that nobody reads.
-        out[of_segment] = of_episode[looked.at_M[of_segment]]
+        out[of_segment] = of_episode[draws.at_M[of_segment]]
     return out
 
 
 def drawn_again(
-    looked: CheckedDraws,
+    draws: CheckedDraws,
     odds: Odds,
     uniform_M: np.ndarray,
     noise: Callable[[], float],
@@ -143,14 +143,14 @@ def drawn_again(
     """
     apart = SURE
     # The cheap bound first: noise is measured in float64, which costs a pass.
-    if _elsewhere(odds, uniform_M, apart).any():
+    if _picks_another(odds, uniform_M, apart).any():
         apart = max(apart, noise())
-    wrong = np.flatnonzero(_elsewhere(odds, uniform_M, apart))
+    wrong = np.flatnonzero(_picks_another(odds, uniform_M, apart))
     if len(wrong):
         m = int(wrong[0])
-        e, token = looked.episodes[int(looked.packed.segment_M[m])], text(looked.packed.target_M[m : m + 1])
+        e, token = draws.episodes[int(draws.packed.segment_M[m])], text(draws.packed.target_M[m : m + 1])
         raise InvariantError(
-            f"the sampler does not draw from the distribution it reports: token {int(looked.at_M[m])} of task"
+            f"the sampler does not draw from the distribution it reports: token {int(draws.at_M[m])} of task"
             f" {e.task.id!r} (visit {e.visit}, sibling {e.sibling}) is {token!r}, which a uniform in"
             f" [{odds.below_M[m]:.6f}, {odds.upto_M[m]:.6f}) picks, and the uniform of its place is {uniform_M[m]:.6f}"
             f" (noise {apart:.2g} nats); {len(wrong)} of {len(uniform_M)} tokens looked at are like it. Log-probs agree"
@@ -160,7 +160,7 @@ def drawn_again(
     return {"canary/drawn_again": Gauge(len(uniform_M), 1)}
 
 
-def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
+def _picks_another(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
     """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`.
 
     Where a bound is NaN it counts as another token.
@@ -255,13 +255,13 @@ def bet_on_answers(
     short ones. Leaving such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a
     turn. No factor is smaller, so the mean stays at most 1 whichever turns are cancelled.
     """
-    turned = (*episodes[first:], *episodes[:first])
+    in_order = (*episodes[first:], *episodes[:first])
     # The tokens of the cut turn are unknown, and with them everything that stands behind them in the order.
-    cut = next((i for i, e in enumerate(turned) if e.cut), None)
-    looked = look(turned[:cut], 0)
-    gauges = {} if looked is None else bet_on_draws(bet, odds(looked.packed), noise(looked.packed))
+    cut = next((i for i, e in enumerate(in_order) if e.cut), None)
+    draws = look(in_order[:cut], 0)
+    gauges = {} if draws is None else bet_on_draws(bet, odds(draws.packed), noise(draws.packed))
     # It would have been reached: the tokens before it did not fill the test.
-    if cut is not None and (looked is None or not looked.full):
+    if cut is not None and (draws is None or not draws.full):
         bet.lose()
     return gauges
 
@@ -321,7 +321,7 @@ class DrawsCheck(Observer):
                 # Unmeasured: the bound of the dtype, so that no float64 pass is needed in every step.
                 apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
                 return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
-            case ScoredEvent(e, _) if _of_the_learner(roles.stage.most_behind, e.index):
+            case ScoredEvent(e, _) if _is_tested(roles.stage.most_behind, e.index):
                 return ObserverReport(self._test(roles, e))
             case _:
                 return None
@@ -338,7 +338,7 @@ class DrawsCheck(Observer):
         return draws_are_true(roles, self._bets, episodes, e.index * 7 % len(episodes), roles.stream)
 
 
-def _of_the_learner(most_behind: int, index: int) -> bool:
+def _is_tested(most_behind: int, index: int) -> bool:
     """Returns whether draws of step `index` are tested: all that it learns from was said by the learner's weights."""
     return index == 1 if most_behind else index <= 16 or index % 8 == 0
 
@@ -351,11 +351,11 @@ def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode
     """
     dtype, learner = roles.run.model.dtype, as_sampled(roles.learner)
     if roles.sync.sampler.draws_by_place:
-        if (looked := look(episodes, first)) is None:
+        if (draws := look(episodes, first)) is None:
             return {}
-        uniform = uniforms(looked, roles.run.seed, stream)
-        apart = lambda: noise(dtype, learner, looked.packed)  # noqa: E731
-        return drawn_again(looked, learner.odds(looked.packed), uniform, apart, roles.text)
+        uniform = uniforms(draws, roles.run.seed, stream)
+        apart = lambda: noise(dtype, learner, draws.packed)  # noqa: E731
+        return drawn_again(draws, learner.odds(draws.packed), uniform, apart, roles.text)
     odds = lambda packed: learner.odds(packed, TEMPERATURES)  # noqa: E731
     # In float32 the bound of the dtype stands for the noise, without a pass in float64.
     is_float32, assumed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst

@@ -46,7 +46,7 @@ def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -
         if (versions == version).any():
             (pure if (versions == version).all() else mixed).append(s)
     out, tokens, packed = list[Segment](), 0, 0
-    # Enough tokens are found. At least one segment is taken, however long.
+    # Until there are enough tokens. At least one segment is taken, however long.
     for s in (*(() if stale else mixed), *pure):
         if tokens >= PROBED or (out and packed + len(s.ids) > PACKED):
             break
@@ -104,23 +104,23 @@ class FreshCheck(Observer):
         groups, version = (*e.played, *waiting), roles.trainer.version
         segments = fresh_segments(groups, version, keeps_caches(roles.run.engine))
         # Caches of other weights are a risk of their own and are looked at in every step.
-        often = e.index <= 16 or e.index % 8 == 0
-        if not segments or not (often or (segments[0].version[segments[0].mask] != version).any()):
+        due_step = e.index <= 16 or e.index % 8 == 0
+        if not segments or not (due_step or (segments[0].version[segments[0].mask] != version).any()):
             return None
         # In the mixed segments only the tokens of this version can be compared.
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
-        gauges = _compared(roles, segments, fresh)
+        gauges = _compare_segments(roles, segments, fresh)
         # Draws are tested on whole episodes of this version, whose places are known from the start.
-        whole = [x for g in groups for x in g.episodes if _all_of(x, version)]
-        if whole and roles.sync.sampler.draws_by_place:
+        whole_episodes = [x for g in groups for x in g.episodes if _said_by(x, version)]
+        if whole_episodes and roles.sync.sampler.draws_by_place:
             # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
-            gauges = merge(gauges, draws_are_true(roles, self._bets, whole, 0, roles.stream))
+            gauges = merge(gauges, draws_are_true(roles, self._bets, whole_episodes, 0, roles.stream))
         if roles.run.deterministic and roles.stage.staleness:
-            return None  # which groups have ended already depends on time
+            return None  # which groups have ended depends on time, and a gauge of it would differ between equal runs
         return ObserverReport(merge(gauges, {"canary/fresh": Gauge(float(fresh.sum()), 1)}))
 
 
-def _compared(roles: ReinforceRoles, segments: Sequence[Segment], fresh_M: np.ndarray) -> Gauges:
+def _compare_segments(roles: ReinforceRoles, segments: Sequence[Segment], fresh_M: np.ndarray) -> Gauges:
     """Compare the sampler's log-probs of these segments with the learner's, at the spoken tokens that are `fresh_M`."""
     packed, learner, dtype = Packed.of(segments), as_sampled(roles.learner), roles.run.model.dtype
     mu_M, learner_M = np.concatenate([s.logp[s.mask] for s in segments]), learner.score(packed)
@@ -128,7 +128,7 @@ def _compared(roles: ReinforceRoles, segments: Sequence[Segment], fresh_M: np.nd
     return sampler_agrees(packed, mu_M, learner_M, fresh_M, dtype=dtype, exact=exact, text=roles.text, same=same)
 
 
-def _all_of(e: Episode, version: int) -> bool:
+def _said_by(e: Episode, version: int) -> bool:
     """Returns whether this version said every token of an episode."""
     return e.own and all((s.version[s.mask] == version).all() for s in e.segments)
 
@@ -215,19 +215,19 @@ class ProbeCheck(Observer):
 
         return list(await asyncio.gather(*(turn(i, p) for i, p in enumerate(self._prompts))))
 
-    def _compare(self, roles: ReinforceRoles, said: asyncio.Task[list[Group]]) -> ObserverReport:
+    def _compare(self, roles: ReinforceRoles, turns: asyncio.Task[list[Group]]) -> ObserverReport:
         """Compare turns that have ended with the learner, and forget them."""
         # Forgotten first: a task that is compared is not compared again.
         self._saying, self._missed = None, 0
         with roles.clock.of("check"):
-            return self._agree(roles, said.result())
+            return self._agree(roles, turns.result())
 
     def _agree(self, roles: ReinforceRoles, groups: Sequence[Group]) -> ObserverReport:
         """Compare the turns of the probe with the learner, and test their draws."""
         said_by_these_weights(groups, (roles.trainer.version,))
         episodes = [e for g in groups for e in g.episodes]
         segments = [s for e in episodes for s in e.segments]
-        gauges = _compared(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
+        gauges = _compare_segments(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
         draws = draws_are_true(roles, self._bets, episodes, 0, _stream(roles))
         return ObserverReport(merge(gauges, draws, {"canary/probed": Gauge(1, 1)}))
 

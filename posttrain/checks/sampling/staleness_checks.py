@@ -95,12 +95,12 @@ def as_old_as_asked(played: Sequence[Group], asked: Sequence[int], exactly: bool
         exactly: `deterministic=true` promises that all tokens of the group are of this version.
     """
     for g, version in zip(played, asked, strict=False):
-        said = _versions(g)
-        if len(said) and (said.min() < version or (exactly and said.max() > version)):
+        versions = _versions(g)
+        if len(versions) and (versions.min() < version or (exactly and versions.max() > version)):
             raise InvariantError(
-                f"task {g.task.id!r} has tokens of versions {sorted(set(said.tolist()))}, and the sampler had version"
-                f" {version} when this group was to be asked: it was asked earlier than the bound allows, or its"
-                " versions were changed on the way. Ratios, ages and corrections would be those of other weights"
+                f"task {g.task.id!r} has tokens of versions {sorted(set(versions.tolist()))}, and the sampler had"
+                f" version {version} when this group was to be asked: it was asked earlier than the bound allows, or"
+                " its versions were changed on the way. Ratios, ages and corrections would be those of other weights"
             )
 
 
@@ -137,27 +137,30 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
             )
         for e in g.episodes:
             # In the order in which they were said, across the segments of a rewritten history.
-            said = np.concatenate([s.version[s.mask] for s in e.segments]) if e.segments else np.zeros(0, np.int32)
-            if not e.own or not len(said):
+            spoken_versions = (
+                np.concatenate([s.version[s.mask] for s in e.segments]) if e.segments else np.zeros(0, np.int32)
+            )
+            if not e.own or not len(spoken_versions):
                 continue
-            fell = np.flatnonzero(np.diff(said) < 0)
+            fell = np.flatnonzero(np.diff(spoken_versions) < 0)
             if len(e.segments) == 1 and len(fell):
                 raise InvariantError(
-                    f"task {g.task.id!r}: version {said[fell[0]]} said a token, and version {said[fell[0] + 1]} the"
-                    " next one. A sampler's version never falls: versions were mixed up or lost"
+                    f"task {g.task.id!r}: version {spoken_versions[fell[0]]} said a token, and version"
+                    f" {spoken_versions[fell[0] + 1]} the next one. A sampler's version never falls: versions were"
+                    " mixed up or lost"
                 )
             # Turns are cut out by their lengths, which must add up to what was said.
-            if drained and len(e.segments) == 1 and sum(e.turns) == len(said):
+            if drained and len(e.segments) == 1 and sum(e.turns) == len(spoken_versions):
                 ends = np.cumsum(e.turns)[:-1]
-                if any(len(set(turn.tolist())) > 1 for turn in np.split(said, ends)):
+                if any(len(set(turn.tolist())) > 1 for turn in np.split(spoken_versions, ends)):
                     raise InvariantError(
-                        f"task {g.task.id!r} has a turn of several versions, {sorted(set(said.tolist()))}: with"
-                        " engine.update=drain new weights wait for turns that were begun. Weights were changed under"
-                        " the sampler"
+                        f"task {g.task.id!r} has a turn of several versions, {sorted(set(spoken_versions.tolist()))}:"
+                        " with engine.update=drain new weights wait for turns that were begun. Weights were changed"
+                        " under the sampler"
                     )
 
 
-def ages_as_stamped(told: Mapping[str, Gauge], versions: np.ndarray, promised: Sequence[int]) -> None:
+def ages_as_stamped(recorded: Mapping[str, Gauge], versions: np.ndarray, promised: Sequence[int]) -> None:
     """The recorded ages are those of the tokens' versions: newer steps with other weights, counted for each token."""
     distinct, tokens = np.unique(versions, return_counts=True)
     # Age counts later versions, not steps: a step without an update makes nothing older.
@@ -165,9 +168,9 @@ def ages_as_stamped(told: Mapping[str, Gauge], versions: np.ndarray, promised: S
     total = sum(age * n for age, n in zip(ages, tokens.tolist(), strict=True))
     want = {"rollout/versions_behind": float(total), "rollout/most_behind": float(max(ages, default=0))}
     for name, value in want.items():
-        if name in told and ages and told[name].sum != value:
+        if name in recorded and ages and recorded[name].sum != value:
             raise InvariantError(
-                f"{name} is recorded as {told[name].sum:g}, and the tokens' versions say {value:g}: ages are not"
+                f"{name} is recorded as {recorded[name].sum:g}, and the tokens' versions say {value:g}: ages are not"
                 " counted from the versions that tokens carry. Whoever reads the record would take old samples for"
                 " fresh ones"
             )
@@ -253,17 +256,17 @@ class AheadCheck(Observer):
         """The digest of each ended group that waits in the queue, by `name_of`."""
         self._exact = kept is None or bool(kept)
         """Whether `_asked` is known: not where a stage goes on from a checkpoint that lacks it."""
-        self._begun = deque[int]()
+        self._begin_versions = deque[int]()
         """The learner's versions at the beginning of the last steps."""
         # Prompts that steps have taken, and the sampler's version when the step's groups had been taken.
         self._taken, self._served = 0, 0
         self._roles: ReinforceRoles | None = None
-        self._now: Experience | None = None
+        self._experience: Experience | None = None
 
     async def begin(self, roles: ReinforceRoles) -> None:
         self._roles, self._taken = roles, roles.groups.cursor
         # As many steps as samples may be old, and this one.
-        self._begun = deque[int](maxlen=roles.stage.most_behind + 1)
+        self._begin_versions = deque[int](maxlen=roles.stage.most_behind + 1)
         unchanged_in_the_queue(self._digests, _ended(roles))
         if isinstance(roles.groups, GroupQueue):
             rows = roles.groups.queued()[0]
@@ -271,7 +274,7 @@ class AheadCheck(Observer):
             asks_on(rows[-1].cursor if rows else roles.groups.cursor, roles.prompts.cursor)
 
     def end(self) -> None:
-        self._roles = self._now = None
+        self._roles = self._experience = None
 
     def state(self) -> dict[str, Any]:
         if self._roles is None or not self._roles.stage.staleness:
@@ -286,7 +289,7 @@ class AheadCheck(Observer):
         match event:
             case PlayedEvent(e):
                 self._played(roles, e)
-                self._served, self._now = now, e
+                self._served, self._experience = now, e
             case PackedEvent() | DifferentiatedEvent() | LearnedEvent():
                 pushed_between_steps(self._served, now, None, "Inside a step")
             case PushedEvent():
@@ -298,11 +301,11 @@ class AheadCheck(Observer):
         return None
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
-        if self._now is not None and roles.stage.most_behind:
-            segments = [s for g in self._now.played for e in g.episodes if e.own for s in e.segments]
+        if self._experience is not None and roles.stage.most_behind:
+            segments = [s for g in self._experience.played for e in g.episodes if e.own for s in e.segments]
             versions = [s.version[s.mask] for s in segments]
-            ages_as_stamped(step.gauges, np.concatenate([np.zeros(0, np.int32), *versions]), self._now.promised)
-        self._now = None
+            ages_as_stamped(step.gauges, np.concatenate([np.zeros(0, np.int32), *versions]), self._experience.promised)
+        self._experience = None
         return None
 
     def _played(self, roles: ReinforceRoles, e: Experience) -> None:
@@ -311,8 +314,8 @@ class AheadCheck(Observer):
         if stage.algorithm.curriculum is None or roles.prompts.curriculum is None:
             next_of_the_walk(e.played, self._taken, roles.prompts.source, run.seed)
         self._taken = roles.groups.cursor
-        self._begun.append(roles.trainer.version)
-        promised_as_begun(e.promised, self._begun)
+        self._begin_versions.append(roles.trainer.version)
+        promised_as_begun(e.promised, self._begin_versions)
         unchanged_in_the_queue(self._digests, e.played)
         for g in e.played:
             self._digests.pop(name_of(g), None)
@@ -326,7 +329,7 @@ class AheadCheck(Observer):
             asked_within_bound(waiting, stage.staleness, stage.prompts, stage.steps - e.index)
         # A filter takes groups until enough have passed, so their number is no function of the step.
         if stage.algorithm.filter is None and self._exact:
-            self._admitted(stage, e.index, roles.sync.sampler.version)
+            self._note_asked(stage, e.index, roles.sync.sampler.version)
             # The oldest that were asked are the ones that this step took.
             asked = [self._asked.popleft() for _ in e.played]
             as_old_as_asked(e.played, asked, whole)
@@ -334,7 +337,7 @@ class AheadCheck(Observer):
         for g in _ended(roles):
             self._digests.setdefault(name_of(g), digest_of(g))
 
-    def _admitted(self, stage: Reinforce, index: int, served: int) -> None:
+    def _note_asked(self, stage: Reinforce, index: int, served: int) -> None:
         """Notes the sampler's version for each group that is asked at the beginning of step `index`.
 
         Groups are asked until those of this step and of `staleness` further steps are on their way, or those of the

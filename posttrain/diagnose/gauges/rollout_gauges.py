@@ -51,13 +51,13 @@ def ages(behind: np.ndarray, most: int) -> Gauges:
     return out | {"rollout/most_behind": Gauge(float(behind.max()), 1)} | shares
 
 
-def _lengths(credit: Credit, asked: Experience) -> Gauge:
+def _lengths(credit: Credit, experience: Experience) -> Gauge:
     """Mean length of the policy's answers that have a gradient for the first time, over that of all that were asked."""
     # Groups that are learned from again were counted in the step that played them.
-    again = {id(g) for g in asked.replayed}
-    trained = [c for g in credit.groups if id(g.group) not in again for c in g.episodes]
+    replayed = {id(g) for g in experience.replayed}
+    trained = [c for g in credit.groups if id(g.group) not in replayed for c in g.episodes]
     # Over all that were asked: a ratio away from 1 shows that what is learned from was chosen by its length.
-    mean = Gauge.of([e.spoken for g in asked.played for e in g.episodes if e.own]).mean
+    mean = Gauge.of([e.spoken for g in experience.played for e in g.episodes if e.own]).mean
     lengths = [c.episode.spoken for c in trained if c.episode.own and not c.dropped]
     return Gauge(Gauge.of(lengths).mean, mean) if lengths and mean else Gauge(0, 0)
 
@@ -74,9 +74,9 @@ def _solved(episodes: Sequence[Episode]) -> Gauge:
     return Gauge.of([e.right.of(e.figure) for e in judged] if counts else [])
 
 
-def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
+def rollout_gauges(experience: Experience, credit: Credit) -> Gauges:
     """Gauges of a step's rollout and credit, with the groups that the filter refused."""
-    played, refused, spare = asked.played, len(asked.refused), len(asked.spare)
+    played, refused, spare = experience.played, len(experience.refused), len(experience.spare)
     # Demonstrations and opponents' episodes are not the policy's.
     episodes = [e for g in played for e in g.episodes if e.own]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
@@ -105,10 +105,10 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
         "rollout/groups": Gauge(len(credit.groups), 1),
         "rollout/refused": Gauge(refused, len(played)),
-        # Both are told as soon as one is not 0, so that a reader can relate them.
+        # It is told beside refused groups although it may be 0 then, so that a reader can relate the two.
         **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
-        **ages(asked.behind(versions), len(asked.promised) - 1),
-        **({"rollout/trained_length": _lengths(credit, asked)} if len(asked.promised) > 1 else {}),
+        **ages(experience.behind(versions), len(experience.promised) - 1),
+        **({"rollout/trained_length": _lengths(credit, experience)} if len(experience.promised) > 1 else {}),
         "credit/silent": Gauge.of([g.silent for g in credit.groups]),
         "credit/shaped": Gauge.of([e.shaped for e in credited]),
         "credit/dropped": Gauge.of([bool(e.dropped) for e in credited]),

@@ -15,6 +15,8 @@ from posttrain.config.stages.preference_settings import OnlinePreference
 from posttrain.config.stages.rejection import Rejection
 from posttrain.config.stages.stage import Stage
 from posttrain.core.gauge import Step
+
+# The decorators of these modules add their rules when they are imported.
 from posttrain.diagnose.rules import policy_rules as policy_rules
 from posttrain.diagnose.rules import reward_rules as reward_rules
 from posttrain.diagnose.rules import round_rules as round_rules

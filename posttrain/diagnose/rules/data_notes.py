@@ -37,8 +37,8 @@ def data_notes(train: TaskSource, heldout: Sequence[Task], repeats: bool = False
     # Read once, and up to a limit of time: notes may not hold up the start of a run.
     prompts = list(_read(train.task(i) for i in range(min(train.count, READ))))
     # Rows that are learned whole have no prompt that could repeat.
-    asked = [t for t in heldout if len(t.prompt)]
-    return [*(() if repeats else repeated(prompts)), *leaked(prompts, asked)]
+    with_prompt = [t for t in heldout if len(t.prompt)]
+    return [*(() if repeats else repeated(prompts)), *leaked(prompts, with_prompt)]
 
 
 def _read(tasks: Iterable[Task]) -> Iterator[str]:
@@ -79,14 +79,15 @@ def leaked(prompts: Sequence[str], heldout: Sequence[Task]) -> list[str]:
     ]
 
 
-def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
+def notes(experience: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
     """The notes on a step that wanted `wanted` groups. A dead letter is an episode that killed each engine which was
     given it."""
-    out = [f"dead letter: {why}" for why in _deadly(asked)]
-    if len(asked.groups) < wanted:
+    out = [f"dead letter: {why}" for why in _deadly(experience)]
+    if len(experience.groups) < wanted:
         out.append(
-            f"only {len(asked.groups)} of {wanted} groups passed the filter after asking for {len(asked.played)}; "
-            "the tasks are too easy or too hard for this policy (raise refill, or change the tasks)"
+            f"only {len(experience.groups)} of {wanted} groups passed the filter after asking for"
+            f" {len(experience.played)}; the tasks are too easy or too hard for this policy (raise refill, or change"
+            " the tasks)"
         )
     # By their text, so that rewards that differ by rounding are shown once.
     rewards = sorted(
@@ -102,9 +103,9 @@ def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _deadly(asked: Experience) -> list[str]:
+def _deadly(experience: Experience) -> list[str]:
     """Returns the recorded reasons of the episodes that killed the engines they were given to."""
-    judged = [j for g in asked.played for e in g.episodes for j in e.verdicts]
+    judged = [j for g in experience.played for e in g.episodes for j in e.verdicts]
     return [j.verdict.why.splitlines()[0] for j in judged if j.source == DEADLY]
 
 

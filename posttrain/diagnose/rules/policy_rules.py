@@ -123,11 +123,11 @@ def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float
 def update_too_large(history: Sequence[Step], stage: Reinforce) -> str:
     """Two of the last three steps change the policy by more than 0.75 nats a token each."""
     # Two of three, since one large step may come of an unusual batch.
-    far = [s for s in history[-3:] if (mean(s, "policy/kl_step") or 0.0) >= FAR]
-    if len(far) < 2 or collapse(history, stage):
+    far_steps = [s for s in history[-3:] if (mean(s, "policy/kl_step") or 0.0) >= FAR]
+    if len(far_steps) < 2 or collapse(history, stage):
         return ""
-    distance = average(known(far, "policy/kl_step"))
-    lr, update = mean(far[-1], "optim/lr") or 0.0, mean(far[-1], "optim/update")
+    distance = average(known(far_steps, "policy/kl_step"))
+    lr, update = mean(far_steps[-1], "optim/lr") or 0.0, mean(far_steps[-1], "optim/update")
     size = f" (weights by {update:.1%})" if update is not None else ""
     return (
         f"the learning rate is far too high: at {lr:.2g} a step changes the policy by {distance:.2g} nats a"
@@ -141,9 +141,13 @@ def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
     """Eight steps in a row have credit and the whole learning rate, and none changes the policy by 2.5e-6 nats a
     token, though less than nine in ten answers are right: a policy that is sure and right has little to change."""
     recent = history[-STILL:]
-    near = last(history, "policy/kl_step", STILL)
+    distances = last(history, "policy/kl_step", STILL)
     # Only steps that had credit and the whole rate: others are small for a good reason.
-    if not near or max(near) >= NEAR or not all(warm(stage, s) and mean(s, "credit/advantage_abs") for s in recent):
+    if (
+        not distances
+        or max(distances) >= NEAR
+        or not all(warm(stage, s) and mean(s, "credit/advantage_abs") for s in recent)
+    ):
         return ""
     # With hardly any group that differs there is no credit to move by, whatever the rate.
     if (
@@ -157,8 +161,8 @@ def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
     size = f" (weights by {update:.1g} of their size)" if update is not None else ""
     return (
         f"the learning rate is far too low: at {stage.optimizer.lr:.2g} none of the last {STILL} steps changed the"
-        f" policy by more than {max(near):.1g} nats a token{size}, although there is credit. Healthy steps change it by"
-        f" 1e-4 to 1e-2. Set {better_lr(stage, average(near))}"
+        f" policy by more than {max(distances):.1g} nats a token{size}, although there is credit. Healthy steps change"
+        f" it by 1e-4 to 1e-2. Set {better_lr(stage, average(distances))}"
     )
 
 
@@ -193,11 +197,11 @@ def entropy_collapses(history: Sequence[Step], stage: Reinforce) -> str:
     grades = graded(history)
     if broken(history) or (grades and rewards[1] > rewards[0] + 0.1 * _half(history, 0.0)):
         return ""
-    worth = f"the reward went from {reward_text(rewards[0])} to {reward_text(rewards[1])}"
-    worth = worth if grades else f"{1 - solved:.0%} of the answers are wrong"
+    outcome_words = f"the reward went from {reward_text(rewards[0])} to {reward_text(rewards[1])}"
+    outcome_words = outcome_words if grades else f"{1 - solved:.0%} of the answers are wrong"
     return (
         f"the entropy has collapsed: {average(began):.2g} nats a token at first, {now[-1]:.1g} now, and"
-        f" {worth}. The policy repeats itself and tries nothing new. In order: lower"
+        f" {outcome_words}. The policy repeats itself and tries nothing new. In order: lower"
         f" the learning rate ({rounded(stage.optimizer.lr / 3)} for {stage.name}.optimizer.lr), raise"
         f" {stage.name}.sampling.temperature (now {stage.sampling.temperature:g}), set a KL or entropy term"
     )

@@ -214,19 +214,19 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
         return ""
     truth, paid = known(seen, "rollout/truth"), known(seen, "rollout/reward")
     # The best block may not overlap the last one: a fall is between two separate means.
-    at = max(range(len(seen) - 2 * BEST + 1), key=lambda i: average(truth[i : i + BEST]))
-    (best, now), fallen = ends(truth, at, BEST)
+    best_at = max(range(len(seen) - 2 * BEST + 1), key=lambda i: average(truth[i : i + BEST]))
+    (best, now), fallen = ends(truth, best_at, BEST)
     # The reward is compared over the same steps as the truth.
-    (before, after), rise = ends(paid, at, BEST)
+    (before, after), rise = ends(paid, best_at, BEST)
     if best - now < max(5 * fallen, 0.1 * scale(seen, "rollout/truth", best)) or after - before < 3 * rise:
         return ""
     was, is_ = reward_text(best, fallen), reward_text(now, fallen)
     if was == is_:
         return ""  # the fall is too small to show in the numbers of the message
-    paid_words = f"{reward_text(before, rise)} to {reward_text(after, rise)} since step {seen[at].index}"
+    paid_words = f"{reward_text(before, rise)} to {reward_text(after, rise)} since step {seen[best_at].index}"
     return (
         f"the reward rises ({paid_words}) while what is measured and not paid falls ({was} to {is_}): the reward is"
-        f" exploited. The best weights are those of about step {seen[at + BEST - 1].index}. Read what is paid best"
+        f" exploited. The best weights are those of about step {seen[best_at + BEST - 1].index}. Read what is paid best"
         " (posttrain show RUN). In order: stop there, say in the rubric or the reward what those answers lack, a larger"
         " KL to the start (pull=kl, or beta of a preference algorithm), more judgements of this policy's own answers,"
         " or several reward models with pessimism (env.rewards=model:A+B)"
@@ -274,12 +274,12 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
     tasks = min(e_now.count, e_best.count)
     # The variance of one task. For a share m it is m (1 - m), with a floor: a measured share near 0 or 1 is less
     # certain than the formula says.
-    square = max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02)
+    task_variance = max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02)
     if graded(history):
         # For grades the spread of a step's rewards is the best guess of it. Without one the error is infinite, and the
         # rule is silent.
-        square = max(known(history, "rollout/reward_std"), default=0.0) ** 2 or float("inf")
-    error = (2 * square / tasks) ** 0.5
+        task_variance = max(known(history, "rollout/reward_std"), default=0.0) ** 2 or float("inf")
+    error = (2 * task_variance / tasks) ** 0.5
     # The steps from shortly before the best evaluation on, so that rise and fall are of the same time.
     reward = trend([s for s in history if s.index >= best.index - 2], "rollout/reward", 6)
     if e_best.mean - e_now.mean < 3 * error or reward is None or reward.sure < 3:
@@ -296,16 +296,16 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
 def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
     """The reward has not risen in 30 steps or more, and noise does not hide a rise: the error of its change is below a
     twentieth of it. The likely causes are named in order."""
-    seen = trend(history, "rollout/reward", FLAT)
+    reward = trend(history, "rollout/reward", FLAT)
     # With nearly all answers right a flat reward is no fault. A gain of half its error already counts as a rise.
-    if seen is None or average(last(history, "rollout/solved", SAME)) > 0.85 or seen.gain > 0.5 * seen.error:
+    if reward is None or average(last(history, "rollout/solved", SAME)) > 0.85 or reward.gain > 0.5 * reward.error:
         return ""
     # Rules with a definite cause come first: this one lists likely causes, and is silent where another has spoken.
     if (
         broken(history)
         or siblings_agree(history, stage)
         # An error as large as a twentieth of the reward hides the rise of a policy that learns slowly.
-        or seen.error > EXACT * _level(history, seen)
+        or reward.error > EXACT * _level(history, reward)
         or too_hard(history, stage)
     ):
         return ""
@@ -313,21 +313,21 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     if collapse(history, stage):
         return ""
-    what = "the reward falls" if seen.sure < -3 else "the reward is flat"
+    what = "the reward falls" if reward.sure < -3 else "the reward is flat"
     return (
-        f"{what}: {seen.words} (+- {reward_text(2 * seen.error)}) in {seen.steps} steps."
+        f"{what}: {reward.words} (+- {reward_text(2 * reward.error)}) in {reward.steps} steps."
         f" Likely causes, in order: {'; '.join(f'{i}. {c}' for i, c in enumerate(causes(history, stage), 1))}"
     )
 
 
-def _level(history: Sequence[Step], seen: Trend) -> float:
+def _level(history: Sequence[Step], reward: Trend) -> float:
     """Returns the size with which the error of a change of the reward is compared.
 
     For rewards in [0, 1] it is the reward itself, but at most two standard deviations. For others it is two standard
     deviations, which is about the mean of a share.
     """
     # Rewards below 0 or above 1 have no zero to hold an error against.
-    highest = max(abs(seen.before), abs(seen.after))
+    highest = max(abs(reward.before), abs(reward.after))
     spread = 2 * scale(history, "rollout/reward", highest)
     return min(highest, spread) if all(0 <= x <= 1 for x in known(history, "rollout/reward")) else spread
 

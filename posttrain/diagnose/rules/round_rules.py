@@ -60,7 +60,7 @@ def nothing_is_kept(rounds: Sequence[Step], stage: Rejection) -> str:
     """Two rounds in a row keep nothing."""
     kept = [g.sum for s in rounds[-2:] if (g := s.gauges.get("reject/covered")) is not None]
     # What was kept of hinted or regenerated answers is kept too.
-    others = [mean(s, f"reject/{how}") or 0.0 for s in rounds[-2:] for how in ("hinted", "regenerated")]
+    others = [mean(s, f"reject/{origin}") or 0.0 for s in rounds[-2:] for origin in ("hinted", "regenerated")]
     if len(kept) < 2 or any(kept) or any(others):
         return ""
     return (

@@ -169,6 +169,7 @@ class _Step:
                 f"{self.folder}: the run's own algorithm {own.name} cannot be evaluated on step {r.index}: {reason}"
             )
         own_row, gradient, credit, seen = self._evaluate(own, None)
+        # A gradient of 0 has no direction, so it has no cosine with itself either.
         rows, refused = [replace(own_row, cosine=1.0 if own_row.norm else math.nan, ratio=1.0)], list[tuple[str, str]]()
         # The run's own algorithm is the first row already. It gets a second row only where the user named it.
         others = [a for a in chosen if named or not _same(a, self.stage.algorithm)]
@@ -266,16 +267,17 @@ class _Step:
         ema, emas = 0.0, dict[str, float]()
         for i in range(1, self.recorded.index):
             groups = rebuild(run_reader.episodes(self.folder, self.stage.name, i), shown=a.shown is not None, top=0)
-            plain = [ScoredGroup(g, tuple(Scored(e) for e in g.judged)) for g in groups if g.judged]
-            credit = credit_step(a, plain, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
+            unscored = [ScoredGroup(g, tuple(Scored(e) for e in g.judged)) for g in groups if g.judged]
+            credit = credit_step(a, unscored, max_tokens=self.stage.sampling.max_tokens, ema=ema, emas=emas)
             ema, emas = credit.ema, dict(credit.emas)
         return ema, emas
 
     def _pack(self, credit: Credit, a: Algorithm, minibatches: int) -> Sequence[Minibatch]:
         """The step's groups, packed into this number of minibatches."""
-        r, whole = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)
+        # Settings need a multiple of `minibatches` for `prompts`, which packing does not read.
+        r, one_epoch = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)
         version = r.version if r.weights.version is None else r.weights.version
-        return list(pack(credit, a, whole, seed=r.run.seed, step=r.index, version=version))
+        return list(pack(credit, a, one_epoch, seed=r.run.seed, step=r.index, version=version))
 
     def _differentiate(self, minibatch: Minibatch, a: Algorithm, warming: bool) -> tuple[Gradient, Gauges]:
         """The gradient and the gauges of a minibatch. `warming`: only values are trained."""
@@ -311,28 +313,37 @@ def _same(a: Algorithm, b: Algorithm) -> bool:
 
 
 def _row(
-    a: Algorithm, credit: Credit, total: int, gradient: Gradient, seen: Gauges, turned: float, longer: float, note: str
+    a: Algorithm,
+    credit: Credit,
+    total: int,
+    gradient: Gradient,
+    seen: Gauges,
+    cosine_with_own: float,
+    norm_ratio: float,
+    note: str,
 ) -> AblationRow:
     """The row of an algorithm.
 
     Args:
         total: the groups before the algorithm's filter.
         seen: the gauges of its minibatch.
-        turned: cosine of its gradient with that of the run's own algorithm.
-        longer: its norm divided by that one's.
+        cosine_with_own: cosine of its gradient with that of the run's own algorithm.
+        norm_ratio: its norm divided by that one's.
     """
     kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
     token_credit = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
     by_solved = {yes: [x for x, right in token_credit if right == yes] for yes in (True, False)}
     # A group is silent where no episode of it has credit, as in the run's own gauge.
-    loud = sum(any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups)
+    with_credit = sum(
+        any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups
+    )
     return AblationRow(
         name=a.name,
-        cosine=turned,
+        cosine=cosine_with_own,
         norm=gradient.norm,
-        ratio=longer,
+        ratio=norm_ratio,
         # Groups that the algorithm's filter would turn away are silent too.
-        silent=1 - loud / total if total else math.nan,
+        silent=1 - with_credit / total if total else math.nan,
         clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
         effective=_effective(a, seen),
         credit=_mean([np.abs(x) for x, _ in token_credit]),
@@ -357,8 +368,8 @@ def _effective(a: Algorithm, seen: Gauges) -> float:
 
 def _mean(parts: Sequence[np.ndarray]) -> float:
     """The mean of all numbers of these arrays; NaN where there is none."""
-    whole = np.concatenate([np.zeros(0), *parts])
-    return float(whole.mean()) if len(whole) else math.nan
+    numbers = np.concatenate([np.zeros(0), *parts])
+    return float(numbers.mean()) if len(numbers) else math.nan
 
 
 def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:

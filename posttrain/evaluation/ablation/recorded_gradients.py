@@ -66,10 +66,10 @@ class FrozenLearner:
         say("building the model")
         self.policy = built_policy(folder, run)
         # With another tokenizer the record's token ids would stand for other words.
-        if (then := facts.get("tokenizer_digest")) not in (None, self.policy.tokenizer_digest):
+        if (recorded_digest := facts.get("tokenizer_digest")) not in (None, self.policy.tokenizer_digest):
             raise RunFolderError(
-                f"{folder} was written with another tokenizer ({then}; now {self.policy.tokenizer_digest}): its token"
-                " ids mean other text. Put the model the run started from back at model.path"
+                f"{folder} was written with another tokenizer ({recorded_digest}; now {self.policy.tokenizer_digest}):"
+                " its token ids mean other text. Put the model the run started from back at model.path"
             )
         self._learner = _CountingLearner(
             HFLearner(
@@ -107,10 +107,10 @@ class FrozenLearner:
 
     def _reference_name(self, recorded: RecordedStep) -> str:
         """The model path of the stage's reference, or a name below `kept/`."""
-        every = recorded.stage.algorithm.refresh
+        refresh = recorded.stage.algorithm.refresh
         # Refreshed references are kept by their step. The last one before this step is the one that it used.
-        if every and recorded.index > every:
-            return f"{recorded.stage.name}{KEPT_REFERENCE}{(recorded.index - 1) // every * every:06d}"
+        if refresh and recorded.index > refresh:
+            return f"{recorded.stage.name}{KEPT_REFERENCE}{(recorded.index - 1) // refresh * refresh:06d}"
         return recorded.stage.reference or starts(recorded.run.stages, recorded.stage)
 
     def _freeze(self, recorded: RecordedStep, name: str) -> Examiner:

@@ -114,9 +114,9 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
     """
     steps = recorded_steps(folder, run, stage)
     if index is not None and index not in steps:
-        near = min(steps, key=lambda i: abs(i - index))
+        closest = min(steps, key=lambda i: abs(i - index))
         raise ConfigError(
-            f"--step {index}: no episodes of {stage.name}; the nearest is {near} (from {steps[0]} to {steps[-1]})"
+            f"--step {index}: no episodes of {stage.name}; the nearest is {closest} (from {steps[0]} to {steps[-1]})"
         )
     known = candidates(folder, run, stage)
     if index is None:
@@ -148,12 +148,18 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
             default=0,
         )
         # Weights under a stage's name are those of its end, and the first checkpoint behind it has their version.
-        ended = next(
+        after_stage = next(
             (c for c in scan(folder) if stage.hands_on and c.state.get("stage") == position + 1 and not _running(c)),
             None,
         )
-        weights.append(Weights(f"kept/{last.name}", last, end, int(ended.state["version"]) if ended else None))
-        weights += [Weights(ended.name, ended.folder, end, int(ended.state["version"]))] if ended else []
+        weights.append(
+            Weights(f"kept/{last.name}", last, end, int(after_stage.state["version"]) if after_stage else None)
+        )
+        weights += (
+            [Weights(after_stage.name, after_stage.folder, end, int(after_stage.state["version"]))]
+            if after_stage
+            else []
+        )
     if (first := kept / starts(run.stages, stage)).is_dir():
         weights.append(Weights(f"kept/{first.name}", first, 0, None, {}))
     # Of two from the same step the one with a known version comes last, and `_nearest` takes the last.
@@ -178,11 +184,11 @@ def _nearest(folder: Path, known: Sequence[Weights], index: int) -> Weights:
 
 def _named(folder: Path, known: Sequence[Weights], name: str) -> Weights:
     """The weights with this name: those of the stage, or any checkpoint of the folder."""
-    plain = {w.name.removeprefix("kept/"): w for w in known}
-    if name.removeprefix("kept/") in plain:
-        return plain[name.removeprefix("kept/")]
+    by_name = {w.name.removeprefix("kept/"): w for w in known}
+    if name.removeprefix("kept/") in by_name:
+        return by_name[name.removeprefix("kept/")]
     c = find(folder, name)
-    return plain.get(c.name, Weights(c.name, c.folder, None, int(c.state["version"])))
+    return by_name.get(c.name, Weights(c.name, c.folder, None, int(c.state["version"])))
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------
@@ -196,8 +202,8 @@ def rebuild(records: Sequence[Recorded], *, shown: bool, top: int) -> tuple[Grou
         top: how many of the sampler's most probable tokens to keep per token.
     """
     groups: list[Group] = []
-    for _, part in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
-        episodes = list(part)
+    for _, of_prompt in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
+        episodes = list(of_prompt)
         # The greedy answer is no sibling: it is what a baseline compares with.
         greedy = next((e for e in episodes if any(s.sampling.greedy for s in e.segments)), None)
         # Demonstrations are left out where an algorithm reads none: they would change baseline and batch.

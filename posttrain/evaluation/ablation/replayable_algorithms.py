@@ -101,8 +101,8 @@ class RecordedFacts:
             yield "shown siblings left out"
         if a.rewards == "each" and self.sources < 2:
             yield "one reward source"
-        there = {"steps": self.steps, "paid": self.paid, "turns": self.turns}
-        yield from (_MISSING[fact] for fact in a.baseline.facts if not there[fact])
+        has = {"steps": self.steps, "paid": self.paid, "turns": self.turns}
+        yield from (_MISSING[fact] for fact in a.baseline.facts if not has[fact])
         if a.entropy is not None and a.entropy.target is not None:
             yield f"entropy coefficient as configured ({a.entropy.coef:g})"
         if a.learns_values is not None and a.learns_values != self.own.learns_values:

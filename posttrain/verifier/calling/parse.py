@@ -73,12 +73,12 @@ def parse(text: str, format: str) -> Parsed:
     return Parsed(reasoning.strip(), content.strip(), tuple(calls))
 
 
-def _read(text: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
-    """The calls that `how` reads from a text; one `Malformed` where it cannot."""
+def _read(text: str, reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
+    """The calls that `reader` reads from a text; one `Malformed` where it cannot."""
     if len(text) > read_data.LONGEST:
         return [_bad(text, f"longer than {read_data.LONGEST} characters")]
     try:
-        return [ToolCall(name, arguments) for name, arguments in how(text)]
+        return [ToolCall(name, arguments) for name, arguments in reader(text)]
     except Unreadable as error:
         return [_bad(text, str(error))]
 
@@ -89,7 +89,7 @@ def _bad(text: str, why: str) -> Malformed:
     return Malformed(text if len(text) <= EXCERPT else f"{text[:EXCERPT]}...", why)
 
 
-def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]:
+def _pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]:
     """The pieces of a text in order, each with what ended it.
 
     A piece outside the tags has None. A piece between a begin and an end tag has the end tag. A piece whose end tag is
@@ -117,17 +117,17 @@ def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]
     yield text[at:], None
 
 
-def _in_tags(text: str, begin: str, end: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Found:
-    """The calls between these tags, each piece read by `how`, and the text outside the tags."""
+def _in_tags(text: str, begin: str, end: str, reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Found:
+    """The calls between these tags, each piece read by `reader`, and the text outside the tags."""
     content: list[str] = []
     calls: list[ToolCall | Malformed] = []
-    for piece, end_tag in _tagged(text, begin, end):
+    for piece, end_tag in _pieces(text, begin, end):
         if end_tag is None:
             content.append(piece)
         elif end_tag == "":
             calls.append(_bad(begin + piece, f"{begin} is never closed by {end}"))
         else:
-            calls += _read(piece, how)
+            calls += _read(piece, reader)
     return "".join(content), calls
 
 
@@ -147,6 +147,7 @@ def _llama(text: str) -> Found:
         except Unreadable as error:
             calls.append(_bad(stripped[at:], str(error)))
             break
+        # The value is parsed already. `_read` limits its length, and makes a wrong call a `Malformed`.
         calls += _read(stripped[at:end], lambda _, v=value: [read_data.object_call(v, "name", "parameters")])
         following = re.compile(r"\s*(;?)\s*").match(stripped, end)
         assert following is not None
@@ -198,10 +199,10 @@ def _mistral_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     if marked:
         name = name.partition("[CALL_ID]")[0]
         return [(read_data.name_of(name.strip()), read_data.arguments_of(read_data.json_value(arguments)))]
-    return _listed(text, "name", "arguments")
+    return _calls_of_list(text, "name", "arguments")
 
 
-def _listed(text: str, name: str, arguments: str, what: str = "calls") -> list[tuple[str, dict[str, Any]]]:
+def _calls_of_list(text: str, name: str, arguments: str, what: str = "calls") -> list[tuple[str, dict[str, Any]]]:
     """The calls of a JSON list of objects with these keys."""
     listed = read_data.json_value(text)
     if not isinstance(listed, list):
@@ -235,7 +236,7 @@ def _deepseek_call(text: str) -> list[tuple[str, dict[str, Any]]]:
 def _cohere(text: str) -> Found:
     """The calls between Command's tokens. The tokens around its response are left out."""
     content, calls = _in_tags(
-        text, "<|START_ACTION|>", "<|END_ACTION|>", lambda t: _listed(t, "tool_name", "parameters", "actions")
+        text, "<|START_ACTION|>", "<|END_ACTION|>", lambda t: _calls_of_list(t, "tool_name", "parameters", "actions")
     )
     for mark in ("<|START_RESPONSE|>", "<|END_RESPONSE|>"):
         content = content.replace(mark, "")
@@ -254,7 +255,7 @@ _CODER = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<rest>.*)</function>\s*"
 _CODER_ARG = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL)
 
 
-def _marked_up(
+def _call_with_tags(
     text: str, call: re.Pattern[str], argument: re.Pattern[str], shape: str
 ) -> list[tuple[str, dict[str, Any]]]:
     """The one call of a text that has a name and tagged arguments. A value that is not JSON is text.
@@ -278,9 +279,9 @@ def _marked_up(
     return [(read_data.name_of(call_match["name"].strip()), arguments)]
 
 
-def _called(how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Callable[[str], Found]:
-    """A format of calls between `<tool_call>` tags, each piece read by `how`."""
-    return lambda text: _in_tags(text, "<tool_call>", "</tool_call>", how)
+def _tool_call_format(reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Callable[[str], Found]:
+    """A format of calls between `<tool_call>` tags, each piece read by `reader`."""
+    return lambda text: _in_tags(text, "<tool_call>", "</tool_call>", reader)
 
 
 _GLM_SHAPE = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
@@ -313,14 +314,14 @@ def _harmony(text: str) -> Parsed:
 
 
 FORMATS: dict[str, Callable[[str], Found]] = {
-    "hermes": _called(lambda t: [read_data.object_call(read_data.json_value(t), "name", "arguments")]),
+    "hermes": _tool_call_format(lambda t: [read_data.object_call(read_data.json_value(t), "name", "arguments")]),
     "llama": _llama,
     "pythonic": _pythonic,
     "mistral": _mistral,
     "deepseek": _deepseek,
     "cohere": _cohere,
-    "glm": _called(lambda t: _marked_up(t, _GLM, _GLM_ARG, _GLM_SHAPE)),
-    "coder": _called(lambda t: _marked_up(t, _CODER, _CODER_ARG, _CODER_SHAPE)),
+    "glm": _tool_call_format(lambda t: _call_with_tags(t, _GLM, _GLM_ARG, _GLM_SHAPE)),
+    "coder": _tool_call_format(lambda t: _call_with_tags(t, _CODER, _CODER_ARG, _CODER_SHAPE)),
     "harmony": lambda text: (lambda p: (p.content, list(p.calls)))(_harmony(text)),
 }
 """Each format's function: text without thoughts -> (text outside the calls, calls). `parse` calls `_harmony` itself,

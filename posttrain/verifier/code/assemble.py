@@ -35,8 +35,7 @@ _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PROVIDING = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
 # A program that reads its input: `input(`, `sys.stdin`, `open(0`.
 _READS = re.compile(r"\binput\s*\(|\bstdin\b|\bfileinput\b|\bopen\s*\(\s*0\b")
-# Lines that are code although they may look like words: `def f(`, `class A:`, `@cache`, `import math`, `from a import
-# b`.
+# Lines that are code although they may look like words: `def f(`, `class A:`, `@cache`, `import a`, `from a import b`.
 _CODE = re.compile(r"(?:def|class)\s+\w+\s*[(:]|@\w|import\s+\w|from\s+[\w.]+\s+import\b")
 # A word of prose (`don't`), and what may stand between two words: spaces with punctuation and Markdown (`, **`).
 _WORD = r"[^\W\d_][\w'’-]*"
@@ -311,8 +310,10 @@ def parsed(source: str) -> ast.Module | None:
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     json.dump(
-        bare(asked["blocks"][0][1]) if asked["bare"] else chosen([(m, s) for m, s in asked["blocks"]], asked["wanted"]),
+        bare(request["blocks"][0][1])
+        if request["bare"]
+        else chosen([(m, s) for m, s in request["blocks"]], request["wanted"]),
         sys.stdout,
     )

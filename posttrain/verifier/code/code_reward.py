@@ -46,8 +46,8 @@ MOST_BLOCKS = 64
 MOST_SECONDS = 2.0
 """The most seconds of that search. If it takes longer, the last block is the program."""
 _STATEMENT = re.compile(
-    # An indented or empty line, a comment, a decorator, a closing bracket, a string; `def f(`, `class A:`; `import
-    # math`.
+    # An indented or empty line, a comment, a decorator, a closing bracket, a string; `def f(`, `class A:`;
+    # `import math`.
     r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$"
     r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"  # `from a import b`, `for x in y:`
     # `else:`, `return x`, `print(`.
@@ -106,7 +106,7 @@ class Code:
         self.weak = weak
         self.seconds = seconds
         self._owned = owned or sandbox is None
-        self._taken: Gauges = {}
+        self._new_gauges: Gauges = {}
         self.sandbox = sandbox or open_sandbox()
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -120,7 +120,7 @@ class Code:
     def gauges(self) -> Gauges:
         """Since the last call: seconds to judge a response, overall and by kind of verdict; tests that wait for the
         sandbox at each new test; and attempts of a program to reach a network, all refused."""
-        taken, self._taken = merge(self._taken, {"network": Gauge(*self.sandbox.network.take())}), {}
+        taken, self._new_gauges = merge(self._new_gauges, {"network": Gauge(*self.sandbox.network.take())}), {}
         return {f"verifier/{self.name}/{name}": gauge for name, gauge in taken.items()}
 
     async def verdict(self, task: Task, text: str) -> Verdict:
@@ -128,11 +128,11 @@ class Code:
         begun = time.monotonic()
         try:
             tests = tests_of(task, weak=self.weak)
-            verdict = await self._judged(tests, await self.program(tests, text))
+            verdict = await self._run_tests(tests, await self.program(tests, text))
         except (SandboxBroken, SandboxUnavailableError) as error:
             verdict = Verdict.failed("sandbox", str(error))
         took = Gauge(time.monotonic() - begun, 1)
-        self._taken = merge(self._taken, {"seconds": took, f"kind/{verdict.kind or 'passed'}": took})
+        self._new_gauges = merge(self._new_gauges, {"seconds": took, f"kind/{verdict.kind or 'passed'}": took})
         return verdict
 
     async def program(self, tests: Sequence[Test], text: str) -> str:
@@ -141,8 +141,8 @@ class Code:
         # A single fenced block, or code without words around it, is the program as it stands. Most responses are like
         # that, and need no process here. From a session of the interpreter (`>>> `) the prompts have to be removed.
         blocks = blocks_of(text)
-        only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
-        if plain and (only.kind != "bare" or all(_STATEMENT.match(line) for line in only.body.split("\n"))):
+        only, one_block = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
+        if one_block and (only.kind != "bare" or all(_STATEMENT.match(line) for line in only.body.split("\n"))):
             return only.body
         # `blocks_of` does not search so long a text: it is one bare block.
         if len(text) > LONGEST:
@@ -164,7 +164,7 @@ class Code:
         # If the search gave no program, the last block is the program.
         return assembled if isinstance(assembled, str) else last_of(blocks)
 
-    async def _judged(self, tests: Sequence[Test], program: str) -> Verdict:
+    async def _run_tests(self, tests: Sequence[Test], program: str) -> Verdict:
         """The verdict of all tests, run one after another. `seconds` limits the time for which the program ran in them,
         without the time that it waited for a place in the sandbox."""
         outcomes: list[Outcome] = []
@@ -173,7 +173,7 @@ class Code:
             if spent > self.seconds:
                 outcomes.append(Outcome("timeout", f"the tests together took longer than {self.seconds:g} s"))
             else:
-                self._taken = merge(self._taken, {"queue": Gauge(self.sandbox.waiting, 1)})
+                self._new_gauges = merge(self._new_gauges, {"queue": Gauge(self.sandbox.waiting, 1)})
                 outcomes.append(await self.outcome(program, test))
                 spent += outcomes[-1].seconds
             # The score is 0 from the first failure on, so the other tests need not run.
@@ -205,10 +205,10 @@ class Code:
         limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
         if isinstance(test, InputTest):
             ran = await self.sandbox.run(program, stdin=test.stdin, limits=limits)
-            outcome = _printed(ran, test, limits)
+            outcome = _print_outcome(ran, test, limits)
         elif isinstance(test, CallTest):
-            ran = await self.sandbox.run(_typed(program), call=_called(program, test), limits=limits)
-            outcome = _returned(ran, test)
+            ran = await self.sandbox.run(_with_typing(program), call=_call_of(program, test), limits=limits)
+            outcome = _call_outcome(ran, test)
         else:
             ran, outcome = await self._weak(program, test)
         return replace(outcome, seconds=ran.seconds)
@@ -219,10 +219,10 @@ class Code:
         # early `sys.exit(0)` it cannot be called. Its name and its value are random, so that the program cannot define
         # it itself.
         name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
-        whole = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
-        ran = await self.sandbox.run(whole, call=Call(name))
+        program_and_test = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
+        ran = await self.sandbox.run(program_and_test, call=Call(name))
         if ran.why != "ok":
-            return ran, _ended(ran)
+            return ran, _failed_run(ran)
         try:
             return ran, (
                 Outcome() if same(heard(ran.result), nonce) else Outcome("wrong", "the tests did not come to their end")
@@ -246,16 +246,16 @@ class Code:
             self.sandbox.close()
 
 
-def _ended(ran: Ran) -> Outcome:
+def _failed_run(ran: Ran) -> Outcome:
     """The outcome of a run that failed. The text has no raw control characters."""
     complaint = f": {ran.complaint}" if ran.complaint else ""
     return Outcome(ran.why, f"{ran.why} (exit {ran.exit}, {ran.seconds:.2f} s){complaint}")
 
 
-def _returned(ran: Ran, test: CallTest) -> Outcome:
+def _call_outcome(ran: Ran, test: CallTest) -> Outcome:
     """The outcome of a call: whether it returned a right value."""
     if ran.why != "ok":
-        return _ended(ran)
+        return _failed_run(ran)
     try:
         value = heard(ran.result)
     except NoValidValue as error:
@@ -266,10 +266,10 @@ def _returned(ran: Ran, test: CallTest) -> Outcome:
     return Outcome("wrong", f"returned {shown(value)}{wanted}")
 
 
-def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
+def _print_outcome(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
     """The outcome of a run with input: whether it printed the wanted lines."""
     if ran.why != "ok":
-        return _ended(ran)
+        return _failed_run(ran)
     # The output was cut at the limit. The part that is left could look like a right answer.
     if ran.cut and len(ran.stdout) >= limits.output:
         return Outcome("output", "printed more than is kept")
@@ -309,14 +309,14 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
     )
 
 
-def _typed(program: str) -> str:
+def _with_typing(program: str) -> str:
     """The program with an import of `typing`, if it uses names such as `List` that starter code does not import."""
     # A program with `from __future__` stays as it is: that statement has to come first. It also means that annotations
     # are not evaluated, so their names need no import.
     return f"from typing import *\n{program}" if _TYPED.search(program) and "__future__" not in program else program
 
 
-def _called(program: str, test: CallTest) -> Call:
+def _call_of(program: str, test: CallTest) -> Call:
     """The call of a test, with `Solution.` before its function if the program has such a class."""
     # Public data sets call a function, and write their starter code as a method of `class Solution`.
     method = test.method and re.search(r"^class Solution\b", program, re.MULTILINE)

@@ -72,12 +72,12 @@ def blocks_of(text: str) -> list[Block]:
     text = spoken(text)
     if len(text) > LONGEST:
         return [Block("bare", "", text)]
-    blocks = _marked(text)
+    blocks = _marked_blocks(text)
     # Answer tags are found by the same walk as fences, so a tag inside a block of code is text of that block.
     answers = [b for b in blocks if b.kind == "answer"]
     if answers:
         text = answers[-1].body
-        blocks = [b for b in _marked(text) if b.kind != "answer"]
+        blocks = [b for b in _marked_blocks(text) if b.kind != "answer"]
     if blocks:
         return blocks
     lines = [line for line in text.split("\n") if line.strip()]
@@ -87,7 +87,7 @@ def blocks_of(text: str) -> list[Block]:
     return [Block("bare", "", text)]
 
 
-def _marked(text: str) -> list[Block]:
+def _marked_blocks(text: str) -> list[Block]:
     """All blocks in order, without the indentation of their opening fences. HTML comments are skipped.
 
     A line with only a fence closes a fenced block. If there is none, or another block opens before it, the first fence
@@ -99,7 +99,7 @@ def _marked(text: str) -> list[Block]:
     while len(blocks) < MOST_BLOCKS and (opening := OPEN.search(text, at)):
         fence = opening["fence"] or opening["tildes"]
         if fence is None:
-            block, at = _tagged(text, opening)
+            block, at = _tag_block(text, opening)
             blocks += [block] if block else []
             continue
         # `prefix` is the text before the fence in its line. With `>` the block is in a quotation, which is searched
@@ -110,10 +110,10 @@ def _marked(text: str) -> list[Block]:
         prefix = text[line:place]
         if ">" in prefix and QUOTED.fullmatch(prefix):
             at = _quotation(text, line)
-            blocks += _marked(_unquoted(text[line:at]))
+            blocks += _marked_blocks(_unquoted(text[line:at]))
             continue
         column = len(prefix) if BEFORE.fullmatch(prefix) else 0
-        end, at = _closed(text, lines, opening.end(), column, fence)
+        end, at = _end_of_block(text, lines, opening.end(), column, fence)
         body = text[opening.end() : end]
         # A line loses at most `column` columns, so the indentation inside the program stays.
         body = re.sub(rf"^[ \t]{{0,{column}}}", "", body, flags=re.MULTILINE) if column else body
@@ -121,26 +121,26 @@ def _marked(text: str) -> list[Block]:
     return blocks
 
 
-def _tagged(text: str, opened: re.Match[str]) -> tuple[Block | None, int]:
+def _tag_block(text: str, opening: re.Match[str]) -> tuple[Block | None, int]:
     """The block of a tag or a comment, and the position after it.
 
     The block is None for a comment, and for tags around code within one line.
     """
-    begin = opened.end()
-    if opened["comment"]:
+    begin = opening.end()
+    if opening["comment"]:
         end = text.find("-->", begin)
         return None, len(text) if end < 0 else end + 3
-    tag = opened["tag"] or opened["answer"] or opened["upper"]
-    closing = f"[/{tag}]" if opened["upper"] else f"</{tag}>"
+    tag = opening["tag"] or opening["answer"] or opening["upper"]
+    closing = f"[/{tag}]" if opening["upper"] else f"</{tag}>"
     end = text.find(closing, begin)
     body = text[begin:] if end < 0 else text[begin:end]
     after = len(text) if end < 0 else end + len(closing)
-    if opened["answer"]:
+    if opening["answer"]:
         return Block("answer", "", body), after
     # `<code>x</code>` inside a sentence is a name and no block.
     if "\n" not in body.strip("\n"):
         return None, after
-    if opened["upper"]:
+    if opening["upper"]:
         return Block("tag", "python", body.lstrip("\n")), after
     return Block("tag", "", html.unescape(INNER.sub("", body)).lstrip("\n")), after
 
@@ -158,7 +158,7 @@ def _unquoted(text: str) -> str:
     return re.sub(rf"^{QUOTED.pattern}", "", text, flags=re.MULTILINE)
 
 
-def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
+def _end_of_block(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
     """The position at which a block ends, and the position after its closing fence.
 
     Args:
@@ -168,11 +168,11 @@ def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fenc
         fence: the opening fence.
     """
     # All lines with a fence were found once. The search begins at the first of them inside the block.
-    first = bisect.bisect_left(lines, begin, key=lambda found: found.start())
+    first = bisect.bisect_left(lines, begin, key=lambda fence_line: fence_line.start())
     for line in lines[first : first + MOST_FENCES]:
         # As in CommonMark: the closing fence is of the same character and at least as long.
-        short = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
-        if short or len(line["indent"].expandtabs(4)) > column + DEEPER:
+        cannot_close = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
+        if cannot_close or len(line["indent"].expandtabs(4)) > column + DEEPER:
             continue
         # A fence alone in its line closes the block. A fence with a word behind it opens another block, so this block
         # was never closed by a line.

@@ -99,13 +99,13 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
     # In a table a list may be text. Text that begins like JSON is JSON, and other text is asserts.
     if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
         column = _json(column, where)
-    column = [column] if isinstance(column, str) else _of_field(column, _object(task.info.get("metadata")), where)
+    column = [column] if isinstance(column, str) else _of_data_set(column, _object(task.info.get("metadata")), where)
     if not isinstance(column, Sequence) or not column:
         raise DataError(
             f"{where} must be a list of at least one test, or {{'inputs', 'outputs'}}; without tests every program"
             " would pass. Where another column holds them, name it: env.args.answer_column"
         )
-    tests = [t for i, entry in enumerate(column) for t in _understood(entry, f"{where}[{i}]")]
+    tests = [t for i, entry in enumerate(column) for t in _tests_of_entry(entry, f"{where}[{i}]")]
     if not tests:
         raise DataError(f"{where} holds no assert and no test; without tests every program would pass")
     # No program could pass a test whose answer is over the limit of output, and every response would get 0.
@@ -115,12 +115,12 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
             f"{where} wants an answer of {large.room // 2} bytes; no program may say more than {MOST_SAID // 2}: ask"
             " for less"
         )
-    bad = next((t for t in tests if isinstance(t, WeakTest)), None)
-    if bad is not None and not weak:
+    weak_test = next((t for t in tests if isinstance(t, WeakTest)), None)
+    if weak_test is not None and not weak:
         raise DataError(
-            f"{where}: {bad.source.strip()[:80]!r} does not read as `assert f(literals) == literal`, so it would run"
-            " where the program can deceive it; rewrite it as {'function', 'args', 'expected'}, or accept such tests"
-            " with weak=True"
+            f"{where}: {weak_test.source.strip()[:80]!r} does not read as `assert f(literals) == literal`, so it would"
+            " run where the program can deceive it; rewrite it as {'function', 'args', 'expected'}, or accept such"
+            " tests with weak=True"
         )
     # A verdict names the first test that failed. Public tests come first, because their wanted answer may be shown.
     return tuple(sorted(tests, key=lambda t: not t.public))
@@ -163,36 +163,40 @@ def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _of_field(said: Any, beside: Mapping[str, Any], where: str) -> Any:
-    """The tests of a public data set as entries that `_understood` reads. Anything else is returned as it is.
+def _of_data_set(column: Any, shared: Mapping[str, Any], where: str) -> Any:
+    """The tests of a public data set as entries that `_tests_of_entry` reads. Anything else is returned as it is.
 
-    `beside`: what the task says of all its tests, such as `fn_name`.
+    `shared`: what the task says of all its tests, such as `fn_name`.
     """
     wrapped = False
-    if isinstance(said, Mapping) and "inputs" in said and "outputs" in said:
-        inputs, outputs = said["inputs"], said["outputs"]
+    if isinstance(column, Mapping) and "inputs" in column and "outputs" in column:
+        inputs, outputs = column["inputs"], column["outputs"]
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             counts = [len(x) if isinstance(x, list) else "no list of" for x in (inputs, outputs)]
             raise DataError(f"{where} has {counts[0]} inputs and {counts[1]} outputs: give one output for each input")
         wrapped = all(isinstance(o, list) and len(o) == 1 for o in outputs)  # APPS writes a value v as [v]
-        beside, said = {**beside, **said}, [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
-    if not isinstance(said, list) or not all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in said):
-        return said
+        shared, column = {**shared, **column}, [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+    if not isinstance(column, list) or not all(
+        isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in column
+    ):
+        return column
     # A later source replaces an earlier one: what is said of all tests, then the test's metadata, then the test itself.
-    return [_field_test(t, {**beside, **_object(t.get("metadata")), **t}, wrapped, where) for t in said]
+    return [_data_set_test(t, {**shared, **_object(t.get("metadata")), **t}, wrapped, where) for t in column]
 
 
-def _field_test(test: Mapping[str, Any], about: Mapping[str, Any], one: bool, where: str) -> CallTest | dict[str, str]:
+def _data_set_test(
+    test: Mapping[str, Any], settings: Mapping[str, Any], wrapped: bool, where: str
+) -> CallTest | dict[str, str]:
     """One test of a public data set, as a call or as `stdin` and `stdout`.
 
-    `about`: the test together with what is said of all tests. `one`: an output `[v]` may mean the value v.
+    `settings`: the test together with what is said of all tests. `wrapped`: an output `[v]` may mean the value v.
     """
-    name = about.get("fn_name") or about.get("func_name")
-    if (about.get("testtype") or ("functional" if name else "stdin")) != "functional":
+    name = settings.get("fn_name") or settings.get("func_name")
+    if (settings.get("testtype") or ("functional" if name else "stdin")) != "functional":
         return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
     if not name:
         raise DataError(f"{where} has a functional test and no name: give fn_name, the function that is called")
-    return _called(name, test["input"], test["output"], one, where)
+    return _call_test(name, test["input"], test["output"], wrapped, where)
 
 
 def _lines(text: Any) -> str:
@@ -200,20 +204,20 @@ def _lines(text: Any) -> str:
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
-def _called(name: Any, given: Any, wanted: Any, one: bool, where: str) -> CallTest:
-    """A test that calls a function. `given` is the list of its arguments, or a text with one argument in JSON on each
-    line; then the output is JSON too."""
-    if isinstance(given, str):
-        given = [_json(line, where) for line in given.split("\n") if line.strip()]
+def _call_test(name: Any, arguments: Any, wanted: Any, wrapped: bool, where: str) -> CallTest:
+    """A test that calls a function. `arguments` is a list, or a text with one argument in JSON on each line; then the
+    output is JSON too."""
+    if isinstance(arguments, str):
+        arguments = [_json(line, where) for line in arguments.split("\n") if line.strip()]
         wanted = _json(wanted, where) if isinstance(wanted, str) else wanted
-    if not isinstance(given, list):
-        raise DataError(f"{where}: the input of {name} is {type(given).__name__}, wanted a list of its arguments")
+    if not isinstance(arguments, list):
+        raise DataError(f"{where}: the input of {name} is {type(arguments).__name__}, wanted a list of its arguments")
     # `[3]` may be the value 3 with a list around it, or a list that is the value itself, so both are right.
-    also = (wanted[0],) if one else ()
-    return _plain(CallTest(Call(str(name), tuple(given)), wanted, LOOSE, also=also, method=True), where)
+    also = (wanted[0],) if wrapped else ()
+    return _plain(CallTest(Call(str(name), tuple(arguments)), wanted, LOOSE, also=also, method=True), where)
 
 
-def _understood(entry: Any, where: str) -> list[Test]:
+def _tests_of_entry(entry: Any, where: str) -> list[Test]:
     """The tests of one entry of `info["tests"]`. DataError if it cannot be read."""
     if isinstance(entry, CallTest):
         return [entry]
@@ -246,8 +250,8 @@ def _understood(entry: Any, where: str) -> list[Test]:
     if not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping):
         raise DataError(f"{where}: args is a list and kwargs an object, not {args!r:.40} and {kwargs!r:.40}")
     call = Call(str(entry["function"]), tuple(args), tuple(kwargs.items()))
-    how = Comparison(tolerance, any_sequence=bool(entry.get("any_sequence", False)))
-    return [_plain(CallTest(call, entry["expected"], how, public), where)]
+    comparison = Comparison(tolerance, any_sequence=bool(entry.get("any_sequence", False)))
+    return [_plain(CallTest(call, entry["expected"], comparison, public), where)]
 
 
 def _plain(test: CallTest, where: str) -> CallTest:
@@ -312,8 +316,8 @@ def _from_assert(statement: ast.stmt) -> CallTest | None:
 def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest | None:
     """The test of `assert abs(f(x) - literal) < bound`; None for other expressions."""
     match left:
-        case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=said, op=ast.Sub(), right=value)]):
-            call, wanted, bound = _call(said), _literal(value), _literal(right)
+        case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=call_node, op=ast.Sub(), right=value_node)]):
+            call, wanted, bound = _call(call_node), _literal(value_node), _literal(right)
         case _:
             return None
     if bound is None or not isinstance(bound[0], float) or bound[0] <= 0:
@@ -322,8 +326,8 @@ def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest
         return None
     # A comparison allows a difference equal to its tolerance, and `<` does not: the tolerance is the next smaller
     # float.
-    within = math.nextafter(bound[0], 0.0) if less else bound[0]
-    return CallTest(call, float(wanted[0]), Comparison(tolerance=within, relative=False)) if within else None
+    tolerance = math.nextafter(bound[0], 0.0) if less else bound[0]
+    return CallTest(call, float(wanted[0]), Comparison(tolerance=tolerance, relative=False)) if tolerance else None
 
 
 def _call(node: ast.expr) -> Call | None:

@@ -150,8 +150,8 @@ def final(text: str) -> Found | None:
     (Found(text='\\\\frac{1}{2}', several=True), Found(text='1,234', several=False))
     """
     text = seen(text)
-    boxes, opened = boxes_of(text)
-    if opened or not text.strip():
+    boxes, unclosed = boxes_of(text)
+    if unclosed or not text.strip():
         return None
     if boxes:
         after = text[boxes[-1].end :]
@@ -166,15 +166,15 @@ def final(text: str) -> Found | None:
         text = after
     text = text[-TAIL:]
     if "####" in text:
-        line = _marked(text)
+        line = _after_hashes(text)
         if line is not None:
             return Found(line) if line else None
-    if announced := _phrased(text):
+    if announced := _announced(text):
         return Found(announced, told=True)
     return _at_the_end(text)
 
 
-def _phrased(text: str) -> str | None:
+def _announced(text: str) -> str | None:
     """The answer after the last phrase that announces one."""
     phrases = list(_PHRASE.finditer(text))
     # The search goes backwards from the last phrase. `| answer |` before an empty cell is the head of a table, and an
@@ -183,7 +183,9 @@ def _phrased(text: str) -> str | None:
     while phrases:
         last = phrases.pop()
         if answer := (
-            _cell(text, last.end()) if last.group().endswith("|") else _told(text[last.end() :], "\n" in last.group())
+            _cell(text, last.end())
+            if last.group().endswith("|")
+            else _after_phrase(text[last.end() :], "\n" in last.group())
         ):
             return answer
         if not last.group().endswith("|"):
@@ -216,7 +218,7 @@ def _at_the_end(text: str) -> Found | None:
     candidate = max(_candidates(text), default=None)
     if (
         candidate is None
-        or _listing(text, candidate[1])
+        or _among_options(text, candidate[1])
         or _DENIED.search(text, max(0, candidate[1] - 24), candidate[1])
         or _IGNORANT.search(text, candidate[0])
     ):
@@ -224,7 +226,7 @@ def _at_the_end(text: str) -> Found | None:
     return Found(candidate[2], told=True)
 
 
-def _listing(text: str, at: int) -> bool:
+def _among_options(text: str, at: int) -> bool:
     """Returns whether the text at `at` belongs to the last of three or more options that are only listed."""
     labels = [m for m in _LABELLED.finditer(text) if m.end() <= at]
     # A number behind `(D)` in a list of options is the value of that option. A line's end or the end of a sentence
@@ -251,6 +253,7 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
     joined = [last.text]
     # From the last box backwards: boxes that only a comma, `and` or `or` parts belong to one answer. A box equal to the
     # next one says the same answer twice and ends the walk.
+    # `_BETWEEN` matches less than 24 characters, so boxes further apart are never joined.
     for one, two in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
         if (
             one.text.strip() == two.text.strip()
@@ -267,7 +270,7 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
     return Found(rf"{last.text}\text{{ {after}}}" if after else last.text, several)
 
 
-def _marked(text: str) -> str | None:
+def _after_hashes(text: str) -> str | None:
     """The answer on the line after the last `####`; empty if that line is empty.
 
     None if other rules have to find the answer: the line is a heading, or the text below it may hold the answer.
@@ -280,7 +283,7 @@ def _marked(text: str) -> str | None:
         return None if prose(line) or _PHRASE.search(f"#### {line}") else line
     if not rest.strip():
         line = re.sub(r"^[A-Za-z ]{2,40}:\s*(?=\S)", "", line)
-        return line if len(_WORD.findall(line)) <= 3 else _first(line)
+        return line if len(_WORD.findall(line)) <= 3 else _answer_of_line(line)
     value = any(c.isdigit() for c in line) or _SPAN.search(line) is not None
     # Text follows below the line. The line still counts where it holds a value alone, or where nothing in the rest
     # could be an answer.
@@ -297,24 +300,24 @@ def _cell(text: str, at: int) -> str:
     return cell if any(c.isdigit() or c in "$\\" for c in cell) or re.fullmatch(r"\(?[A-J]\)?", cell) else ""
 
 
-def _told(rest: str, below: bool) -> str:
+def _after_phrase(text: str, below: bool) -> str:
     """The answer after a phrase: the formulas that come first, else the answer at the start of the line.
 
     `below`: the phrase ended its line. Then what follows may be the only point of a list.
     """
     # More characters than `LONGEST_LINE`, because a displayed formula of up to 500 characters may stand below the
     # phrase.
-    rest = re.sub(r"^[*_\s]*(?:[.…]+\s+)?(?:```\w*\s+)?", "", rest[: 4 * LONGEST_LINE])
+    text = re.sub(r"^[*_\s]*(?:[.…]+\s+)?(?:```\w*\s+)?", "", text[: 4 * LONGEST_LINE])
     if below:
-        rest = _POINT.sub("", rest, 1) if _POINT.match(rest) else rest
-    line = _line(rest[:LONGEST_LINE])
+        text = _POINT.sub("", text, 1) if _POINT.match(text) else text
+    line = _line(text[:LONGEST_LINE])
     # `The answer is given by:` announces a formula on the next line.
-    if _SPAN.match(rest) is None and _BELOW.search(rest.partition("\n")[0].rstrip("* _")) and "\n" in rest:
-        following = rest.partition("\n")[2].lstrip()
-        rest = following if _SPAN.match(following) else rest
-    if (span := _SPAN.match(rest)) is not None:
-        return _joined(rest, span)
-    return _first(line) if line else ""
+    if _SPAN.match(text) is None and _BELOW.search(text.partition("\n")[0].rstrip("* _")) and "\n" in text:
+        following = text.partition("\n")[2].lstrip()
+        text = following if _SPAN.match(following) else text
+    if (span := _SPAN.match(text)) is not None:
+        return _joined(text, span)
+    return _answer_of_line(line) if line else ""
 
 
 def _line(rest: str) -> str:
@@ -335,7 +338,7 @@ def _joined(text: str, span: re.Match[str]) -> str:
     return rf"{answer.strip()}\text{{ {after}}}" if after else answer
 
 
-def _first(line: str) -> str:
+def _answer_of_line(line: str) -> str:
     """The answer of a line behind a phrase: what stands at its start, else its first formula or number."""
     formula, number = _SPAN.match(line), _NUMBER.search(line)
     if formula:
@@ -351,7 +354,7 @@ def _first(line: str) -> str:
     if not prose(line):
         return line
     if (decided := _CLEAR.match(line)) is not None:
-        return decided[0] if decided[1] is None else f"{decided[0]} {_first(line[decided.end() :].strip())}"
+        return decided[0] if decided[1] is None else f"{decided[0]} {_answer_of_line(line[decided.end() :].strip())}"
     formula = _SPAN.search(line)
     if formula and (number is None or formula.start() <= number.start()):
         return _joined(line, formula)
@@ -359,10 +362,10 @@ def _first(line: str) -> str:
         return sentence
     # Only a number at the very start of the line can begin a list; one further on stands in a sentence.
     plain = _PLAIN.match(line)
-    return _listed(line) or _with_unit(line, plain or number) if plain else _with_unit(line, number)
+    return _list_at_start(line) or _with_unit(line, plain or number) if plain else _with_unit(line, number)
 
 
-def _listed(line: str) -> str | None:
+def _list_at_start(line: str) -> str | None:
     """A list such as `1, 2, and 3` at the start of a line, if at most two words follow it; else None."""
     end = 0
     match = _PLAIN.match(line)

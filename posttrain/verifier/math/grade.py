@@ -12,7 +12,7 @@ from posttrain.verifier.math.answer_values import Other, TooLarge, Value, parts
 from posttrain.verifier.math.equal import Algebra, equal, standing
 from posttrain.verifier.math.extract import final
 from posttrain.verifier.math.read_answer import read
-from posttrain.verifier.math.spelling import spelled
+from posttrain.verifier.math.spelling import LONGEST, spelled
 
 
 class UnreadableError(ValueError):
@@ -58,13 +58,13 @@ class Grade:
 def gold_of(answer: str) -> Gold | None:
     """A gold answer as data sets write it: a bare answer, or a solution that ends in `#### 72` or in a box. None if it
     has no answer."""
-    written = answer.strip()
+    text = answer.strip()
     # A bare answer is taken whole. Only a solution, with `####` or a box, is searched. A solution with a box that is
     # never closed has no answer.
-    solution = final(written) if "####" in written or "\\boxed" in written else None
-    written = solution.text if solution else "" if "\\boxed" in written else written
-    values = read(spelled(written))
-    return Gold(written, values) if values else None
+    solution = final(text) if "####" in text or "\\boxed" in text else None
+    text = solution.text if solution else "" if "\\boxed" in text else text
+    values = read(spelled(text))
+    return Gold(text, values) if values else None
 
 
 def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | None:
@@ -82,7 +82,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
     if answer.told and text.endswith("!"):
         values += read(text.rstrip("!"))
     if not values:
-        why = f"{answer.text[:80]!r} says nothing" if len(answer.text) < 80 else "the answer is too long"
+        why = "the answer is too long" if len(answer.text) > LONGEST else f"{answer.text[:80]!r} says nothing"
         return Grade(0.0, None, "unparsable", why)
     try:
         answers = _answers(gold.values, values, algebra)
@@ -108,10 +108,10 @@ def _answers(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | No
     results: list[bool | None] = []
     # First all pairs by our own rules, then all pairs with the algebra, which is slow: it is asked only if our own
     # rules find no equal pair.
-    for ask in (None, algebra) if algebra else (None,):
+    for algebra_of_pass in (None, algebra) if algebra else (None,):
         results = []
         for g, s in itertools.product(gold, said):
-            results.append(equal(g, s, ask))
+            results.append(equal(g, s, algebra_of_pass))
             if results[-1]:
                 return results
     return results

@@ -42,22 +42,24 @@ class MathSource:
     name: str = "math"
 
     async def __call__(self, attempt: Attempt) -> Judged:
-        settled = self._here(attempt.task, attempt.text)
-        if isinstance(settled, Verdict):
-            return Judged(self.name, self.weight, settled)
+        verdict_or_gold = self._without_algebra(attempt.task, attempt.text)
+        if isinstance(verdict_or_gold, Verdict):
+            return Judged(self.name, self.weight, verdict_or_gold)
         # Most answers are settled above. Only the others wait for a process, and the event loop goes on meanwhile.
         try:
-            verdict = (await asyncio.wrap_future(self._ask(settled, attempt.text))).one
+            verdict = (await asyncio.wrap_future(self._ask(verdict_or_gold, attempt.text))).one
         except RuntimeError as error:
             verdict = Verdict.failed("worker", str(error))
         return Judged(self.name, self.weight, redacted(verdict))
 
     def verdict(self, task: Task, text: str) -> Verdict:
         """The verdict, for scripts without an event loop. It blocks."""
-        settled = self._here(task, text)
-        return settled if isinstance(settled, Verdict) else self._ask(settled, text).result().one
+        verdict_or_gold = self._without_algebra(task, text)
+        return (
+            verdict_or_gold if isinstance(verdict_or_gold, Verdict) else self._ask(verdict_or_gold, text).result().one
+        )
 
-    def _here(self, task: Task, text: str) -> Verdict | Gold:
+    def _without_algebra(self, task: Task, text: str) -> Verdict | Gold:
         """The verdict if there is one without the algebra, else the gold answer."""
         if task.answer is None:
             return Verdict.failed("gold", f"task {task.id!r} has no answer to compare with")
@@ -79,7 +81,7 @@ class MathSource:
             ConfigError: a task has no answer.
             DataError: an answer cannot be read; names the first few tasks and what is wrong with each.
         """
-        bad: list[tuple[Task, str]] = []
+        unreadable: list[tuple[Task, str]] = []
         open_questions: dict[str, tuple[list[Task], Future[WorkerAnswer]]] = {}
         # First all questions are sent to the algebra, so that its workers share them. Then their answers are waited
         # for. Equal gold answers are asked once.
@@ -90,7 +92,7 @@ class MathSource:
                 )
             gold = gold_of(str(task.answer))
             if gold is None:
-                bad.append((task, "says nothing"))
+                unreadable.append((task, "says nothing"))
             elif not gold.certain:
                 if gold.raw not in open_questions:
                     open_questions[gold.raw] = ([], self._ask(gold, None))
@@ -101,12 +103,15 @@ class MathSource:
             if verdict.kind == "worker":
                 raise ConfigError(f"reward {self.name!r} cannot start its algebra: {verdict.why}")
             if verdict.state is State.FAILED or verdict.score != 1.0:
-                bad += [(task, verdict.why) for task in equal_tasks]
-        if bad:
-            named = "; ".join(f"task {t.id!r}: {str(t.answer)[:60]!r} {why}" for t, why in itertools.islice(bad, SHOWN))
+                unreadable += [(task, verdict.why) for task in equal_tasks]
+        if unreadable:
+            examples = "; ".join(
+                f"task {t.id!r}: {str(t.answer)[:60]!r} {why}" for t, why in itertools.islice(unreadable, SHOWN)
+            )
             raise DataError(
-                f"reward {self.name!r} cannot read the answers of {len(bad)} of {len(tasks)} tasks, so no response to"
-                f" them could be right: {named}. Correct or drop these rows, or judge them with another reward"
+                f"reward {self.name!r} cannot read the answers of {len(unreadable)} of {len(tasks)} tasks, so no"
+                f" response to them could be right: {examples}. Correct or drop these rows, or judge them with another"
+                " reward"
             )
 
     def gauges(self) -> Gauges:

@@ -71,8 +71,8 @@ def number(text: str) -> Number | TooLarge | None:
     inner = _bare(body)
     if not isinstance(inner, Number):
         return inner
-    factor, name = words
-    return Number(inner.value * factor, inner.decimals if factor == 1 else None, False, name)
+    factor, unit_name = words
+    return Number(inner.value * factor, inner.decimals if factor == 1 else None, False, unit_name)
 
 
 def _split_words(text: str) -> tuple[str, tuple[Fraction, str] | None]:
@@ -96,8 +96,8 @@ def _bare(text: str) -> Number | TooLarge | None:
     `TooLarge` if its power of ten is too large. None if the text is none of these, or divides by zero.
     """
     if (m := _DECIMAL.fullmatch(text)) is not None:
-        whole, _, part = m[2].partition(".")
-        return Number(_signed(m[1], _decimal(m[2])), len(part) if part or not whole else None)
+        whole, _, fraction_digits = m[2].partition(".")
+        return Number(_signed(m[1], _decimal(m[2])), len(fraction_digits) if fraction_digits or not whole else None)
     if (m := _REPEATING.fullmatch(text)) is not None:
         # A decimal 0.h(t) repeats t. With |h| and |t| digits it is (h (10^|t| - 1) + t) / (10^|h| (10^|t| - 1)).
         # Example: 0.1(6) is (1 * 9 + 6) / 90 = 1/6. Here h is `fixed` and t is `repeated`.
@@ -115,7 +115,8 @@ def _bare(text: str) -> Number | TooLarge | None:
         return Number(_signed(m[4] or m[7] or "", value / below)) if below else None
     if (m := _SCIENTIFIC.fullmatch(text)) is not None:
         # Cut before it is converted: a policy may write thousands of digits, and nine are far above the limit anyway.
-        power = int((m[3] or m[4] or m[7])[:9])
+        # Zeros at the front go first, or `10^{0000000005}` would be 10^0.
+        power = int(re.sub(r"^([-+]?)0+(?=\d)", r"\1", m[3] or m[4] or m[7])[:9])
         if abs(power) > MOST_DIGITS:
             return TooLarge(text)
         return Number(_signed(m[1] or m[5] or "", _decimal(m[2] or m[6] or "1")) * Fraction(10) ** power)
@@ -266,11 +267,11 @@ def _group(words: list[str]) -> int | None:
     None."""
     if "hundred" in words:
         at = words.index("hundred")
-        above = 1 if words[:at] == ["a"] else _below_hundred(words[:at])
+        hundreds = 1 if words[:at] == ["a"] else _below_hundred(words[:at])
         rest = words[at + 1 :]
         rest = rest[1:] if rest[:1] == ["and"] and len(rest) > 1 else rest
-        below = _below_hundred(rest) if rest else 0
-        return None if not above or below is None else 100 * above + below
+        remainder = _below_hundred(rest) if rest else 0
+        return None if not hundreds or remainder is None else 100 * hundreds + remainder
     return 1 if words == ["a"] else _below_hundred(words)
 
 
@@ -340,6 +341,6 @@ def exact(pieces: list[str]) -> str | None:
 
 def roundings(text: str) -> list[str]:
     """The sides of `a \\approx b` and of `a (\\approx b)`; the whole text if there is no such sign."""
-    if (beside := _ROUNDED.fullmatch(text)) is not None:
-        return [beside[1].strip(), beside[2].strip()]
+    if (pair := _ROUNDED.fullmatch(text)) is not None:
+        return [pair[1].strip(), pair[2].strip()]
     return [piece.strip() for piece in re.split(r"\\approx(?![A-Za-z])", text)]

@@ -112,7 +112,7 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         or re.fullmatch(r"\(?[A-J]\)?(?:(?:,| and| or) ?\(?[A-J]\)?)+", inside[1].strip())
     ):
         text = inside[1].strip()
-    if (rule := _SUCH_THAT.fullmatch(text)) is not None and (known := _between(rule[1].strip(), depth)):
+    if (rule := _SUCH_THAT.fullmatch(text)) is not None and (known := _as_intervals(rule[1].strip(), depth)):
         return known
     if not text or not any(c.isalnum() or c in "\\$" for c in text):
         return ()
@@ -120,29 +120,29 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
     # `2:30` a time before it is a ratio, and an equation is split before its commas are.
     if (choice := _choice(text, depth)) is not None:
         return choice
-    if (said := _said(text)) is not None:
-        return (said,)
-    if (told := clock(text) or based(text)) is not None:
-        return (told,)
-    found = number(text)
+    if (worded_value := _in_words(text)) is not None:
+        return (worded_value,)
+    if (time_or_based := clock(text) or based(text)) is not None:
+        return (time_or_based,)
+    plain_number = number(text)
     # With a comma there are two readings, a number with thousands and a list: `100,200` goes on and gets both.
-    if isinstance(found, TooLarge) or (found is not None and "," not in text):
+    if isinstance(plain_number, TooLarge) or (plain_number is not None and "," not in text):
         product = _PRODUCT_OR_UNIT.fullmatch(text)
-        return (found, Other(f"{product[1]} {product[2]}")) if product else (found,)
-    if ("\\approx" in text or (text.endswith(")") and "(" in text)) and (about := _about(text, depth)):
+        return (plain_number, Other(f"{product[1]} {product[2]}")) if product else (plain_number,)
+    if ("\\approx" in text or (text.endswith(")") and "(" in text)) and (about := _approximation(text, depth)):
         return about
-    if named := _between(text, depth) or _named(text, depth):
+    if named := _as_intervals(text, depth) or _named(text, depth):
         return named
     # What no rule reads is left to the algebra as it is spelled, unless computing it would never end.
-    items = _both(text, depth) or _union(text, depth) or _items(text, depth)
+    items = _plus_minus(text, depth) or _union(text, depth) or _items(text, depth)
     return (
-        tuple(v for v in (found, items) if v is not None)
-        or _measured(text, depth)
-        or (_words(text) or (TooLarge(text) if vast(text) else Other(text)),)
+        tuple(v for v in (plain_number, items) if v is not None)
+        or _value_with_unit(text, depth)
+        or (_word_answer(text) or (TooLarge(text) if vast(text) else Other(text)),)
     )
 
 
-def _said(text: str) -> Number | WordAnswer | None:
+def _in_words(text: str) -> Number | WordAnswer | None:
     """A number in words, alone or before a noun or a unit, and `option C`; None for anything else."""
     plain = _TEXT.sub(r"\1", text).strip()
     if "\\" in plain or not plain[:1].isalpha():
@@ -158,12 +158,12 @@ def _said(text: str) -> Number | WordAnswer | None:
         if not rest:
             return Number(value)
         # A capital letter in the rest makes it a name (`Seven Samurai`), not a number with its noun.
-        told = tail(rest) if rest == rest.lower() and not changing(rest) else None
-        return None if told is None else Number(value * told[0], None, False, told[1])
+        factor_and_unit = tail(rest) if rest == rest.lower() and not changing(rest) else None
+        return None if factor_and_unit is None else Number(value * factor_and_unit[0], None, False, factor_and_unit[1])
     return None
 
 
-def _about(text: str, depth: int) -> tuple[Value, ...]:
+def _approximation(text: str, depth: int) -> tuple[Value, ...]:
     """The first side of `12\\pi\\approx 37.7`, or of `12\\pi (\\approx 37.7)`; the other side if the first is a name
     or empty."""
     pieces = roundings(text)
@@ -185,24 +185,24 @@ def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
     match = _LETTER.fullmatch(text) or _BARE_LETTER.fullmatch(text)
     if match is None or depth >= DEPTH or _OPERATION.match(match[match.lastindex or 0]):
         return None
-    *letters, said = (g for g in match.groups() if g)
+    *letters, value_text = (g for g in match.groups() if g)
     # `(A) 1, (B) 2` is a list of options and no choice among them.
-    if any(_LETTER.fullmatch(p) or _BARE_LETTER.fullmatch(p) for p in _parts(said)[1:]):
+    if any(_LETTER.fullmatch(p) or _BARE_LETTER.fullmatch(p) for p in _parts(value_text)[1:]):
         return None
-    values = read(said.strip("$"), depth + 1)
+    values = read(value_text.strip("$"), depth + 1)
     # `(A)(x+1)` is a product, and `(A) B` or `(A)(B)` are two letters; `(A) (1,2)` is a choice of a pair.
     if (
         not values
-        or (said.startswith("(") and not isinstance(values[0], Items))
-        or re.fullmatch(r"[A-Z]|\([A-Z]\)", said)
+        or (value_text.startswith("(") and not isinstance(values[0], Items))
+        or re.fullmatch(r"[A-Z]|\([A-Z]\)", value_text)
     ):
         return None
     # `(A)-x` may also be arithmetic with a letter A, so that reading is kept beside the choice.
-    other = (Other(text),) if _PRODUCT.search(said) else ()
+    other = (Other(text),) if _PRODUCT.search(value_text) else ()
     return (*(ChoiceAnswer(letters[0], v) for v in values), *other)
 
 
-def _measured(text: str, depth: int) -> tuple[Value, ...]:
+def _value_with_unit(text: str, depth: int) -> tuple[Value, ...]:
     """A value that only the algebra understands, and its unit: `12\\pi\\text{ cm}^2`,
     `\\frac{\\pi}{2} radians`."""
     if depth >= DEPTH:
@@ -212,8 +212,8 @@ def _measured(text: str, depth: int) -> tuple[Value, ...]:
     words = _TEXT.sub(r"\1", match[2]).strip() if match else ""
     if match is None or not any(c.isalpha() for c in words):
         return ()
-    told = tail(words)
-    if told is None:
+    factor_and_unit = tail(words)
+    if factor_and_unit is None:
         return (WordAnswer(text),) if changing(words) else ()
     # In `12+3x` and `2 - 5 m` what looks like a unit belongs to the last term alone. A written unit of several
     # letters is one of the whole sum.
@@ -221,19 +221,20 @@ def _measured(text: str, depth: int) -> tuple[Value, ...]:
         not written or len(words) == 1
     ):
         return ()
-    factor, name = told
+    factor, unit_name = factor_and_unit
     # Words that are neither a unit nor change the value (`12 apples`) count only in a text command behind numbers and
     # operations alone, as `2\pi` and `3/4`: a unit could follow those.
-    if factor == 1 and not name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
+    if factor == 1 and not unit_name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
         return ()
-    return tuple(_with(v, factor, name) for v in read(match[1], depth + 1))
+    return tuple(_scaled(v, factor, unit_name) for v in read(match[1], depth + 1))
 
 
-def _with(value: Value, factor: Fraction, name: str) -> Value:
+def _scaled(value: Value, factor: Fraction, unit_name: str) -> Value:
+    """The value times the factor, with the unit if it has none; a percentage or a list as it is."""
     if isinstance(value, Number) and not value.percent:
-        return Number(value.value * factor, value.decimals if factor == 1 else None, False, value.unit or name)
+        return Number(value.value * factor, value.decimals if factor == 1 else None, False, value.unit or unit_name)
     if isinstance(value, Other):
-        return Other(value.text if factor == 1 else rf"{factor}\cdot({value.text})", value.unit or name)
+        return Other(value.text if factor == 1 else rf"{factor}\cdot({value.text})", value.unit or unit_name)
     return value
 
 
@@ -241,32 +242,32 @@ def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
     """`x=3`, `x=1,2`, `x\\in(1,2)`, and the last equals sign of a chain; nothing for a list of equations."""
     # `x=1,2` names a list, `x=1,y=2` is a list of equations: all equals signs have to stand before the first comma.
     pieces = [p for p in _parts(text) if _equals(p)]
-    at = _equals(text)
-    if len(pieces) > 1 or (at and _equals(_parts(text)[0]) != at) or depth >= DEPTH:
+    equals = _equals(text)
+    if len(pieces) > 1 or (equals and _equals(_parts(text)[0]) != equals) or depth >= DEPTH:
         return ()
-    split = (text[: at[-1]], text[at[-1] + 1 :]) if at else _member(text)
+    split = (text[: equals[-1]], text[equals[-1] + 1 :]) if equals else _member(text)
     if split is None or not split[0].strip():
         return ()
-    chain = sides(text, at)
-    if at and contradicts(chain):
+    chain = sides(text, equals)
+    if equals and contradicts(chain):
         return (WordAnswer(text),)
-    name, first = split[0].strip(), split[0].partition("=")[0].strip()
-    variable = _SIMPLE.fullmatch(first) is not None
+    name, first_side = split[0].strip(), split[0].partition("=")[0].strip()
+    variable = _SIMPLE.fullmatch(first_side) is not None
     # A left side of numbers (`3+4=7`) only repeats the question. Any other expression (`x^2=3`) is a statement, and its
     # right side is not the answer.
     simple = variable or constant(name) or based(name) is not None
     # In `1/3=0.333` the last side only rounds an exact one: both are readings.
-    said = (*read(split[1], depth + 1), *(read(more, depth + 1) if at and (more := exact(chain)) else ()))
-    return tuple(Named(first if variable else name, simple, v) for v in said)
+    values = (*read(split[1], depth + 1), *(read(more, depth + 1) if equals and (more := exact(chain)) else ()))
+    return tuple(Named(first_side if variable else name, simple, v) for v in values)
 
 
-def _between(text: str, depth: int) -> tuple[Named, ...]:
+def _as_intervals(text: str, depth: int) -> tuple[Named, ...]:
     """`x<3`, `3>x`, `1<x\\le 2`, `x>1 and x<2` and `x<1 or x>2` as intervals."""
     pieces = [p.strip(" ,") for p in _EITHER.split(text)]
     if depth >= DEPTH or len(pieces) > MOST_ITEMS:
         return ()
     if len(pieces) == 1:
-        one = _within(text, depth) or _relation(text, depth)
+        one = _two_bounds(text, depth) or _relation(text, depth)
         return (one,) if one else ()
     named = [_relation(p, depth) or _point(p, depth) for p in pieces]
     known = [n for n in named if n is not None]
@@ -280,6 +281,7 @@ def _between(text: str, depth: int) -> tuple[Named, ...]:
 
 
 def _relation(text: str, depth: int) -> Named | None:
+    """An inequality in one letter, `1<x\\le 2`, as an interval."""
     match = _RELATION.fullmatch(text)
     if match is None:
         return None
@@ -300,7 +302,7 @@ def _relation(text: str, depth: int) -> Named | None:
     return Named(name, True, Items(left, right, (ends[0][0], ends[1][0])))
 
 
-def _within(text: str, depth: int) -> Named | None:
+def _two_bounds(text: str, depth: int) -> Named | None:
     """`x>1 and x<2`, if both ends are numbers and in this order."""
     pieces = _AND.split(text)
     named = [_relation(p.strip(" ,"), depth) for p in pieces]
@@ -327,8 +329,8 @@ def _point(text: str, depth: int) -> Named | None:
         bracketed = inside and (isinstance(inside[0], Union) or (isinstance(inside[0], Items) and inside[0].left))
         return Named(member[0], True, inside[0]) if bracketed else None
     # A point counts as a set of one, so that `x<1 or x=3` is a union.
-    name, equals, said = text.partition("=")
-    values = read(said, depth + 1) if equals and re.fullmatch(r"[A-Za-z] ?", name) else ()
+    name, equals, value_text = text.partition("=")
+    values = read(value_text, depth + 1) if equals and re.fullmatch(r"[A-Za-z] ?", name) else ()
     if not values or isinstance(values[0], Items):
         return None
     return Named(name.strip(), True, Items("{", "}", (values[0],)))
@@ -350,6 +352,7 @@ def _equals(text: str) -> list[int]:
 
 
 def _member(text: str) -> tuple[str, str] | None:
+    """(name, set) of `x\\in(1,2)`; None for other text."""
     match = re.match(r"([A-Za-z]) ?\\in ?(?=[(\[\\])", text)
     return (match[1], text[match.end() :]) if match else None
 
@@ -393,7 +396,7 @@ def _items(text: str, depth: int) -> Items | None:
     return Items(left, right, tuple(v[0] for v in values)) if all(values) and values else None
 
 
-def _both(text: str, depth: int) -> Items | None:
+def _plus_minus(text: str, depth: int) -> Items | None:
     """`a\\pm b` as the list of its two values."""
     if text.count("\\pm") != 1 or len(_parts(text)) != 1 or depth >= DEPTH or _WRITTEN_UNIT.fullmatch(text):
         return None
@@ -410,7 +413,7 @@ def _brackets(text: str) -> tuple[str, str, str]:
     return "", text, ""
 
 
-def _words(text: str) -> WordAnswer | None:
+def _word_answer(text: str) -> WordAnswer | None:
     """A word, a phrase, or a choice such as `(B)`: compared as text."""
     # A bare letter may be a variable, so it stays an expression; comparing spellings makes it equal to the choice.
     if (match := _CHOICE.fullmatch(text)) is not None and len(text) > 1:

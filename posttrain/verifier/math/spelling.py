@@ -135,23 +135,23 @@ def spelled(text: str) -> str:
     """
     if len(text) > LONGEST:
         return ""
-    text = _stripped(_last_line(_concluded(text)))
+    text = _stripped(_last_line(_conclusion(text)))
     # Stripped a second time, because `_ascii` may have made a full stop or a dollar sign of another character.
     text = _stripped(_ascii(text))
     text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
-    for pattern, by in _NAMES:
-        text = pattern.sub(by, text)
+    for pattern, replacement in _NAMES:
+        text = pattern.sub(replacement, text)
     text = _stripped(text)
     # A set in words is recognised with or without a text command around it: `\text{no solution}`.
     bare = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text).strip()
     text = next((name for pattern, name in _WRITTEN if pattern.fullmatch(bare)), text)
-    for pattern, by in _PLAIN:
-        text = pattern.sub(by, text)
+    for pattern, replacement in _PLAIN:
+        text = pattern.sub(replacement, text)
     text = _ORDINAL.sub(_cardinal, text)
     # `\over` takes all of the group around it. The whole text may be that group, so it is put in braces first.
     if "\\over" in text or "\\choose" in text:
         text = _INFIX.sub(lambda m: rf"{{\{_PREFIX[m[2]]}{{{m[1]}}}{{{m[3]}}}}}", f"{{{text}}}")
-    text = _SHORT_FRACTION.sub(lambda m: rf"\{m[1]}{_braced(m[2], m[3])}{_braced(m[4], m[5])}", text)
+    text = _SHORT_FRACTION.sub(lambda m: rf"\{m[1]}{_in_braces(m[2], m[3])}{_in_braces(m[4], m[5])}", text)
     text = _SHORT_ROOT.sub(r"\\\1{\2}", text)
     text = _POWER.sub(r"\1\2", text)
     text = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\\text{\1}", text)
@@ -162,7 +162,7 @@ def spelled(text: str) -> str:
     return _unwrapped(text.strip())
 
 
-def _concluded(text: str) -> str:
+def _conclusion(text: str) -> str:
     """The text after the last arrow or `therefore`."""
     arrows = list(_ARROW.finditer(text))
     return text[arrows[-1].end() :] if arrows else text
@@ -192,7 +192,7 @@ def _cardinal(match: re.Match[str]) -> str:
     return digits if ending == right else match[0]
 
 
-def _braced(bare: str | None, braced: str | None) -> str:
+def _in_braces(bare: str | None, braced: str | None) -> str:
     """The argument of a command in braces. Exactly one of the two is given."""
     return braced or "{" + (bare or "") + "}"
 
@@ -210,11 +210,11 @@ def _ascii(text: str) -> str:
         if in_exponent:
             pieces.append("}")
             in_exponent = False
-        pieces.append(c if c < "\x80" else _one(c))
+        pieces.append(c if c < "\x80" else _character(c))
     return "".join([*pieces, "}" if in_exponent else ""])
 
 
-def _one(c: str) -> str:
+def _character(c: str) -> str:
     """One character that is neither ASCII nor a superscript, as LaTeX writes it."""
     if c in _SYMBOLS:
         return _SYMBOLS[c]

@@ -1,6 +1,6 @@
 """The visible text of a response, in which answers are searched, and the boxes in that text.
 
-Thoughts, comments, and struck-out or invisible text are left out. Boxes, `\\\\boxed{...}` and `\\\\fbox{...}`, are
+Thoughts, comments, and struck-out or invisible text are left out. Boxes, `\\boxed{...}` and `\\fbox{...}`, are
 found in linear time."""
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 TAKEN = {"taken": True}
 """The message that a request was read to its end. It is sent before the answer."""
 FINISHED = 76
-"""Exit code of an answering process whose trainer closed the pipe."""
+"""Exit code of an answering process that is the last: the trainer closed the pipe, or no handler could be made."""
 
 
 def main(parent: int) -> None:
@@ -112,21 +112,21 @@ def take(pipe: int) -> bytes | None:
 
 def _exactly(pipe: int, count: int) -> bytes | None:
     """`count` bytes of a pipe; None if it ends before."""
-    parts = bytearray()
-    while len(parts) < count:
-        part = os.read(pipe, count - len(parts))
-        if not part:
+    received = bytearray()
+    while len(received) < count:
+        chunk = os.read(pipe, count - len(received))
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        received += chunk
+    return bytes(received)
 
 
 def give(pipe: int, reply: dict[str, Any]) -> None:
     """Write one whole message."""
     body = json.dumps(reply).encode()
-    rest = memoryview(LENGTH.pack(len(body)) + body)
-    while rest:
-        rest = rest[os.write(pipe, rest) :]
+    unsent = memoryview(LENGTH.pack(len(body)) + body)
+    while unsent:
+        unsent = unsent[os.write(pipe, unsent) :]
 
 
 def _limit_memory(mebibytes: int) -> None:

@@ -42,7 +42,7 @@ class WorkerActor:
 
 
 class RayWorker:
-    """`worker_process.Worker` over an actor, which must be connected to a cluster already.
+    """A `worker_process.Worker` in an actor on a cluster, to which this process must be connected already.
 
     Raises:
         WorkerError: it did not start.

@@ -50,7 +50,7 @@ class PooledSource:
 
     async def __call__(self, attempt: Attempt) -> Judged:
         try:
-            verdict = (await self.pool.ask(([_sent(attempt)], None))).one
+            verdict = (await self.pool.ask(([_attempt_parts(attempt)], None))).one
         except Exception as error:  # a column that cannot be pickled, a pool that was closed
             verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
         return self._judged(verdict)
@@ -59,7 +59,7 @@ class PooledSource:
         """One verdict for each attempt, from one call in one worker. Where the call fails, all of them failed: it is
         not known which answer made it fail."""
         try:
-            answer = await self.pool.ask(([_sent(a) for a in attempts], (at.step, at.steps)))
+            answer = await self.pool.ask(([_attempt_parts(a) for a in attempts], (at.step, at.steps)))
         except Exception as error:
             answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
         verdicts = list(answer.verdicts)
@@ -103,12 +103,12 @@ def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
     def answer(request: Any) -> dict[str, Any]:
         sent, at = request
         attempts = [Attempt(task=a, turns=b, stop=c, state=d, ids=e) for a, b, c, d, e in sent]
-        return reply_of(_verdict(judge, attempts[0])) if at is None else _together(judge, attempts, StepNumber(*at))
+        return reply_of(_verdict(judge, attempts[0])) if at is None else _batch_reply(judge, attempts, StepNumber(*at))
 
     return answer
 
 
-def _sent(a: Attempt) -> tuple[Any, ...]:
+def _attempt_parts(a: Attempt) -> tuple[Any, ...]:
     """Returns the parts of an attempt that the worker gets."""
     return (a.task, a.turns, a.stop, a.state, a.ids)
 
@@ -116,18 +116,18 @@ def _sent(a: Attempt) -> tuple[Any, ...]:
 def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
     """The verdict on one attempt. Runs in the main thread of the worker."""
     args, kwargs = judge.arguments(attempt)
-    return _called(judge, args, kwargs, judge.read)
+    return _call(judge, args, kwargs, judge.read)
 
 
-def _together(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
+def _batch_reply(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
     """The reply to a batch: one call for all attempts. Runs in the main thread of the worker."""
     log, count = batch_functions.Log(len(attempts)), len(attempts)
     kwargs = batch_functions.keywords(judge.function, attempts, at, log)
-    judged = _called(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))
+    judged = _call(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))
     return reply_of_all([judged] * count if isinstance(judged, Verdict) else judged, log.gauges)
 
 
-def _called(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
+def _call(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
     """Returns what `read` makes of the function's return value; a failed verdict where the function raises. SystemExit
     is handled like other exceptions. MemoryError is raised to the caller."""
     try:

@@ -81,7 +81,7 @@ class _Call:
         return self.future.set_running_or_notify_cancel()
 
     def refuse(self) -> None:
-        settle(self.future.set_result, _failed("worker", "the pool was closed"))
+        settle(self.future.set_result, _failed_answer("worker", "the pool was closed"))
 
 
 class _PoolState:
@@ -134,10 +134,10 @@ class WorkerPool:
     def submit(self, request: Any) -> Future[WorkerAnswer]:
         """A future of the answer. Raises here if the request cannot be pickled."""
         call = _Call(packed(request), Future(), time.monotonic())
-        late = self._shared.threads.put(call)
-        if late is None:
+        waiting = self._shared.threads.put(call)
+        if waiting is None:
             raise RuntimeError(f"the workers of {self.name!r} were closed")
-        self._shared.count("queue", late)
+        self._shared.count("queue", waiting)
         return call.future
 
     async def ask(self, request: Any) -> WorkerAnswer:
@@ -163,118 +163,119 @@ class WorkerPool:
         self._finalizer()
 
 
-def _serve(s: _PoolState, calls: Iterator[_Call]) -> None:
+def _serve(shared: _PoolState, calls: Iterator[_Call]) -> None:
     """Runs in each thread: answers requests with one worker, and keeps the worker as long as it works."""
+    # At most one worker. In a list the functions below can put one in and take it out.
     held: list[Worker] = []
     try:
         for call in calls:
             began = time.monotonic()
-            s.count("wait_s", began - call.asked)
+            shared.count("wait_s", began - call.asked)
             try:
-                answer = _answer(s, held, call.request)
+                answer = _answer(shared, held, call.request)
             except BaseException as error:  # otherwise this call would never be answered
-                answer = _failed("worker", f"{type(error).__name__}: {error}")
-            s.count("work_s", time.monotonic() - began)
+                answer = _failed_answer("worker", f"{type(error).__name__}: {error}")
+            shared.count("work_s", time.monotonic() - began)
             kind = (answer.failed or answer.one).kind
-            s.count(f"kind/{kind or 'answered'}", time.monotonic() - began)
+            shared.count(f"kind/{kind or 'answered'}", time.monotonic() - began)
             settle(call.future.set_result, answer)
     finally:
         while held:
-            _drop(s, held)
+            _drop(shared, held)
 
 
-def _failed(kind: str, why: str) -> WorkerAnswer:
+def _failed_answer(kind: str, why: str) -> WorkerAnswer:
     """The answer to a request that could not be judged."""
     return WorkerAnswer((Verdict.failed(kind, why),))
 
 
-def _answer(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
+def _answer(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
     """Ask, ask again if that can help, and decide who is to blame for a missing answer."""
     try:
-        return _ask(s, held, request)
+        return _ask(shared, held, request)
     except WorkerError as error:
         fault = error
     # What ended the worker may have been the machine and not the request, such as a kernel without free memory. A
     # request that used up its processor time would do so again.
     if fault.kind in ("crash", "memory", "lost"):
         try:
-            return _ask(s, held, request)
+            return _ask(shared, held, request)
         except WorkerError as error:
             fault = error
-    if s.threads.closed:
-        return _failed("worker", "the pool was closed")
+    if shared.threads.closed:
+        return _failed_answer("worker", "the pool was closed")
     kind = KINDS[fault.kind]
     # These kinds do not show that the judged text is to blame.
     if fault.kind in ("start", "wall", "lost"):
-        return _failed(kind, fault.why)
-    if s.witness is None:
-        return _failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
+        return _failed_answer(kind, fault.why)
+    if shared.witness is None:
+        return _failed_answer(kind, f"{fault.why}, and the verifier has not answered anything yet")
     try:
         # The verifier still answers an earlier request, so this request broke it, and its text is worth 0. With a
         # failed verdict, a policy could keep its bad answers out of the batch by texts that kill the verifier.
-        if _ask(s, held, s.witness).failed is None:
+        if _ask(shared, held, shared.witness).failed is None:
             return WorkerAnswer((Verdict.value(0.0, kind, fault.why),))
     except WorkerError:
         pass
-    return _failed(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
+    return _failed_answer(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
 
 
-def _ask(s: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
+def _ask(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
     """One request to this thread's worker. The worker is started if there is none, and dropped if it has ended or
     workers are begun in another way now."""
-    if held and s.workers.get(held[0]) is not _begin[-1]:
-        _drop(s, held)
+    if held and shared.workers.get(held[0]) is not _begin[-1]:
+        _drop(shared, held)
     if not held:
-        _start(s, held)
+        _start(shared, held)
     try:
-        answer = _understood(held[0].ask(request))
+        answer = _answer_of_reply(held[0].ask(request))
     except BaseException:
         if not held[0].usable:
-            _drop(s, held)
+            _drop(shared, held)
         raise
     # The latest request with an answer is the next witness: it resembles what is asked now.
     if answer.failed is None:
-        s.witness = request
+        shared.witness = request
     return answer
 
 
-def _start(s: _PoolState, held: list[Worker]) -> None:
+def _start(shared: _PoolState, held: list[Worker]) -> None:
     """Begins a worker and puts it into `held`. Raises WorkerError where it does not start."""
-    if s.threads.closed:
+    if shared.threads.closed:
         raise WorkerError("start", "the pool was closed")
     # Otherwise each waiting request would wait for another start that fails in the same way.
-    if s.failed_start is not None and time.monotonic() - s.failed_start[0] < RETRY_SECONDS:
-        raise s.failed_start[1]
+    if shared.failed_start is not None and time.monotonic() - shared.failed_start[0] < RETRY_SECONDS:
+        raise shared.failed_start[1]
     began, begin = time.monotonic(), _begin[-1]
     try:
-        worker = begin(s.spec)
+        worker = begin(shared.spec)
     except WorkerError as error:
         # A worker that was killed (by the kernel without free memory) does not mean that the next one fails too.
         if not error.killed:
-            s.failed_start = (time.monotonic(), error)
+            shared.failed_start = (time.monotonic(), error)
         raise
     except OSError as error:
         raise WorkerError("start", f"no process can be started: {error}") from error
-    s.count("start_s", time.monotonic() - began)
+    shared.count("start_s", time.monotonic() - began)
     held.append(worker)
     # If the pool was closed during the start, `close` did not know this worker, so it is ended here.
-    with s.lock:
-        s.workers[worker] = begin
-        late = s.threads.closed
-    if late:
-        _drop(s, held)
+    with shared.lock:
+        shared.workers[worker] = begin
+        closed_meanwhile = shared.threads.closed
+    if closed_meanwhile:
+        _drop(shared, held)
         raise WorkerError("start", "the pool was closed")
 
 
-def _drop(s: _PoolState, held: list[Worker]) -> None:
+def _drop(shared: _PoolState, held: list[Worker]) -> None:
     """Kills the worker in `held` and forgets it."""
     worker = held.pop()
     worker.kill()
-    with s.lock:
-        s.workers.pop(worker, None)
+    with shared.lock:
+        shared.workers.pop(worker, None)
 
 
-def _understood(reply: dict[str, Any]) -> WorkerAnswer:
+def _answer_of_reply(reply: dict[str, Any]) -> WorkerAnswer:
     """A worker's reply; `failed` if it is no verdict and no list of verdicts."""
     try:
         # The reply comes from a process that runs foreign code: a wrong form is the verifier's
@@ -283,7 +284,7 @@ def _understood(reply: dict[str, Any]) -> WorkerAnswer:
         logged = {str(name): Gauge(float(total), float(n)) for name, (total, n) in reply.get("logged", {}).items()}
         return WorkerAnswer((verdicts[0], *verdicts[1:]), logged)
     except Exception as error:
-        return _failed("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
+        return _failed_answer("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
 
 
 def _verdict(reply: dict[str, Any]) -> Verdict:

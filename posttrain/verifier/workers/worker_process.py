@@ -151,18 +151,18 @@ class WorkerProcess:
         try:
             # The time of a request begins when there is a process to answer it, so that a slow
             # start counts against nobody.
-            self._settle(time.monotonic() + self.spec.start)
+            self._read_pending(time.monotonic() + self.spec.start)
             deadline = time.monotonic() + self.spec.wall
             self._send(request, deadline)
-            if "ended" in (taken := self._receive(deadline)):  # a part of the request may still be in the pipe
-                raise WorkerError(*self._how(int(taken["ended"])))
+            if "ended" in (first_message := self._receive(deadline)):  # a part of the request may still be in the pipe
+                raise WorkerError(*self._end_of(int(first_message["ended"])))
             reply = self._receive(deadline)
         except BaseException:
             self.kill()
             raise
         if "ended" in reply:
             self.pid = None
-            raise EndedError(*self._how(int(reply["ended"])))
+            raise EndedError(*self._end_of(int(reply["ended"])))
         return reply
 
     def end(self) -> None:
@@ -184,18 +184,18 @@ class WorkerProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _settle(self, deadline: float) -> None:
+    def _read_pending(self, deadline: float) -> None:
         """Read messages that came since the last answer, until an answering process is ready.
 
         There are such messages if the answering process was killed while it was idle.
         """
-        while self.pid is None or self._has_said():
+        while self.pid is None or self._has_message():
             if self.pid is None:
                 self._ready(deadline)
             elif "ended" in self._receive(deadline):
                 self.pid = None
 
-    def _has_said(self) -> bool:
+    def _has_message(self) -> bool:
         """Returns whether there is something to read now."""
         pipe = self.process.stdout
         assert pipe is not None
@@ -207,7 +207,7 @@ class WorkerProcess:
         """Wait until the answering process reports that it is ready."""
         reply = self._receive(deadline)
         if "ended" in reply:
-            _, why, killed = self._how(int(reply["ended"]))
+            _, why, killed = self._end_of(int(reply["ended"]))
             raise WorkerError("start", f"the worker did not start: {why}", killed)
         if "ready" not in reply:
             raise WorkerError("start", str(reply.get("error", "the worker did not start")))
@@ -228,7 +228,7 @@ class WorkerProcess:
         except (ValueError, TypeError) as error:
             raise WorkerError("crash", f"the worker's reply is no JSON object: {error}") from None
 
-    def _how(self, code: int) -> tuple[str, str, bool]:
+    def _end_of(self, code: int) -> tuple[str, str, bool]:
         """Kind and reason of an end, from an exit code or a negative signal; and whether it was SIGKILL."""
         # The kernel sends SIGXCPU at the limit of processor time, which tells it from a crash.
         if code == -signal.SIGXCPU:
@@ -244,28 +244,28 @@ class WorkerProcess:
         assert pipe is not None
         # A worker that does not read leaves the pipe full, and a blocking write would go on beyond the deadline.
         os.set_blocking(pipe.fileno(), False)
-        rest = memoryview(data)
-        while rest:
+        unsent = memoryview(data)
+        while unsent:
             self._wait(pipe.fileno(), selectors.EVENT_WRITE, deadline)
             try:
-                rest = rest[os.write(pipe.fileno(), rest) :]
+                unsent = unsent[os.write(pipe.fileno(), unsent) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                raise self._ended() from None
+                raise self._guardian_error() from None
 
     def _read(self, count: int, deadline: float) -> bytes:
         """Reads exactly `count` bytes before the deadline."""
         pipe = self.process.stdout
         assert pipe is not None
-        parts = bytearray()
-        while len(parts) < count:
+        received = bytearray()
+        while len(received) < count:
             self._wait(pipe.fileno(), selectors.EVENT_READ, deadline)
-            part = os.read(pipe.fileno(), count - len(parts))
-            if not part:
-                raise self._ended()
-            parts += part
-        return bytes(parts)
+            chunk = os.read(pipe.fileno(), count - len(received))
+            if not chunk:
+                raise self._guardian_error()
+            received += chunk
+        return bytes(received)
 
     def _wait(self, fd: int, event: int, deadline: float) -> None:
         """Wait until the pipe is ready. The end of the process is noticed even if a child of it keeps the pipe open."""
@@ -273,14 +273,14 @@ class WorkerProcess:
             selector.register(fd, event)
             while not selector.select(min(LOOK, max(0.0, deadline - time.monotonic()))):
                 if self.process.poll() is not None:
-                    raise self._ended()
+                    raise self._guardian_error()
                 if time.monotonic() >= deadline:
                     raise WorkerError("wall", f"no answer within {self.spec.wall:g} s, most of it spent waiting")
 
-    def _ended(self) -> WorkerError:
+    def _guardian_error(self) -> WorkerError:
         """The error for a guardian that has ended."""
         try:
-            return WorkerError(*self._how(self.process.wait(timeout=1.0)))
+            return WorkerError(*self._end_of(self.process.wait(timeout=1.0)))
         except subprocess.TimeoutExpired:
             return WorkerError("crash", "the worker closed its pipe")
 
