@@ -91,6 +91,7 @@ def hanging(lead: str, text: str, width: int) -> Iterator[str]:
     >>> list(hanging("said: ", "one two three four five", 26))
     ['said: one two three four', '      five']
     """
+    # A long lead may leave no room: the lines are then wider than `width`.
     room = max(NARROWEST // 2, width - cells(lead))
     for i, line in enumerate(folded(text, room)):
         yield (lead if i == 0 else " " * cells(lead)) + line

@@ -74,17 +74,17 @@ def _tally(records: Sequence[Recorded], heldout: bool) -> str:
     for e in (r.episode for r in records):
         by_prompt.setdefault((e.task.asked, 0) if heldout else (e.task.id, e.visit), []).append(e)
 
-    def mean(of: str) -> str:
+    def mean(figure: str) -> str:
         """The mean of a figure of the episodes (`reward`, `truth`) in words; '' where none has it."""
-        told = [[x for e in each if (x := getattr(e, of)) is not None] for each in by_prompt.values()]
-        means = [float(np.mean(x)) for x in told if x] if heldout else [x for each in told for x in each]
+        values = [[x for e in each if (x := getattr(e, figure)) is not None] for each in by_prompt.values()]
+        means = [float(np.mean(x)) for x in values if x] if heldout else [x for each in values for x in each]
         return f"mean reward {number_text(float(np.mean(means)))}" if means else ""
 
     prompts, paid, measured = len(by_prompt), mean("reward") or "none judged", mean("truth")
     unjudged = sum(r.episode.reward is None for r in records)
-    of = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
-    told = f"{measured} as it is measured ({paid} as it is paid)" if measured else paid
-    return f"{of}, {told}" + (f", {unjudged} not judged (--failed)" if unjudged else "")
+    counts = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
+    reward_words = f"{measured} as it is measured ({paid} as it is paid)" if measured else paid
+    return f"{counts}, {reward_words}" + (f", {unjudged} not judged (--failed)" if unjudged else "")
 
 
 def _list(
@@ -186,8 +186,8 @@ def _notes(r: Recorded) -> Iterator[str]:
     if r.episode.reward is None:
         for j in r.episode.verdicts:
             if j.verdict.state is not State.VALUE:
-                said = {State.FAILED: "could not judge it", State.ABSTAIN: "abstained"}[j.verdict.state]
-                yield ": ".join(x for x in (f"{j.source} {said}", j.verdict.kind, j.verdict.why) if x)
+                outcome = {State.FAILED: "could not judge it", State.ABSTAIN: "abstained"}[j.verdict.state]
+                yield ": ".join(x for x in (f"{j.source} {outcome}", j.verdict.kind, j.verdict.why) if x)
         if not r.episode.verdicts:
             yield "no source judged it"
     if r.episode.error:

@@ -43,8 +43,8 @@ def decoder(folder: Path) -> Decode | None:
 def episode_lines(i: int, r: Recorded, decode: Decode | None, on: bool) -> Iterator[str]:
     """Summary, verdicts, and one line per sampled token; each stretch of other tokens is one text."""
     e, width = r.episode, screen_width()
-    named = f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}"
-    for line in folded(named, width):
+    title = f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}"
+    for line in folded(title, width):
         yield paint(line, "bold", on)
     dropped = f", dropped: {r.dropped}" if r.dropped else ""
     yield from folded(f"reward {number(e.reward)}, shaped {number(r.shaped)}{dropped}", width)

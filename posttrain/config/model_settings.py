@@ -110,7 +110,7 @@ DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d{1,3})?")
 
 
 def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:
-    """Refuse a device that does not exist, and to move to the CPU what is there.
+    """Refuse a device that does not exist, and settings that move tensors to the CPU where the device is the CPU.
 
     Raises:
         ConfigError: it says what to set.

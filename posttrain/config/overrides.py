@@ -51,6 +51,7 @@ class Node:
     parts: dict[str, Node] = field(default_factory=dict[str, "Node"])
 
     def at(self, path: Sequence[str]) -> Node:
+        """The node at a path below this one. Nodes that are missing on the way are made."""
         return self if not path else self.parts.setdefault(path[0], Node()).at(path[1:])
 
 
@@ -69,8 +70,8 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
     # A path names a stage by its name and not as an element of `stages`, so what is said of stages is taken out first,
     # and the rest is a change of the run's other fields. The run is built once, of both: new stages may be valid with
     # the new fields alone.
-    asked = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
-    stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in asked if not _left_out(node, s.name))
+    stage_nodes = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
+    stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in stage_nodes if not _left_out(node, s.name))
     right_word = root.parts.get("env", Node()).parts.get("right", Node()).word
     out = _fields(Run, run, root, "", stages=stages)
     # `env.right` is the smallest reward of a right answer. It was chosen for the old rewards, so it goes when the
@@ -165,6 +166,7 @@ def _env(env: Env | None, word: str) -> Env:
 def _model(model: Model, word: str) -> Model:
     """A model that is loaded has its own context; the recipe's `context` belongs to the model it would build."""
     path = None if word == "none" else word
+    # `model=none` where the model is built already changes nothing: its context stays too.
     return model if path is None and model.path is None else replace(model, path=path, context=None)
 
 
@@ -173,7 +175,7 @@ def _algorithm(now: AnyAlgorithm, word: str) -> AnyAlgorithm:
 
 
 def _number(kind: type, field: str, path: str) -> Callable[[Any, str], Any]:
-    """A group of settings that one whole number makes: that of `field`."""
+    """Returns a function that builds a group of settings with its defaults, and one whole number as its `field`."""
     return lambda _, word: kind(**{field: read(int, word, path)})
 
 
@@ -337,6 +339,7 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
             yield here, f"one of {', '.join(LADDERS[declared])}"
             yield from _surface(declared, here)
             continue
+        # A word for an optimizer is its kind (`SHORT`), so the kinds are valid there and not any text.
         if declared is Optimizer:
             yield here, dataclass_json.describe(dataclass_json.hints(Optimizer)["kind"])
             yield from _surface(Optimizer, here)

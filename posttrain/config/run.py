@@ -139,8 +139,8 @@ class Model:
     @property
     def checkpointing(self) -> Checkpointing:
         """`gradient_checkpointing` as a word."""
-        how = self.gradient_checkpointing
-        return ("full" if how else "none") if isinstance(how, bool) else how
+        setting = self.gradient_checkpointing
+        return ("full" if setting else "none") if isinstance(setting, bool) else setting
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""

@@ -39,12 +39,12 @@ def read(declared: Any, word: str, path: str) -> Any:
             return dataclass_json.build(declared, _json(word, path), path)
         parts = [] if word.lower() in ("", "none") else [w.strip() for w in word.split(",")]
         return tuple(read(item, w, path) for w in parts)
-    fixed = dataclass_json.fixed_items(declared)
-    if fixed is not None:
-        both = [w.strip() for w in word.split(":")]
-        if len(both) != len(fixed):
+    item_types = dataclass_json.fixed_items(declared)
+    if item_types is not None:
+        words = [w.strip() for w in word.split(":")]
+        if len(words) != len(item_types):
             raise _refuse(declared, word, path)
-        return tuple(read(x, w, path) for x, w in zip(fixed, both, strict=True))
+        return tuple(read(x, w, path) for x, w in zip(item_types, words, strict=True))
     pieces = dataclass_json.pieces(declared)
     if pieces:
         return _piece(pieces, declared, word, path)
@@ -112,5 +112,5 @@ def _refuse(declared: Any, word: str, path: str) -> ConfigError:
     if valid := [str(v) for v in dataclass_json.choices(declared)]:
         none = ["none"] if type(None) in dataclass_json.members(declared) else []
         return ConfigError(f"{path}={word}: {nearest(word, valid + none)}")
-    close = f"; did you mean '{word.lower()}'?" if word.lower() in _BOOLS or word.lower() == "none" else ""
-    return ConfigError(f"{path}={word}: expected {dataclass_json.describe(declared)}{close}")
+    case_hint = f"; did you mean '{word.lower()}'?" if word.lower() in _BOOLS or word.lower() == "none" else ""
+    return ConfigError(f"{path}={word}: expected {dataclass_json.describe(declared)}{case_hint}")

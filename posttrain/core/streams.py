@@ -161,7 +161,7 @@ OPPONENT = Stream(
     "losses of pairs that are drawn against an opponent (XPO, Nash-MD)",
 )
 
-# --- from models: forward passes without gradient, in the order of SCORED ---------------------------------------------
+# --- from models, without gradient: by SCORED, in its order; NOW and COLLISION for one minibatch ----------------------
 
 
 class Distilled(Protocol):

@@ -50,8 +50,8 @@ def new_benchmark(name: str, file: Path | str, folder: Path | str = ".") -> list
         f"{name}.md": f"{rubric}\n",
         f"{name}_heldout.md": f"{HELDOUT}{rubric}\n",
     }
-    made = _write(name, folder, {f"{name}.py": "new_rubric.txt", f"test_{name}.py": "new_rubric_test.txt"}, texts)
-    return [*made, *(Path(folder) / file for file in texts)]
+    written = _write(name, folder, {f"{name}.py": "new_rubric.txt", f"test_{name}.py": "new_rubric_test.txt"}, texts)
+    return [*written, *(Path(folder) / file for file in texts)]
 
 
 def new_reward(name: str, folder: Path | str = ".") -> tuple[Path, Path, Path]:
@@ -77,10 +77,10 @@ def _write(
     if name.startswith("test_"):
         raise ConfigError(f"{name!r} would be taken for a test: leave out test_")
     # All files are looked for before the first is written, so that a refusal leaves nothing behind.
-    if there := [str(p) for f in (*templates, *(texts or {})) if (p := Path(folder) / f).exists()]:
+    if existing := [str(p) for f in (*templates, *(texts or {})) if (p := Path(folder) / f).exists()]:
         raise ConfigError(
-            f"{' and '.join(there)} exist{'s' if len(there) == 1 else ''}: nothing is overwritten. Choose another name"
-            " or --folder"
+            f"{' and '.join(existing)} exist{'s' if len(existing) == 1 else ''}: nothing is overwritten. Choose another"
+            " name or --folder"
         )
     words = {"__NAME__": name, "__CLASS__": class_name(name), "__WORDS__": name.replace("_", " ").capitalize()}
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,8 @@ def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[st
         "dialog": ("run", "calculator", f"env={env}", "sft.style=answer", "sft.wrong=0.6"),
     }[kind]
     judge = (f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={path.with_suffix('.md')}", "env.measured=true")
-    mine = ("run", "dpo", "model=MODEL", f"env={env}", "sft=none") if kind == "judged" else None
+    # A judged environment is learned by preferences, so its model goes into DPO; the others learn from reward.
+    own_model = ("run", "dpo", "model=MODEL", f"env={env}", "sft=none") if kind == "judged" else None
     return _listed(
         (command_line("check", env), "try it and its verifier"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
@@ -124,7 +125,7 @@ def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[st
             else []
         ),
         (
-            command_line(*(mine or ("run", "grpo", "model=MODEL", f"env={env}"))),
+            command_line(*(own_model or ("run", "grpo", "model=MODEL", f"env={env}"))),
             "train a model that you have: its path for MODEL",
         ),
     )

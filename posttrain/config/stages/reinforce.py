@@ -1,4 +1,4 @@
-"""The settings of a buffer from which later steps learn again."""
+"""The settings of the stage that learns from reward, and of the buffer from which its later steps learn again."""
 
 from __future__ import annotations
 
