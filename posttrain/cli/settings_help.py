@@ -15,6 +15,9 @@ from collections.abc import Iterable, Iterator
 from posttrain.build.request.setting_groups import Alternative, Setting, SettingGroup, groups
 from posttrain.config.field_docs import sentence
 from posttrain.config.run import Run
+from posttrain.ladder.algorithm import choices
+from posttrain.ladder.both_ladders import LADDERS
+from posttrain.system import dataclass_json
 from posttrain.system.errors import ConfigError, closest
 from posttrain.system.terminal_output import visible
 
@@ -29,6 +32,8 @@ ARGS = 8
 """At most so many settings of an environment are listed in its entry."""
 LONGEST = 30
 """Most characters of a value. Of a longer one, such as a path, only the end is shown."""
+LISTS = {c for k in LADDERS for c in choices(k) if dataclass_json.tuple_item(dataclass_json.hints(k)[c]) is not None}
+"""The choices of an algorithm that are lists of pieces, such as `shape`."""
 
 
 def width() -> int:
@@ -141,8 +146,8 @@ def _group(g: SettingGroup, columns: int) -> Iterator[str]:
 def _alternative(o: Alternative, columns: int, long: bool) -> Iterator[str]:
     """A piece that is not in use, with its numbers."""
     yield from _wrapped(f"{o.path}={o.name}: {o.text}", columns, "  ", "      ")
-    # `shape` and `correction` are lists of pieces. The settings of an element have its name in their path.
-    base = f"{o.path}.{o.name}" if o.path.rpartition(".")[2] in ("shape", "correction") else o.path
+    # The settings of an element of a list have its name in their path.
+    base = f"{o.path}.{o.name}" if o.path.rpartition(".")[2] in LISTS else o.path
     if long:
         yield from _lines([Setting(f"{base}.{n.path}", n.values, n.text, n.valid) for n in o.numbers], columns)
     elif o.numbers:
