@@ -71,14 +71,23 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
     # and the rest is a change of the run's other fields. The run is built once, of both: new stages may be valid with
     # the new fields alone.
     stage_nodes = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
-    stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in stage_nodes if not _left_out(node, s.name))
-    right_word = root.parts.get("env", Node()).parts.get("right", Node()).word
-    out = _fields(Run, run, root, "", stages=stages)
-    # `env.right` is the smallest reward of a right answer. It was chosen for the old rewards, so it goes when the
-    # rewards change, unless this call sets it.
-    if right_word is None and [r.function for r in out.env.rewards] != [r.function for r in run.env.rewards]:
-        return replace(out, env=replace(out.env, right=None))
-    return out
+    stages = tuple(
+        _forget_right(s, _rebuild(type(s), s, node, s.name), node)
+        for s, node in stage_nodes
+        if not _left_out(node, s.name)
+    )
+    return _forget_right(run, _fields(Run, run, root, "", stages=stages), root)
+
+
+def _forget_right(old: Run | Stage, new: Any, node: Node) -> Any:
+    """A changed run or stage. `env.right`, the smallest reward of a right answer, was chosen for the rewards before: it
+    goes when they change, unless this call sets it."""
+    set_now = node.parts.get("env", Node()).parts.get("right", Node()).word is not None
+    if set_now or old.env is None or new.env is None:
+        return new
+    if [r.function for r in new.env.rewards] == [r.function for r in old.env.rewards]:
+        return new
+    return replace(new, env=replace(new.env, right=None))
 
 
 def _left_out(node: Node, name: str) -> bool:
