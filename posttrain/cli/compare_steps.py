@@ -49,7 +49,7 @@ def _mean(answers: Sequence[Recorded]) -> float | None:
     return float(np.mean(figures)) if figures else None
 
 
-def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bool) -> Iterator[str]:
+def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, colours_on: bool) -> Iterator[str]:
     """The lines of `posttrain show RUN --compare STEP STEP`."""
     assert wanted.compare is not None
     one, two = _files(run, files, wanted, wanted.compare)
@@ -57,7 +57,7 @@ def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bo
     width = screen_width()
     kind = ", held-out evaluation" if one.kind == "eval" else ""
     for line in fold(f"{visible(two.stage)} step {steps[0]} and step {steps[1]}{kind}: {_tally(pairs)}", width):
-        yield paint(line, "bold", on)
+        yield paint(line, "bold", colours_on)
     grades = read_as(r for p in pairs for r in p.answers[1])
     rows = [p for p in pairs if not wanted.wrong or any(is_wrong(r, grades) for r in p.answers[1])]
     if wanted.best or wanted.worst:
@@ -70,10 +70,10 @@ def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bo
     shown = rows[: wanted.limit] if wanted.limit > 0 else rows
     for pair in shown:
         yield ""
-        yield from _pair_lines(pair, steps, wanted.full, width, on)
+        yield from _pair_lines(pair, steps, wanted.full, width, colours_on)
     if len(shown) < len(rows):
         yield ""
-        yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
+        yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", colours_on)
 
 
 def _files(
@@ -158,12 +158,12 @@ def _tally(pairs: Sequence[PromptPair]) -> str:
     )
 
 
-def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int, on: bool) -> Iterator[str]:
+def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int, colours_on: bool) -> Iterator[str]:
     """One prompt with its answers at both steps. Without `full` the texts are shortened, and one answer a step is
     shown."""
     most = 0 if full else PROMPT_LINES
     for line in folded(conversation(pair.task.prompt), width - 2, most, "; --full shows all"):
-        yield paint(f"  {line}", "cyan", on)
+        yield paint(f"  {line}", "cyan", colours_on)
     change = pair.change or 0.0
     for i, (step, answers) in enumerate(zip(steps, pair.answers, strict=True)):
         mean = pair.means[i]
@@ -175,7 +175,7 @@ def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int
             f"    step {step}: {samples}"
             + (f" ({number_text(change, '+.3f')})" if i and pair.change is not None else ""),
             colour,
-            on,
+            colours_on,
         )
         for r in answers if full else answers[:1]:
             lead = f"{number(r.episode.figure)}  " if len(answers) > 1 else ""

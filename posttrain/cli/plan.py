@@ -210,7 +210,7 @@ def _machines(o: Namespace) -> None:
         data = {"best": _layout(best, name), "layouts": [_layout(x, name) for x in rows]}
         tell(json.dumps({**data, "assumptions": {n: x and _layout(x, name) for n, x in under_assumptions}}, indent=1))
         return
-    days, most = steps * best.step / DAY, int(o.days * DAY / best.step)
+    days, most_steps = steps * best.step / DAY, int(o.days * DAY / best.step)
     command, stage_prefix = best.command_line(plan.stage.name), f"{plan.stage.name}."
     # The layout chooses these settings itself. Given twice, also without the stage, the printed command would not run.
     chosen = {word.partition("=")[0].removeprefix(stage_prefix) for word in command.split()}
@@ -221,7 +221,7 @@ def _machines(o: Namespace) -> None:
         *plan.notes,
         f"{best.summary}; copies of the weights cut over {best.cut} devices, checkpointing {best.work.checkpointing}",
         f"{work.prompts} prompts x {work.siblings}: {best.step:.3g} s a step, the bottleneck is {best.bottleneck};"
-        f" {steps:,} steps take {days:.2g} days, {most:,} end in {o.days:g} day{'s' * (o.days != 1)}",
+        f" {steps:,} steps take {days:.2g} days, {most_steps:,} end in {o.days:g} day{'s' * (o.days != 1)}",
         f"  posttrain run {' '.join([o.recipe, *other_words])} {command}",
         "of each topology the best:",
         *(f"  {x.summary:<62} {x.step:>6.3g} s  idle {x.idle:>3.0%}  {x.bottleneck}" for x in rows),

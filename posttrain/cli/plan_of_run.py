@@ -37,16 +37,16 @@ def budget(o: Namespace) -> None:
     if words := [*([o.recipe] if o.recipe else []), *o.overrides]:
         raise ConfigError(f"{words[0]}: a run has its settings; only options go with its folder")
     stage, seconds, changes = faster(o.budget, options_of(o))
-    whole = sum(seconds.values())
+    step_seconds = sum(seconds.values())
     parts = ", ".join(f"{role} {x:.3g}" for role, x in sorted(seconds.items(), key=lambda row: -row[1]))
     if o.json:
         tell(json.dumps({"stage": stage.name, "seconds": seconds, "changes": [asdict(c) for c in changes]}, indent=1))
         return
-    tell(f"stage {stage.name}: {whole:.3g} s a step in the mean ({parts})")
+    tell(f"stage {stage.name}: {step_seconds:.3g} s a step in the mean ({parts})")
     tell("what each change alone would bring, the most first:")
     width = max((len(c.words) for c in changes), default=0)
     for c in changes:
-        tell(f"  {c.words:<{width}}  -{c.saves:.3g} s ({c.saves / whole:.0%})  {c.source}; {c.price}")
+        tell(f"  {c.words:<{width}}  -{c.saves:.3g} s ({c.saves / step_seconds:.0%})  {c.source}; {c.price}")
     if not changes:
         tell("  none is known that this run does not have and that saves a hundredth of a step")
     tell("make the first, run again, and ask again: another role is the longest then")

@@ -105,9 +105,9 @@ def coloured() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def paint(text: str, colour: str, on: bool) -> str:
-    """The text in a colour of `_CODES`, if colours are `on`; colour '' changes nothing."""
-    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if on and colour else text
+def paint(text: str, colour: str, colours_on: bool) -> str:
+    """The text in a colour of `_CODES`, if `colours_on`; colour '' changes nothing."""
+    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if colours_on and colour else text
 
 
 def number(x: float | None) -> str:

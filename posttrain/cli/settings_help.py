@@ -77,10 +77,10 @@ def _unknown(run: Run, all_groups: tuple[SettingGroup, ...], name: str) -> str:
 def _names(run: Run, s: Setting) -> list[str]:
     """Every way to write a setting's path: with STAGE, with the name of each stage, and without a stage."""
     if not s.path.startswith("STAGE."):
-        head, _, rest = s.path.partition(".")
-        return [s.path, rest] if rest and any(x.name == head for x in run.stages) else [s.path]
-    rest = s.path.removeprefix("STAGE.")
-    return [s.path, rest, *(f"{x.name}.{rest}" for x in run.stages)]
+        head, _, below_stage = s.path.partition(".")
+        return [s.path, below_stage] if below_stage and any(x.name == head for x in run.stages) else [s.path]
+    below_stage = s.path.removeprefix("STAGE.")
+    return [s.path, below_stage, *(f"{x.name}.{below_stage}" for x in run.stages)]
 
 
 # --- pages ------------------------------------------------------------
@@ -101,9 +101,11 @@ def _main(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Itera
     # A stage has a group of its name, and others whose titles have a colon behind it (`stage rl: sampling`).
     stage_groups = [g for g in all_groups if ":" not in g.title and g.title.startswith("stage")]
     for group in stage_groups:
-        mine = [s for g in all_groups if g.title.partition(":")[0] == group.title for s in g.settings if s.main]
+        main_settings = [
+            s for g in all_groups if g.title.partition(":")[0] == group.title for s in g.settings if s.main
+        ]
         yield from ("", group.title)
-        yield from _lines(sorted(mine, key=lambda s: s.main), columns)
+        yield from _lines(sorted(main_settings, key=lambda s: s.main), columns)
     names = list(dict.fromkeys(n for g in all_groups for n in g.names if "." not in n))
     yield ""
     more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={_example(run)}), or all"

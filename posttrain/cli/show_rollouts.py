@@ -35,7 +35,7 @@ Numbered = tuple[int, Recorded]
 
 def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -> Iterator[str]:
     """The lines that `posttrain show` prints."""
-    on = coloured() if colour is None else colour
+    colours_on = coloured() if colour is None else colour
     folder = Path(folder)
     run = run_file(folder).run
     files = episode_files(folder)
@@ -48,19 +48,19 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
         yield from fold(f"no episodes in {visible(str(folder))}{'' if why[0] == ':' else ' '}{why}", screen_width())
         return
     if wanted.compare is not None:
-        yield from compared(run, files, wanted, on)
+        yield from compared(run, files, wanted, colours_on)
         return
     chosen = choose(run, files, wanted)
     records = read_episodes(chosen.path)
     if wanted.episode is not None:
         if not 0 <= wanted.episode < len(records):
             raise ConfigError(f"--episode {wanted.episode}: {named(chosen)} has episodes 0 to {len(records) - 1}")
-        yield paint(named(chosen), "bold", on)
-        yield from episode_lines(wanted.episode, records[wanted.episode], decoder(folder), on)
+        yield paint(named(chosen), "bold", colours_on)
+        yield from episode_lines(wanted.episode, records[wanted.episode], decoder(folder), colours_on)
         return
     for line in fold(f"{named(chosen)}: {_tally(records, chosen.kind == 'eval')}", screen_width()):
-        yield paint(line, "bold", on)
-    yield from _list(folder, chosen, records, wanted, on)
+        yield paint(line, "bold", colours_on)
+    yield from _list(folder, chosen, records, wanted, colours_on)
 
 
 # --- a list -----------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def _tally(records: Sequence[Recorded], heldout: bool) -> str:
 
 
 def _list(
-    folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: ShowOptions, on: bool
+    folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: ShowOptions, colours_on: bool
 ) -> Iterator[str]:
     """The list of the chosen episodes of a step, below their prompts."""
     rows, grades = list(enumerate(records)), read_as(records)
@@ -111,7 +111,7 @@ def _list(
             else "none of them was judged; --failed says why"
         )
         return
-    yield paint(HEAD, "dim", on)
+    yield paint(HEAD, "dim", colours_on)
     groups = _groups(rows, mixed_first=not (wanted.best or wanted.worst))
     left = wanted.limit if wanted.limit > 0 else len(rows)
     width, seen, first = screen_width(), 0, groups[0][0][0][0]
@@ -121,14 +121,14 @@ def _list(
         yield ""
         most = 0 if wanted.full else PROMPT_LINES
         for line in folded(conversation(of_task[0][0][1].episode.task.prompt), width - 2, most, "; --full shows all"):
-            yield paint(f"  {line}", "cyan", on)
+            yield paint(f"  {line}", "cyan", colours_on)
         for same in of_task[:left]:
-            yield from _row(*same[0], len(same), wanted.full, width, on, grades)
+            yield from _row(*same[0], len(same), wanted.full, width, colours_on, grades)
             seen += len(same)
         left -= len(of_task)
     yield ""
     if seen < len(rows):
-        yield paint(f"  ... {len(rows) - seen} more; --limit 0 shows all", "dim", on)
+        yield paint(f"  ... {len(rows) - seen} more; --limit 0 shows all", "dim", colours_on)
     flag = " --eval" if chosen.kind == "eval" else ""
     yield "token by token:"
     command = command_line("show", folder, "--stage", chosen.stage, "--step", str(chosen.index))
@@ -163,11 +163,11 @@ def _advantage(r: Recorded) -> float | None:
     return float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if r.episode.spoken else 0.0
 
 
-def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool, grades: Grades) -> Iterator[str]:
+def _row(i: int, r: Recorded, times: int, full: bool, width: int, colours_on: bool, grades: Grades) -> Iterator[str]:
     """One episode, or several that are alike: figures, then what was said, and what went wrong."""
     e, mean = r.episode, _advantage(r)
     colour = "" if e.reward is None or not grades.tells else "yellow" if is_wrong(r, grades) else "green"
-    reward = paint(f"{number(e.reward):>7}", colour, on)
+    reward = paint(f"{number(e.reward):>7}", colour, colours_on)
     end = e.stop.value + ("" if e.truth is None else f"  measured {number(e.truth)}")
     yield f"  {i:>7}  {e.sibling:>7} {reward} {number(r.shaped):>7}  {number(mean):>9}  {e.spoken:>6}  {end}"
     lead = INDENT if times == 1 else f"{f'{times} x':>{len(INDENT) - 2}}  "
@@ -176,7 +176,7 @@ def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool, grad
         lead = INDENT
     for note in _notes(r):
         for line in hanging(f"{INDENT}! ", note, width):
-            yield paint(line, "yellow", on)
+            yield paint(line, "yellow", colours_on)
 
 
 def _notes(r: Recorded) -> Iterator[str]:

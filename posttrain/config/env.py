@@ -211,10 +211,10 @@ class Reward:
             )
 
 
-def _check_resolution(what: str, resolution: float | None) -> None:
+def _check_resolution(owner: str, resolution: float | None) -> None:
     if resolution is not None and not 0 <= resolution < 1:
         raise ConfigError(
-            f"{what}: resolution={resolution:g} is a relative difference, at least 0 and below 1 (1e-3 for a model,"
+            f"{owner}: resolution={resolution:g} is a relative difference, at least 0 and below 1 (1e-3 for a model,"
             " say)"
         )
 

@@ -59,18 +59,18 @@ class Lora:
         return f"{kind} of rank {self.rank}, scale {self.scale:g}, on {', '.join(names)}"
 
 
-def goes_on(asked: Lora | None, there: Lora, where: str) -> Lora:
+def goes_on(asked: Lora | None, saved: Lora, where: str) -> Lora:
     """The adapter of a model that has one already: that one goes on.
 
     Raises:
         ConfigError: another one is asked for.
     """
-    if asked not in (None, there):
+    if asked not in (None, saved):
         raise ConfigError(
-            f"{where}: there is an adapter already ({there.words()}), and it is trained further. Leave model.lora out;"
+            f"{where}: there is an adapter already ({saved.words()}), and it is trained further. Leave model.lora out;"
             " or merge it first and give the merged model"
         )
-    return there
+    return saved
 
 
 def check_frozen(lora: Lora | None, quantize: str | None) -> None:

@@ -110,12 +110,12 @@ def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
         return (parts[0], *_inside(stages[parts[0]], parts[1:]))
     if parts[0] in dataclass_json.hints(Run):
         return parts
-    full = [(s.name, *_inside(s, parts)) for s in _meant(run, parts, word) if _has(s, parts[0])]
-    if len(full) == 1:
-        return full[0]
-    if full:
-        ways = ", ".join(f"{'.'.join(p)}={word}" for p in full)
-        raise ConfigError(f"{key}={word}: {len(full)} stages have {parts[0]!r}; say which: {ways}")
+    paths = [(s.name, *_inside(s, parts)) for s in _meant(run, parts, word) if _has(s, parts[0])]
+    if len(paths) == 1:
+        return paths[0]
+    if paths:
+        ways = ", ".join(f"{'.'.join(p)}={word}" for p in paths)
+        raise ConfigError(f"{key}={word}: {len(paths)} stages have {parts[0]!r}; say which: {ways}")
     raise ConfigError(f"{key}={word}: no such setting; {our_name(key) or _suggest(run, key)}")
 
 
@@ -227,21 +227,21 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
         return _mapping(declared, cast("Mapping[str, Any]", current), node, path)
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
-    part = next(iter(node.parts))
+    name = next(iter(node.parts))
     begun = next((BEGUN[m] for m in dataclass_json.members(declared) if m in BEGUN), None)
     # `model.lora.rank=8` begins the group from its defaults.
     if current is None and begun is not None:
         return _fields(declared, begun, node, path)
     if current is None and Env in dataclass_json.members(declared):
         raise ConfigError(
-            f"{path}.{part}: {path} is none, so the run's environment is used; name its own first: {path}=NAME"
+            f"{path}.{name}: {path} is none, so the run's environment is used; name its own first: {path}=NAME"
         )
     if current is None and dataclass_json.pieces(declared):
         names = [n.lower() for n in dataclass_json.pieces(declared)]
         raise ConfigError(
-            f"{path}.{part}: {path} is none; choose it first, for example {path}={names[0]} (valid: {', '.join(names)})"
+            f"{path}.{name}: {path} is none; choose it first, for example {path}={names[0]} (valid: {', '.join(names)})"
         )
-    raise ConfigError(f"{path}.{part}: {path} has no parts; it is {dataclass_json.describe(declared)}")
+    raise ConfigError(f"{path}.{name}: {path} has no parts; it is {dataclass_json.describe(declared)}")
 
 
 def _whole(declared: Any, current: Any, word: str, path: str) -> Any:

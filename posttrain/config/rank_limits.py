@@ -91,8 +91,8 @@ def check_ranks(run: Run, options: RankOptions) -> None:
     """ConfigError for what a run over ranks cannot do yet, with what to change."""
     if options.world is None:
         return
-    whole = () if options.parallel == "rows" else _whole_passes(run, options.parallel, options.world)
-    for refusal in (*_refusals(run), *whole):
+    of_whole_passes = () if options.parallel == "rows" else _whole_passes(run, options.parallel, options.world)
+    for refusal in (*_refusals(run), *of_whole_passes):
         raise ConfigError(f"over ranks (--nproc, torchrun): {refusal}")
 
 

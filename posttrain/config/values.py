@@ -81,12 +81,12 @@ def _scalar(kind: Any, word: str) -> Any:
             number = float(word)
             # `1e3` is a whole number, and `1000.0` is none. A long row of digits is not taken through a
             # float, which would round it.
-            written = int(number) if number.is_integer() and "e" in word.lower() else None
-            whole = int(word) if word.lstrip("+-").isdigit() else written
+            with_exponent = int(number) if number.is_integer() and "e" in word.lower() else None
+            integer = int(word) if word.lstrip("+-").isdigit() else with_exponent
         except (ValueError, OverflowError):
             return _NotAValue()
         if kind is int:
-            return _NotAValue() if whole is None else whole
+            return _NotAValue() if integer is None else integer
         # NaN is not equal to itself, so a run that has one could not be compared with what was recorded.
         return _NotAValue() if math.isnan(number) else number
     return _NotAValue()

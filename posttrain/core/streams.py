@@ -119,7 +119,7 @@ WEIGHT = Stream(
     "weight", "float64", "the aggregation, written out per token and normalised over the minibatch", "every loss"
 )
 
-# --- from judgements --------------------------------------------------------------------------------------------------
+# --- from judgements and outcomes -------------------------------------------------------------------------------------
 
 SIDE = Stream(
     "side",

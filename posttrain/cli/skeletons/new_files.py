@@ -150,12 +150,15 @@ def benchmark_steps(run: Path, test: Path, rows: Path, rubric: Path) -> list[str
 
 def reward_steps(path: Path, test: Path, rows: Path, name: str) -> list[str]:
     """Returns the next steps to try with a reward function."""
-    use = (f"env.prompts={rows}", f"env.rewards={path}:{name}")
+    data = (f"env.prompts={rows}", f"env.rewards={path}:{name}")
     return _listed(
-        (command_line("check", "prompts", *use), "try it on the rows"),
+        (command_line("check", "prompts", *data), "try it on the rows"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
-        (command_line("run", "verifiable", *use), "train a small model from scratch on it: imitation, then the reward"),
-        (command_line("run", "grpo", "model=MODEL", *use), "train a model that you have: its path for MODEL"),
+        (
+            command_line("run", "verifiable", *data),
+            "train a small model from scratch on it: imitation, then the reward",
+        ),
+        (command_line("run", "grpo", "model=MODEL", *data), "train a model that you have: its path for MODEL"),
     )
 
 

@@ -169,8 +169,8 @@ class Reinforce(Stage):
                 f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set"
                 " allowed_ids=none allowed_words=none bad_ids=none bad_words=none min_tokens=0"
             )
-        # Of k siblings there is one subset, and its best is the same for all. With `gain` k siblings are enough: only the
-        # best one raises it.
+        # Of k siblings there is one subset, and its best is the same for all. With `gain` k siblings are enough: one of
+        # them alone raises the best.
         if (best := a.best_of) is not None and self.siblings < best.k + (not best.gain):
             why = "needs as many siblings" if best.gain else "is the same for all siblings, so nothing is learned"
             raise ConfigError(

@@ -48,7 +48,7 @@ def credit(a: Algorithm) -> str:
         # rewards less this KL are what the scale is computed from.
         difference = f"{difference} - {kl.coef:g} sum_(k>=t) {kl.estimator}_k"
         divisor = divisor.replace("(r of", f"(r - {kl.coef:g} sum_k {kl.estimator}_k of")
-    whole = (
+    advantage = (
         difference
         if a.scale == "one"
         else f"({difference}) / {divisor}"
@@ -56,11 +56,11 @@ def credit(a: Algorithm) -> str:
         else f"{difference} / {divisor}"
     )
     if a.rewards == "each":
-        whole = f"sum over sources of w ({whole})"
+        advantage = f"sum over sources of w ({advantage})"
     charged = ""
     if kl is not None and a.charges_tokens:
         charged = f"; then A_t <- A - {times(kl.coef)}{kl.estimator}_t" + (f" ({kl.early_words()})" if kl.early else "")
-    return whole + whitened + charged
+    return advantage + whitened + charged
 
 
 _NAME: dict[Anchor, str] = {"behaviour": "mu", "start": "start", "proximal": "prox"}

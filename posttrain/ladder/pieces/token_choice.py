@@ -74,8 +74,8 @@ class KlCov(Tokens):
         positive("tokens.coef", self.coef)
 
     def words(self) -> str:
-        most = "largest (A - mean)(log p - mean) before the step"
-        return f"the {self.share:g} of the tokens with the {most} pay {times(self.coef)}|log pi - log anchor|"
+        largest = "largest (A - mean)(log p - mean) before the step"
+        return f"the {self.share:g} of the tokens with the {largest} pay {times(self.coef)}|log pi - log anchor|"
 
 
 @dataclass(frozen=True, kw_only=True)
