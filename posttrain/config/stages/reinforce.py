@@ -174,8 +174,7 @@ class Reinforce(Stage):
         if (best := a.best_of) is not None and self.siblings < best.k + (not best.gain):
             why = "needs as many siblings" if best.gain else "is the same for all siblings, so nothing is learned"
             raise ConfigError(
-                f"{self.name}.siblings={self.siblings}: the best of k={best.k} {why}. Lower shape.bestof.k, or raise"
-                " siblings"
+                f"{self.name}.siblings={self.siblings}: the best of k={best.k} {why}. Raise it, or lower shape.bestof.k"
             )
         if self.reference is not None and not a.reads & {"reference", "teacher"}:
             raise ConfigError(
