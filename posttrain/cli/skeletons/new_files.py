@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import keyword
 import shlex
+import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -76,6 +78,11 @@ def _write(
         )
     if name.startswith("test_"):
         raise ConfigError(f"{name!r} would be taken for a test: leave out test_")
+    if _is_module(name):
+        raise ConfigError(
+            f"{name!r} is the name of a module of Python or of a package: a program beside this file would import this"
+            f" one. Take another name, such as my_{name}"
+        )
     # All files are looked for before the first is written, so that a refusal leaves nothing behind.
     if existing := [str(p) for f in (*templates, *(texts or {})) if (p := Path(folder) / f).exists()]:
         raise ConfigError(
@@ -92,6 +99,14 @@ def _write(
     for file, text in (texts or {}).items():
         (Path(folder) / file).write_text(text, encoding="utf-8")
     return [Path(folder) / file for file in templates]
+
+
+def _is_module(name: str) -> bool:
+    """Returns whether Python has a module of this name, or a package of this name is installed."""
+    try:
+        return name in sys.stdlib_module_names or bool(metadata.distribution(name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def class_name(name: str) -> str:
