@@ -102,6 +102,7 @@ def size(count: float) -> str:
 def lines(plan: Planned) -> Iterable[str]:
     """The plan in lines."""
     w, s = plan.work, plan.work.shape
+    # Parts of half a percent or less are left out.
     parts = ", ".join(
         f"{name} {count / s.parameters:.0%}" for name, count in s.parts.items() if count > 0.005 * s.parameters
     )

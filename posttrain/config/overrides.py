@@ -179,8 +179,9 @@ def _model(model: Model, word: str) -> Model:
     return model if path is None and model.path is None else replace(model, path=path, context=None)
 
 
-def _algorithm(now: AnyAlgorithm, word: str) -> AnyAlgorithm:
-    return named_algorithm(type(now), word)
+def _algorithm(current: AnyAlgorithm, word: str) -> AnyAlgorithm:
+    # An algorithm of the same ladder: a stage learns from reward or from preferences.
+    return named_algorithm(type(current), word)
 
 
 def _number(kind: type, field: str, path: str) -> Callable[[Any, str], Any]:

@@ -70,6 +70,7 @@ def _rank(kind: Any) -> int:
 
 
 def _scalar(kind: Any, word: str) -> Any:
+    """The word as a value of one type; a `_NotAValue` where it is none."""
     if get_origin(kind) is Literal:
         return next((v for v in get_args(kind) if str(v) == word), _NotAValue())
     if kind is bool:
@@ -109,6 +110,7 @@ def _piece(pieces: dict[str, type], declared: Any, word: str, path: str) -> Any:
 
 
 def _refuse(declared: Any, word: str, path: str) -> ConfigError:
+    """The error about a word that is not valid, with what is."""
     if valid := [str(v) for v in dataclass_json.choices(declared)]:
         none = ["none"] if type(None) in dataclass_json.members(declared) else []
         return ConfigError(f"{path}={word}: {nearest(word, valid + none)}")

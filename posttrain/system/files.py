@@ -225,6 +225,7 @@ class Lines:
         self.position = os.fstat(self._fd).st_size
 
     def append(self, data: Any) -> None:
+        """Write data as one line of JSON."""
         line = json_line(data)
         unwritten = memoryview(line)
         try:
@@ -238,6 +239,7 @@ class Lines:
         self.position += len(line)
 
     def truncate(self, position: int) -> None:
+        """Remove what was written after this position, such as the steps after a checkpoint."""
         if position > self.position:
             raise RunFolderError(
                 f"{self.path} has {self.position} bytes, but the checkpoint was made at {position}: lines are missing"
@@ -308,6 +310,7 @@ _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
+    """Close the handles of all locks. A forked child calls it, so that it keeps no lock of its parent."""
     for lock in list(_HELD):
         lock.forget()
 
