@@ -55,6 +55,7 @@ def fold(text: str, width: int) -> Iterator[str]:
 
 def _fitting(text: str, width: int) -> int:
     """Number of characters of the text that fit into `width` columns; at least 1."""
+    # `fold` asks only of a text that is wider than `width`.
     if text.isascii():
         return width
     taken = 0

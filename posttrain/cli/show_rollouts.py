@@ -45,6 +45,7 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
             why = "yet: the run was started with record_episodes=false"
         elif not (run.env.rewards or any(s.contract for s in run.stages)):
             why = ": its stages learn from rows and sample nothing. posttrain summary says what it learned"
+        # A reason that begins with a colon stands right behind the folder's name.
         yield from fold(f"no episodes in {visible(str(folder))}{'' if why[0] == ':' else ' '}{why}", screen_width())
         return
     if wanted.compare is not None:

@@ -116,7 +116,7 @@ class StepValues:
     right: tuple[int, ...]
     """Right completions, of each step."""
     asked: tuple[int, ...]
-    """Judged completions, of each step. The last step of an answer that ended has one: the answer itself."""
+    """Judged completions, of each step: at least 1. The last step of an answer that ended has 1: the answer itself."""
 
     @property
     def hard(self) -> tuple[bool, ...]:
