@@ -43,13 +43,13 @@ def _terminated() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _full(error: OSError, why: str, helps: str) -> int:
+def _full(error: OSError, why: str, advice: str) -> int:
     """Report a full disk outside a run folder: of a file, or of redirected standard output."""
     if not error.filename:
         # Python flushes standard output once more at its end, and would fail in the same way with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):
-        tell(f"posttrain: {why}: {error.filename or 'the output'} was not written. {helps}", file=sys.stderr)
+        tell(f"posttrain: {why}: {error.filename or 'the output'} was not written. {advice}", file=sys.stderr)
     return RunFolderError.exit_code
 
 
@@ -92,9 +92,10 @@ def _main(words: list[str]) -> int:
         tell("posttrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
+        # As in `_full`: the flush at Python's end would fail too, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if (told := full(error)) is None:
+        if (why_and_advice := full(error)) is None:
             raise
-        return _full(error, *told)
+        return _full(error, *why_and_advice)

@@ -154,6 +154,7 @@ def _prose(text: str, lead: str = "") -> list[str]:
 
 def _order(r: AblationRow) -> tuple[float, float]:
     """Sort key: largest cosine first, those without a gradient last."""
+    # Rounded as it is printed, then by norm: `table` merges only neighbours, so equal lines must lie side by side.
     return (math.inf if math.isnan(r.cosine) else -round(r.cosine, 3), r.norm)
 
 
@@ -237,8 +238,8 @@ def _cells(r: AblationRow) -> tuple[str, ...]:
     )
 
 
-def _number(x: float, how: str) -> str:
-    return "-" if math.isnan(x) else format(x, how)
+def _number(x: float, form: str) -> str:
+    return "-" if math.isnan(x) else format(x, form)
 
 
 def means(ablations: Sequence[Ablation]) -> Iterator[str]:
@@ -254,6 +255,6 @@ def means(ablations: Sequence[Ablation]) -> Iterator[str]:
     yield ""
 
 
-def _span(values: Sequence[float], how: str) -> str:
+def _span(values: Sequence[float], form: str) -> str:
     known = [v for v in values if not math.isnan(v)]
-    return f"{sum(known) / len(known):{how}} ({min(known):{how}} to {max(known):{how}})" if known else "-"
+    return f"{sum(known) / len(known):{form}} ({min(known):{form}} to {max(known):{form}})" if known else "-"

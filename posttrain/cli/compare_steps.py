@@ -49,7 +49,7 @@ def _mean(answers: Sequence[Recorded]) -> float | None:
     return float(np.mean(figures)) if figures else None
 
 
-def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bool) -> Iterator[str]:
+def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, colours_on: bool) -> Iterator[str]:
     """The lines of `posttrain show RUN --compare STEP STEP`."""
     assert wanted.compare is not None
     one, two = _files(run, files, wanted, wanted.compare)
@@ -57,7 +57,7 @@ def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bo
     width = screen_width()
     kind = ", held-out evaluation" if one.kind == "eval" else ""
     for line in fold(f"{visible(two.stage)} step {steps[0]} and step {steps[1]}{kind}: {_tally(pairs)}", width):
-        yield paint(line, "bold", on)
+        yield paint(line, "bold", colours_on)
     grades = read_as(r for p in pairs for r in p.answers[1])
     rows = [p for p in pairs if not wanted.wrong or any(is_wrong(r, grades) for r in p.answers[1])]
     if wanted.best or wanted.worst:
@@ -70,10 +70,10 @@ def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bo
     shown = rows[: wanted.limit] if wanted.limit > 0 else rows
     for pair in shown:
         yield ""
-        yield from _pair_lines(pair, steps, wanted.full, width, on)
+        yield from _pair_lines(pair, steps, wanted.full, width, colours_on)
     if len(shown) < len(rows):
         yield ""
-        yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
+        yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", colours_on)
 
 
 def _files(
@@ -85,12 +85,12 @@ def _files(
     # Held-out prompts are the same at every evaluation. Training steps share prompts only where the data comes again,
     # so they are tried after it.
     if "eval" in kinds:
-        there = _evaluations(run, files, wanted)
-        if all(s in there for s in steps):
-            return there[steps[0]], there[steps[1]]
-        stage, known = list(there.values())[-1].stage, ", ".join(map(str, there))
+        evaluations = _evaluations(run, files, wanted)
+        if all(s in evaluations for s in steps):
+            return evaluations[steps[0]], evaluations[steps[1]]
+        stage, known = list(evaluations.values())[-1].stage, ", ".join(map(str, evaluations))
     else:
-        there, stage, known = {}, wanted.stage or "this run", ""
+        evaluations, stage, known = {}, wanted.stage or "this run", ""
     if "train" in kinds:
         trained = {f.index: f for f in choose_stage(run, files, wanted, "train")}
         if all(s in trained for s in steps):
@@ -102,7 +102,7 @@ def _files(
     raise ConfigError(
         f"--compare {steps[0]} {steps[1]}: only answers to the same prompts are compared. Training steps have other"
         f" prompts each; {held_out}"
-        + (f". Compare two of these, for example --compare {_ends(known)}" * (len(there) > 1))
+        + (f". Compare two of these, for example --compare {_ends(known)}" * (len(evaluations) > 1))
     )
 
 
@@ -113,12 +113,12 @@ def _evaluations(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) ->
     that evaluation is step 0 of this stage.
     """
     of_stage = choose_stage(run, files, wanted, "eval")
-    there = {f.index: f for f in of_stage}
+    evaluations = {f.index: f for f in of_stage}
     stage = next((s for s in run.stages if s.name == of_stage[0].stage), None)
-    if stage is not None and 0 not in there:
+    if stage is not None and 0 not in evaluations:
         before = [f for f in files if f.kind == "eval" and f.stage == starts(run.stages, stage)]
-        there = {0: before[-1], **there} if before else there
-    return there
+        evaluations = {0: before[-1], **evaluations} if before else evaluations
+    return evaluations
 
 
 def _ends(known: str) -> str:
@@ -149,6 +149,7 @@ def _tally(pairs: Sequence[PromptPair]) -> str:
         return f"{both}, none judged at both"
     one, two = (float(np.mean([p.means[i] for p in judged])) for i in (0, 1))  # type: ignore[arg-type]
     changes = [p.change or 0.0 for p in judged]
+    # Means of equal rewards in another order may differ by rounding: such a prompt is the same.
     better, worse = sum(c > 1e-9 for c in changes), sum(c < -1e-9 for c in changes)
     change = number_text(two - one, "+.3f")
     return (
@@ -157,12 +158,12 @@ def _tally(pairs: Sequence[PromptPair]) -> str:
     )
 
 
-def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int, on: bool) -> Iterator[str]:
+def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int, colours_on: bool) -> Iterator[str]:
     """One prompt with its answers at both steps. Without `full` the texts are shortened, and one answer a step is
     shown."""
     most = 0 if full else PROMPT_LINES
     for line in folded(conversation(pair.task.prompt), width - 2, most, "; --full shows all"):
-        yield paint(f"  {line}", "cyan", on)
+        yield paint(f"  {line}", "cyan", colours_on)
     change = pair.change or 0.0
     for i, (step, answers) in enumerate(zip(steps, pair.answers, strict=True)):
         mean = pair.means[i]
@@ -174,7 +175,7 @@ def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int
             f"    step {step}: {samples}"
             + (f" ({number_text(change, '+.3f')})" if i and pair.change is not None else ""),
             colour,
-            on,
+            colours_on,
         )
         for r in answers if full else answers[:1]:
             lead = f"{number(r.episode.figure)}  " if len(answers) > 1 else ""

@@ -112,14 +112,14 @@ def _cell(text: str, width: int) -> list[str]:
 
 def _row(a: Algorithm) -> tuple[str, ...]:
     """A row of the table, abbreviated."""
-    paid, memory_words = cost(a), []
+    costs, memory_words = cost(a), []
     if a.reads & {"reference", "teacher"} and not a.own_teacher:
         memory_words.append("copy")
     if "values" in a.reads:
         memory_words.append("head")
     if a.stores_top or a.distill is not None:
         memory_words.append("K" if a.stores_top or (a.distill and a.distill.top) else "V")
-    forwards = str(paid.forwards) + (f"+{paid.late}" if paid.late else "")
+    forwards = str(costs.forwards) + (f"+{costs.late}" if costs.late else "")
     region = "-" if a.clip is None else type(a.clip).__name__.lower()
     return (
         a.name,
@@ -149,8 +149,9 @@ def one(name: str) -> str:
         if lead is typed:
             out.append(typed)
             lead = " " * (wide + 5)
-        said = preference_formula if isinstance(a, PreferenceAlgorithm) else formula
-        out += _prose(lead, said(f, getattr(a, f)))
+        formula_of = preference_formula if isinstance(a, PreferenceAlgorithm) else formula
+        out += _prose(lead, formula_of(f, getattr(a, f)))
+    # 21 columns: the longest name, reinforce_pp_baseline. The changes begin in column 25.
     steps = [line for p in a.lineage() for line in wrapped(f"  {p.name:<21}  ", patches(p), " " * 25, _width())]
     return "\n".join([*out, "", "lineage:", *steps])
 
@@ -161,7 +162,7 @@ def _reward(a: Algorithm) -> list[str]:
     out += [line for label, text in formulas(a) for line in _prose(f"  {label:<8} ", text)]
     if a.pull is not None and a.pull.truth:
         out += _prose("  KL       ", f"its gradient is {a.pull.truth}")
-    paid = cost(a)
+    costs = cost(a)
     out += ["", *_prose("reads    ", ", ".join(reads(a)) or "nothing beside what the sampler stored")]
     out += _prose(
         "compares ",
@@ -169,9 +170,9 @@ def _reward(a: Algorithm) -> list[str]:
         if anchor(a)
         else "pi with nothing: no ratio",
     )
-    out += _prose("forwards ", "; ".join(paid.passes) or "none beside rollout and learning")
-    out += _prose("samples  ", "; ".join(paid.generation)) if paid.generation else []
-    return out + (_prose("memory   ", "; ".join(paid.memory)) if paid.memory else [])
+    out += _prose("forwards ", "; ".join(costs.passes) or "none beside rollout and learning")
+    out += _prose("samples  ", "; ".join(costs.generation)) if costs.generation else []
+    return out + (_prose("memory   ", "; ".join(costs.memory)) if costs.memory else [])
 
 
 def _preference(a: PreferenceAlgorithm) -> list[str]:

@@ -60,9 +60,9 @@ class _CommandParser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # argparse's message only lists all commands. It is replaced by one with the nearest command.
-        if found := _NO_COMMAND.match(message):
-            names = re.findall(r"'([^']*)'", message[found.end() :])
-            message = f"there is no command {found[1]}; {nearest(found[1], names)}"
+        if match := _NO_COMMAND.match(message):
+            names = re.findall(r"'([^']*)'", message[match.end() :])
+            message = f"there is no command {match[1]}; {nearest(match[1], names)}"
         super().error(visible(message))
 
 
@@ -74,27 +74,27 @@ def parser() -> ArgumentParser:
 def read_words(words: list[str]) -> Namespace:
     """The options of one command line, with its `key=value` words as `overrides`. Ends with 2 where a word is wrong."""
     # Overrides may stand anywhere, and argparse would take them for positional arguments.
-    rest, overrides = split_overrides(words)
+    other_words, overrides = split_overrides(words)
     top, sub = _parsers()
-    options, unknown = top.parse_known_args(rest)
+    options, unknown = top.parse_known_args(other_words)
     if unknown:
         # The error comes from the parser of the command, so that its usage line is shown, and not the whole program's.
-        command = next((sub.choices[w] for w in rest[:1] if w in sub.choices), top)
-        command.error(_unknown(unknown, command, takes_settings=rest[0] in _OVERRIDABLE))
+        command = next((sub.choices[w] for w in other_words[:1] if w in sub.choices), top)
+        command.error(_unknown(unknown, command, takes_settings=other_words[0] in _OVERRIDABLE))
     options.overrides = overrides
     return options
 
 
 def _unknown(words: list[str], command: ArgumentParser, takes_settings: bool) -> str:
     """The message about words that a command does not take, with what was probably meant."""
-    said = f"unrecognized arguments: {' '.join(words)}"
+    message = f"unrecognized arguments: {' '.join(words)}"
     options = [w for a in command._actions for w in a.option_strings]
     if words[0].startswith("-"):
         meant = closest(words[0].partition("=")[0], options)
-        return f"{said}; did you mean {meant}?" if meant else f"{said}; {command.prog} --help lists the options"
+        return f"{message}; did you mean {meant}?" if meant else f"{message}; {command.prog} --help lists the options"
     if takes_settings:
-        return f"{said}; a setting is one word, key=value, such as seed=1"
-    return said
+        return f"{message}; a setting is one word, key=value, such as seed=1"
+    return message
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
@@ -103,14 +103,15 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
         return words, []
     # A word behind an option that takes a value is that value, although it may look like an override: `--limit NAME=4`.
     valued = {w for a in _parsers()[1].choices[words[0]]._actions if a.nargs != 0 for w in a.option_strings}
-    rest, overrides = [words[0]], list[str]()
+    other_words, overrides = [words[0]], list[str]()
     for before, word in pairwise(words):
-        (overrides if _OVERRIDE.match(word) and before not in valued else rest).append(word)
-    return rest, overrides
+        (overrides if _OVERRIDE.match(word) and before not in valued else other_words).append(word)
+    return other_words, overrides
 
 
 def _parsers() -> tuple[ArgumentParser, Subparsers]:
     """(the parser of the program, the parsers of its commands)."""
+    # For the type checker: `add_subparsers` of the subclass would give another type than `Subparsers`.
     make = cast("type[ArgumentParser]", _CommandParser)
     top = make(
         prog="posttrain",

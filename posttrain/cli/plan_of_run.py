@@ -24,11 +24,11 @@ TERMS = 3
 def against(o: Namespace) -> None:
     """Print a run beside its plan."""
     words = [*([o.recipe] if o.recipe else []), *o.overrides]
-    found = plan_against(o.against, words, options_of(o))
+    comparison = plan_against(o.against, words, options_of(o))
     if o.json:
-        tell(json.dumps(as_data(found), indent=1))
+        tell(json.dumps(as_data(comparison), indent=1))
         return
-    for line in lines(found, o.against):
+    for line in lines(comparison, o.against):
         tell(line)
 
 
@@ -37,70 +37,73 @@ def budget(o: Namespace) -> None:
     if words := [*([o.recipe] if o.recipe else []), *o.overrides]:
         raise ConfigError(f"{words[0]}: a run has its settings; only options go with its folder")
     stage, seconds, changes = faster(o.budget, options_of(o))
-    whole = sum(seconds.values())
+    step_seconds = sum(seconds.values())
     parts = ", ".join(f"{role} {x:.3g}" for role, x in sorted(seconds.items(), key=lambda row: -row[1]))
     if o.json:
         tell(json.dumps({"stage": stage.name, "seconds": seconds, "changes": [asdict(c) for c in changes]}, indent=1))
         return
-    tell(f"stage {stage.name}: {whole:.3g} s a step in the mean ({parts})")
+    tell(f"stage {stage.name}: {step_seconds:.3g} s a step in the mean ({parts})")
     tell("what each change alone would bring, the most first:")
     width = max((len(c.words) for c in changes), default=0)
     for c in changes:
-        tell(f"  {c.words:<{width}}  -{c.saves:.3g} s ({c.saves / whole:.0%})  {c.source}; {c.price}")
+        tell(f"  {c.words:<{width}}  -{c.saves:.3g} s ({c.saves / step_seconds:.0%})  {c.source}; {c.price}")
     if not changes:
         tell("  none is known that this run does not have and that saves a hundredth of a step")
     tell("make the first, run again, and ask again: another role is the longest then")
 
 
-def as_data(found: PlanAgainst) -> dict[str, Any]:
+def as_data(comparison: PlanAgainst) -> dict[str, Any]:
     """The comparison as plain data."""
     return {
-        "stage": found.stage.name,
-        "steps": found.steps,
-        "machine": found.machine.name,
-        "held": found.held,
-        "memory": [{**asdict(x), "terms": {t.name: t.bytes for t in x.terms}} for x in found.memory],
-        "seconds": [{"name": x.name, "predicted": x.predicted, "measured": x.measured} for x in found.time],
-        "own": dict(found.own),
+        "stage": comparison.stage.name,
+        "steps": comparison.steps,
+        "machine": comparison.machine.name,
+        "held": comparison.held,
+        "memory": [{**asdict(x), "terms": {t.name: t.bytes for t in x.terms}} for x in comparison.memory],
+        "seconds": [{"name": x.name, "predicted": x.predicted, "measured": x.measured} for x in comparison.time],
+        "own": dict(comparison.own),
     }
 
 
-def lines(found: PlanAgainst, folder: str) -> Iterable[str]:
+def lines(comparison: PlanAgainst, folder: str) -> Iterable[str]:
     """The comparison in lines."""
-    yield f"{found.run.recipe}, stage {found.stage.name}, {found.steps} steps, on {found.machine.name}"
+    yield (
+        f"{comparison.run.recipe}, stage {comparison.stage.name}, {comparison.steps} steps, on"
+        f" {comparison.machine.name}"
+    )
     yield "lengths, spread and what the learner leaves out are those of the run"
     yield ""
-    yield from _memory(found)
+    yield from _memory(comparison)
     yield ""
-    yield from _time(found, folder)
+    yield from _time(comparison, folder)
 
 
-def _memory(found: PlanAgainst) -> Iterable[str]:
-    if not found.memory:
+def _memory(comparison: PlanAgainst) -> Iterable[str]:
+    if not comparison.memory:
         yield "memory: this run recorded no peaks, or not what its process held before (an older version wrote it)"
         return
-    above = f" above the {size(found.held)} that the process held before its model" if found.held else ""
+    above = f" above the {size(comparison.held)} that the process held before its model" if comparison.held else ""
     yield f"memory by role and phase{above}"
     yield _head("predicted", "measured", "at, and the largest terms there")
-    for x in found.memory:
+    for x in comparison.memory:
         terms = ", ".join(f"{t.name} {size(t.bytes)}" for t in x.terms[:TERMS])
         yield _row(x, size(x.predicted), size(x.measured), f"{x.instant}: {terms}")
-    if found.held:
+    if comparison.held:
         yield f"  a processor's libraries keep more for each new size: up to {size(SHAPES)} where lengths vary much"
 
 
-def _time(found: PlanAgainst, folder: str) -> Iterable[str]:
-    if not found.time:
+def _time(comparison: PlanAgainst, folder: str) -> Iterable[str]:
+    if not comparison.time:
         yield "time: this machine's speed is not known. posttrain plan --probe measures it once; or give machine=H100"
         return
     yield "seconds of a step, in the middle of its steps but the first"
     yield _head("predicted", "measured", "")
-    for x in found.time:
+    for x in comparison.time:
         yield _row(x, f"{x.predicted:.3g}", f"{x.measured:.3g}", "")
-    if found.own:
-        told = ", ".join(f"{name} {seconds:.2g}" for name, seconds in found.own.items())
-        yield f"  within them what no plan counts: {told}"
-    yield f"  {found.machine.device.source}"
+    if comparison.own:
+        uncounted = ", ".join(f"{name} {seconds:.2g}" for name, seconds in comparison.own.items())
+        yield f"  within them what no plan counts: {uncounted}"
+    yield f"  {comparison.machine.device.source}"
     yield f"plans of this machine with these factors: posttrain plan RECIPE ... --calibrate {folder}"
 
 

@@ -55,6 +55,7 @@ def fold(text: str, width: int) -> Iterator[str]:
 
 def _fitting(text: str, width: int) -> int:
     """Number of characters of the text that fit into `width` columns; at least 1."""
+    # `fold` asks only of a text that is wider than `width`.
     if text.isascii():
         return width
     taken = 0
@@ -91,6 +92,7 @@ def hanging(lead: str, text: str, width: int) -> Iterator[str]:
     >>> list(hanging("said: ", "one two three four five", 26))
     ['said: one two three four', '      five']
     """
+    # A long lead may leave no room: the lines are then wider than `width`.
     room = max(NARROWEST // 2, width - cells(lead))
     for i, line in enumerate(folded(text, room)):
         yield (lead if i == 0 else " " * cells(lead)) + line
@@ -104,9 +106,9 @@ def coloured() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def paint(text: str, colour: str, on: bool) -> str:
-    """The text in a colour of `_CODES`, if colours are `on`; colour '' changes nothing."""
-    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if on and colour else text
+def paint(text: str, colour: str, colours_on: bool) -> str:
+    """The text in a colour of `_CODES`, if `colours_on`; colour '' changes nothing."""
+    return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if colours_on and colour else text
 
 
 def number(x: float | None) -> str:

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Iterator
 from posttrain.build.request.setting_groups import Alternative, Setting, SettingGroup, groups
 from posttrain.config.field_docs import sentence
 from posttrain.config.run import Run
+from posttrain.ladder.algorithm import choices
+from posttrain.ladder.both_ladders import LADDERS
+from posttrain.system import dataclass_json
 from posttrain.system.errors import ConfigError, closest
 from posttrain.system.terminal_output import visible
 
@@ -29,6 +32,8 @@ ARGS = 8
 """At most so many settings of an environment are listed in its entry."""
 LONGEST = 30
 """Most characters of a value. Of a longer one, such as a path, only the end is shown."""
+LISTS = {c for k in LADDERS for c in choices(k) if dataclass_json.tuple_item(dataclass_json.hints(k)[c]) is not None}
+"""The choices of an algorithm that are lists of pieces, such as `shape`."""
 
 
 def width() -> int:
@@ -38,33 +43,33 @@ def width() -> int:
 
 def settings_text(run: Run, topic: str, columns: int) -> str:
     """The text about the settings of a run that a topic names. Topic '': those that people change first."""
-    found = groups(run)
+    all_groups = groups(run)
     name = topic.removeprefix("--").strip(".")
     if name in ("", "main"):
-        return "\n".join(_main(run, found, columns))
+        return "\n".join(_main(run, all_groups, columns))
     if name == "all":
-        return "\n".join([*_title(run, columns), *(line for g in found for line in _group(g, columns))])
-    if chosen := [g for g in found if name in g.names]:
+        return "\n".join([*_title(run, columns), *(line for g in all_groups for line in _group(g, columns))])
+    if chosen := [g for g in all_groups if name in g.names]:
         return "\n".join(line for g in chosen for line in _group(g, columns))
     # The name may be that of a group (above), of one setting, of settings below it, or of a piece that is not in use.
-    exact = [s for g in found for s in g.settings if name in _names(run, s)]
-    below = [s for g in found for s in g.settings if any(p.startswith(f"{name}.") for p in _names(run, s))]
+    exact = [s for g in all_groups for s in g.settings if name in _names(run, s)]
+    below = [s for g in all_groups for s in g.settings if any(p.startswith(f"{name}.") for p in _names(run, s))]
     if len(exact) == 1 and not below:
         return "\n".join(_whole(exact[0], columns))
     if exact or below:
         return "\n".join([*(line for s in exact for line in _whole(s, columns)), *_lines(below, columns)])
-    others = [o for g in found for o in g.others if name.lower() in (o.name, o.path, f"{o.path}={o.name}")]
+    others = [o for g in all_groups for o in g.others if name.lower() in (o.name, o.path, f"{o.path}={o.name}")]
     if others:
         return "\n".join(line for o in others for line in _alternative(o, columns, long=True))
-    raise ConfigError(f"--help {name}: {_unknown(run, found, name)}")
+    raise ConfigError(f"--help {name}: {_unknown(run, all_groups, name)}")
 
 
-def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
+def _unknown(run: Run, all_groups: tuple[SettingGroup, ...], name: str) -> str:
     """Returns advice on the name to ask for instead."""
-    paths = {p for g in found for s in g.settings for p in _names(run, s)}
+    paths = {p for g in all_groups for s in g.settings for p in _names(run, s)}
     # In reverse order, so that of several paths with the same last word the first in the alphabet remains.
     tails = {p.rpartition(".")[2]: p for p in sorted(paths, reverse=True)}
-    tops = ", ".join(dict.fromkeys(n for g in found for n in g.names if "." not in n))
+    tops = ", ".join(dict.fromkeys(n for g in all_groups for n in g.names if "." not in n))
     close = closest(name, paths) or tails.get(closest(name.rpartition(".")[2], tails) or "")
     return f"no setting and no group is called so; {f'did you mean {close}? ' if close else ''}groups: all, {tops}"
 
@@ -72,10 +77,10 @@ def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
 def _names(run: Run, s: Setting) -> list[str]:
     """Every way to write a setting's path: with STAGE, with the name of each stage, and without a stage."""
     if not s.path.startswith("STAGE."):
-        head, _, rest = s.path.partition(".")
-        return [s.path, rest] if rest and any(x.name == head for x in run.stages) else [s.path]
-    rest = s.path.removeprefix("STAGE.")
-    return [s.path, rest, *(f"{x.name}.{rest}" for x in run.stages)]
+        head, _, below_stage = s.path.partition(".")
+        return [s.path, below_stage] if below_stage and any(x.name == head for x in run.stages) else [s.path]
+    below_stage = s.path.removeprefix("STAGE.")
+    return [s.path, below_stage, *(f"{x.name}.{below_stage}" for x in run.stages)]
 
 
 # --- pages ------------------------------------------------------------
@@ -86,27 +91,30 @@ def _title(run: Run, columns: int) -> list[str]:
     return _wrapped(text, columns, "")
 
 
-def _main(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
+def _main(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
     yield from _title(run, columns)
     stages = {s.name for s in run.stages}
-    shared = [s for g in found for s in g.settings if s.main and not _of_stage(s, stages)]
+    shared = [s for g in all_groups for s in g.settings if s.main and not _of_stage(s, stages)]
     yield from ("", "model, data and run")
     yield from _lines(sorted(shared, key=lambda s: s.main), columns)
-    yield from _arguments(run, found, columns)
-    titles = [g for g in found if ":" not in g.title and g.title.startswith("stage")]
-    for group in titles:
-        mine = [s for g in found if g.title.partition(":")[0] == group.title for s in g.settings if s.main]
+    yield from _arguments(run, all_groups, columns)
+    # A stage has a group of its name, and others whose titles have a colon behind it (`stage rl: sampling`).
+    stage_groups = [g for g in all_groups if ":" not in g.title and g.title.startswith("stage")]
+    for group in stage_groups:
+        main_settings = [
+            s for g in all_groups if g.title.partition(":")[0] == group.title for s in g.settings if s.main
+        ]
         yield from ("", group.title)
-        yield from _lines(sorted(mine, key=lambda s: s.main), columns)
-    names = list(dict.fromkeys(n for g in found for n in g.names if "." not in n))
+        yield from _lines(sorted(main_settings, key=lambda s: s.main), columns)
+    names = list(dict.fromkeys(n for g in all_groups for n in g.names if "." not in n))
     yield ""
     more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={_example(run)}), or all"
     yield from textwrap.wrap(more, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _arguments(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
+def _arguments(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
     """The settings of the run's environment itself, in one entry."""
-    arguments = [s for g in found for s in g.settings if s.path.startswith("env.args.")]
+    arguments = [s for g in all_groups for s in g.settings if s.path.startswith("env.args.")]
     if arguments:
         names = ", ".join(
             f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in arguments[:ARGS]
@@ -140,8 +148,8 @@ def _group(g: SettingGroup, columns: int) -> Iterator[str]:
 def _alternative(o: Alternative, columns: int, long: bool) -> Iterator[str]:
     """A piece that is not in use, with its numbers."""
     yield from _wrapped(f"{o.path}={o.name}: {o.text}", columns, "  ", "      ")
-    # `shape` and `correction` are lists of pieces. The settings of an element have its name in their path.
-    base = f"{o.path}.{o.name}" if o.path.rpartition(".")[2] in ("shape", "correction") else o.path
+    # The settings of an element of a list have its name in their path.
+    base = f"{o.path}.{o.name}" if o.path.rpartition(".")[2] in LISTS else o.path
     if long:
         yield from _lines([Setting(f"{base}.{n.path}", n.values, n.text, n.valid) for n in o.numbers], columns)
     elif o.numbers:
@@ -199,13 +207,14 @@ def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> li
 def _short(value: str) -> str:
     """A value on one line: paths below the current folder are relative, and of a text that is too long only the end is
     shown."""
-    near = value.replace(f"{os.getcwd()}{os.sep}", "")
-    if len(near) <= LONGEST:
-        return near
-    return ",".join(part if len(part) <= LONGEST else _end(part) for part in near.split(","))
+    relative = value.replace(f"{os.getcwd()}{os.sep}", "")
+    if len(relative) <= LONGEST:
+        return relative
+    return ",".join(part if len(part) <= LONGEST else _end(part) for part in relative.split(","))
 
 
 def _end(path: str) -> str:
     """The last parts of a path, or the last characters of another long text."""
+    # 4 characters are for the `.../` before it.
     end = path[-LONGEST + 4 :]
     return f".../{end.partition('/')[2]}" if "/" in end else f"...{end}"

@@ -50,9 +50,9 @@ def fitted(line: str, width: int) -> list[str]:
         )
     # After a comment the command could not be continued with `\`, so the comment stands on a line before it.
     command, comment = re.fullmatch(r"(.*?)( +#.*)?", line.strip()).groups(default="")  # type: ignore[union-attr]
-    said = [f"{lead}# {comment.strip(' #')}"] if comment else []
+    comment_lines = [f"{lead}# {comment.strip(' #')}"] if comment else []
     if len(lead + command) <= width:
-        return [*said, lead + command]
+        return [*comment_lines, lead + command]
     lines = textwrap.wrap(
         command,
         width - 2,
@@ -61,7 +61,7 @@ def fitted(line: str, width: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [*said, *(f"{x} \\" for x in lines[:-1]), lines[-1]]
+    return [*comment_lines, *(f"{x} \\" for x in lines[:-1]), lines[-1]]
 
 
 def add_command(

@@ -35,7 +35,7 @@ Numbered = tuple[int, Recorded]
 
 def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -> Iterator[str]:
     """The lines that `posttrain show` prints."""
-    on = coloured() if colour is None else colour
+    colours_on = coloured() if colour is None else colour
     folder = Path(folder)
     run = run_file(folder).run
     files = episode_files(folder)
@@ -45,22 +45,23 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
             why = "yet: the run was started with record_episodes=false"
         elif not (run.env.rewards or any(s.contract for s in run.stages)):
             why = ": its stages learn from rows and sample nothing. posttrain summary says what it learned"
+        # A reason that begins with a colon stands right behind the folder's name.
         yield from fold(f"no episodes in {visible(str(folder))}{'' if why[0] == ':' else ' '}{why}", screen_width())
         return
     if wanted.compare is not None:
-        yield from compared(run, files, wanted, on)
+        yield from compared(run, files, wanted, colours_on)
         return
     chosen = choose(run, files, wanted)
     records = read_episodes(chosen.path)
     if wanted.episode is not None:
         if not 0 <= wanted.episode < len(records):
             raise ConfigError(f"--episode {wanted.episode}: {named(chosen)} has episodes 0 to {len(records) - 1}")
-        yield paint(named(chosen), "bold", on)
-        yield from episode_lines(wanted.episode, records[wanted.episode], decoder(folder), on)
+        yield paint(named(chosen), "bold", colours_on)
+        yield from episode_lines(wanted.episode, records[wanted.episode], decoder(folder), colours_on)
         return
     for line in fold(f"{named(chosen)}: {_tally(records, chosen.kind == 'eval')}", screen_width()):
-        yield paint(line, "bold", on)
-    yield from _list(folder, chosen, records, wanted, on)
+        yield paint(line, "bold", colours_on)
+    yield from _list(folder, chosen, records, wanted, colours_on)
 
 
 # --- a list -----------------------------------------------------------------------------------------------------------
@@ -74,21 +75,21 @@ def _tally(records: Sequence[Recorded], heldout: bool) -> str:
     for e in (r.episode for r in records):
         by_prompt.setdefault((e.task.asked, 0) if heldout else (e.task.id, e.visit), []).append(e)
 
-    def mean(of: str) -> str:
+    def mean(figure: str) -> str:
         """The mean of a figure of the episodes (`reward`, `truth`) in words; '' where none has it."""
-        told = [[x for e in each if (x := getattr(e, of)) is not None] for each in by_prompt.values()]
-        means = [float(np.mean(x)) for x in told if x] if heldout else [x for each in told for x in each]
+        values = [[x for e in each if (x := getattr(e, figure)) is not None] for each in by_prompt.values()]
+        means = [float(np.mean(x)) for x in values if x] if heldout else [x for each in values for x in each]
         return f"mean reward {number_text(float(np.mean(means)))}" if means else ""
 
     prompts, paid, measured = len(by_prompt), mean("reward") or "none judged", mean("truth")
     unjudged = sum(r.episode.reward is None for r in records)
-    of = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
-    told = f"{measured} as it is measured ({paid} as it is paid)" if measured else paid
-    return f"{of}, {told}" + (f", {unjudged} not judged (--failed)" if unjudged else "")
+    counts = f"{len(records)} episodes of {prompts} prompt{'s' * (prompts != 1)}"
+    reward_words = f"{measured} as it is measured ({paid} as it is paid)" if measured else paid
+    return f"{counts}, {reward_words}" + (f", {unjudged} not judged (--failed)" if unjudged else "")
 
 
 def _list(
-    folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: ShowOptions, on: bool
+    folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: ShowOptions, colours_on: bool
 ) -> Iterator[str]:
     """The list of the chosen episodes of a step, below their prompts."""
     rows, grades = list(enumerate(records)), read_as(records)
@@ -111,7 +112,7 @@ def _list(
             else "none of them was judged; --failed says why"
         )
         return
-    yield paint(HEAD, "dim", on)
+    yield paint(HEAD, "dim", colours_on)
     groups = _groups(rows, mixed_first=not (wanted.best or wanted.worst))
     left = wanted.limit if wanted.limit > 0 else len(rows)
     width, seen, first = screen_width(), 0, groups[0][0][0][0]
@@ -121,14 +122,14 @@ def _list(
         yield ""
         most = 0 if wanted.full else PROMPT_LINES
         for line in folded(conversation(of_task[0][0][1].episode.task.prompt), width - 2, most, "; --full shows all"):
-            yield paint(f"  {line}", "cyan", on)
+            yield paint(f"  {line}", "cyan", colours_on)
         for same in of_task[:left]:
-            yield from _row(*same[0], len(same), wanted.full, width, on, grades)
+            yield from _row(*same[0], len(same), wanted.full, width, colours_on, grades)
             seen += len(same)
         left -= len(of_task)
     yield ""
     if seen < len(rows):
-        yield paint(f"  ... {len(rows) - seen} more; --limit 0 shows all", "dim", on)
+        yield paint(f"  ... {len(rows) - seen} more; --limit 0 shows all", "dim", colours_on)
     flag = " --eval" if chosen.kind == "eval" else ""
     yield "token by token:"
     command = command_line("show", folder, "--stage", chosen.stage, "--step", str(chosen.index))
@@ -163,11 +164,11 @@ def _advantage(r: Recorded) -> float | None:
     return float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if r.episode.spoken else 0.0
 
 
-def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool, grades: Grades) -> Iterator[str]:
+def _row(i: int, r: Recorded, times: int, full: bool, width: int, colours_on: bool, grades: Grades) -> Iterator[str]:
     """One episode, or several that are alike: figures, then what was said, and what went wrong."""
     e, mean = r.episode, _advantage(r)
     colour = "" if e.reward is None or not grades.tells else "yellow" if is_wrong(r, grades) else "green"
-    reward = paint(f"{number(e.reward):>7}", colour, on)
+    reward = paint(f"{number(e.reward):>7}", colour, colours_on)
     end = e.stop.value + ("" if e.truth is None else f"  measured {number(e.truth)}")
     yield f"  {i:>7}  {e.sibling:>7} {reward} {number(r.shaped):>7}  {number(mean):>9}  {e.spoken:>6}  {end}"
     lead = INDENT if times == 1 else f"{f'{times} x':>{len(INDENT) - 2}}  "
@@ -176,7 +177,7 @@ def _row(i: int, r: Recorded, times: int, full: bool, width: int, on: bool, grad
         lead = INDENT
     for note in _notes(r):
         for line in hanging(f"{INDENT}! ", note, width):
-            yield paint(line, "yellow", on)
+            yield paint(line, "yellow", colours_on)
 
 
 def _notes(r: Recorded) -> Iterator[str]:
@@ -186,8 +187,8 @@ def _notes(r: Recorded) -> Iterator[str]:
     if r.episode.reward is None:
         for j in r.episode.verdicts:
             if j.verdict.state is not State.VALUE:
-                said = {State.FAILED: "could not judge it", State.ABSTAIN: "abstained"}[j.verdict.state]
-                yield ": ".join(x for x in (f"{j.source} {said}", j.verdict.kind, j.verdict.why) if x)
+                outcome = {State.FAILED: "could not judge it", State.ABSTAIN: "abstained"}[j.verdict.state]
+                yield ": ".join(x for x in (f"{j.source} {outcome}", j.verdict.kind, j.verdict.why) if x)
         if not r.episode.verdicts:
             yield "no source judged it"
     if r.episode.error:

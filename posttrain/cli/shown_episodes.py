@@ -42,15 +42,15 @@ class ShowOptions:
     """Whole texts instead of their beginning and end."""
 
     def __post_init__(self) -> None:
-        together = [f"--{n}" for n in ("wrong", "failed", "best", "worst") if getattr(self, n)]
+        given = [f"--{n}" for n in ("wrong", "failed", "best", "worst") if getattr(self, n)]
         for pair in (("--wrong", "--failed"), ("--best", "--worst"), ("--failed", "--best"), ("--failed", "--worst")):
-            if set(pair) <= set(together):
+            if set(pair) <= set(given):
                 why = "one order at a time" if pair[0] == "--best" else "what was not judged has no reward to sort by"
                 raise ConfigError(f"{' and '.join(pair)} do not go together: {why}. Leave one of them out")
         if self.compare is None:
             return
-        if wrong := [n for n in ("step", "episode") if getattr(self, n) is not None] + ["failed"] * self.failed:
-            raise ConfigError(f"--compare takes its two steps itself: leave out --{wrong[0]}")
+        if conflicting := [n for n in ("step", "episode") if getattr(self, n) is not None] + ["failed"] * self.failed:
+            raise ConfigError(f"--compare takes its two steps itself: leave out --{conflicting[0]}")
 
 
 def named(chosen: EpisodeFile) -> str:
@@ -90,11 +90,11 @@ def choose(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> Episo
         return of_stage[-1]
     of_step = [f for f in of_stage if f.index == step]
     if not of_step:
-        there = [f.index for f in of_stage]
-        near = min(there, key=lambda i: abs(i - step))
+        steps = [f.index for f in of_stage]
+        near = min(steps, key=lambda i: abs(i - step))
         raise ConfigError(
-            f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to"
-            f" {there[-1]})"
+            f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {steps[0]} to"
+            f" {steps[-1]})"
         )
     return of_step[0]
 
@@ -106,8 +106,8 @@ def read_as(records: Iterable[Recorded]) -> Grades:
 
 def is_wrong(r: Recorded, grades: Grades) -> bool:
     """True where the episode was judged and is not right. If nothing says which grades are right, none is wrong."""
-    scored = _main_score(r)
-    return grades.tells and scored is not None and not grades.right.of(scored[0])
+    main_score = _main_score(r)
+    return grades.tells and main_score is not None and not grades.right.of(main_score[0])
 
 
 def _main_score(r: Recorded) -> tuple[float, Right] | None:

@@ -37,7 +37,8 @@ def said(r: SweptValue) -> float:
 
 
 def bar(idle: float) -> str:
-    """
+    """The share of the time in which a role works (#) and waits (.), as `WIDTH` characters.
+
     >>> bar(0.25)
     '######..'
     """

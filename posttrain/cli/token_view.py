@@ -40,12 +40,12 @@ def decoder(folder: Path) -> Decode | None:
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def episode_lines(i: int, r: Recorded, decode: Decode | None, on: bool) -> Iterator[str]:
+def episode_lines(i: int, r: Recorded, decode: Decode | None, colours_on: bool) -> Iterator[str]:
     """Summary, verdicts, and one line per sampled token; each stretch of other tokens is one text."""
     e, width = r.episode, screen_width()
-    named = f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}"
-    for line in folded(named, width):
-        yield paint(line, "bold", on)
+    title = f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}"
+    for line in folded(title, width):
+        yield paint(line, "bold", colours_on)
     dropped = f", dropped: {r.dropped}" if r.dropped else ""
     yield from folded(f"reward {number(e.reward)}, shaped {number(r.shaped)}{dropped}", width)
     if e.task.answer is not None:
@@ -60,23 +60,25 @@ def episode_lines(i: int, r: Recorded, decode: Decode | None, on: bool) -> Itera
         yield from hanging(f"  seat {visible(t.seat)} after turn {t.after} ({t.tokens} tokens): ", t.text, width)
     if e.error:
         for line in hanging("error: ", e.error, width):
-            yield paint(line, "red", on)
+            yield paint(line, "red", colours_on)
     if decode is None:
-        yield paint("no tokenizer.json in the run folder: token ids are shown", "yellow", on)
+        yield paint("no tokenizer.json in the run folder: token ids are shown", "yellow", colours_on)
     for n, segment in enumerate(e.segments):
         # The record has advantages of spoken tokens only. They are put at the places of these tokens; others get NaN.
         advantage = np.full(len(segment.ids), np.nan)
         if r.advantage is not None:
             advantage[segment.mask] = r.advantage[n]
         if len(e.segments) > 1:
-            yield paint(f"segment {n + 1} of {len(e.segments)}", "bold", on)
-        yield paint(HEAD, "dim", on)
-        yield from _tokens(segment, advantage, decode or (lambda ids: " ".join(f"#{t}" for t in ids)), on, width)
+            yield paint(f"segment {n + 1} of {len(e.segments)}", "bold", colours_on)
+        yield paint(HEAD, "dim", colours_on)
+        yield from _tokens(
+            segment, advantage, decode or (lambda ids: " ".join(f"#{t}" for t in ids)), colours_on, width
+        )
     if e.text:
         yield from hanging("said: ", e.text, width)
 
 
-def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, on: bool, width: int) -> Iterator[str]:
+def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, colours_on: bool, width: int) -> Iterator[str]:
     """A line for each spoken token of a segment, and one text for each stretch of other tokens."""
     t = 0
     while t < len(s.ids):
@@ -84,9 +86,9 @@ def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, on: bool, width: 
             p = float(np.exp(s.logp[t]))
             a = advantage[t]
             colour = "" if np.isnan(a) or a == 0 else "green" if a > 0 else "red"
-            credit = paint(f"{'-' if np.isnan(a) else f'{a:+.3f}':>9}", colour, on)
-            chance = paint(f"{s.logp[t]:>7.3f}  {p:>5.3f}", "yellow" if p < UNLIKELY else "", on)
-            token = paint(visible(decode([int(s.ids[t])])), "cyan", on)
+            credit = paint(f"{'-' if np.isnan(a) else f'{a:+.3f}':>9}", colour, colours_on)
+            chance = paint(f"{s.logp[t]:>7.3f}  {p:>5.3f}", "yellow" if p < UNLIKELY else "", colours_on)
+            token = paint(visible(decode([int(s.ids[t])])), "cyan", colours_on)
             yield LEAD.format(place=t, who="said", version=s.version[t], chance=chance, credit=credit) + token
             t += 1
             continue
@@ -96,5 +98,5 @@ def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, on: bool, width: 
             end += 1
         place = str(t) if end == t + 1 else f"{t}-{end - 1}"
         for line in hanging(f"  {place:>5}  world  ", decode(s.ids[t:end].tolist()), width):
-            yield paint(line, "dim", on)
+            yield paint(line, "dim", colours_on)
         t = end

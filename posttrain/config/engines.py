@@ -179,13 +179,13 @@ def pause_refusals(stage: str, engine: Engine, local: bool, deterministic: bool)
     Args:
         local: whether the engine computes in the learner's process.
     """
-    what = f"{stage}.unfinished=pause stops turns while the learner computes"
+    setting = f"{stage}.unfinished=pause stops turns while the learner computes"
     if not (local and isinstance(engine, Embedded)):
-        yield f"{what}, and this engine goes on meanwhile by itself: set {stage}.unfinished=go_on"
+        yield f"{setting}, and this engine goes on meanwhile by itself: set {stage}.unfinished=go_on"
     elif deterministic:
-        yield f"{what}, and with deterministic=true every group ends before new weights come: leave one of them out"
+        yield f"{setting}, and with deterministic=true every group ends before new weights come: leave one of them out"
     elif engine.update == "drain":
         yield (
-            f"{what}, and with engine.update=drain new weights wait until these turns have ended: set"
+            f"{setting}, and with engine.update=drain new weights wait until these turns have ended: set"
             " engine.update=inflight"
         )

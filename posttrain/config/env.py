@@ -125,14 +125,14 @@ class Reward:
     @property
     def judge_url(self) -> str:
         """The address of a judge at an endpoint; '' where it is something else."""
-        found = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
-        return found if "://" in found else ""
+        address = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
+        return address if "://" in address else ""
 
     @property
     def judge_run(self) -> str:
         """The run folder of a policy that learned to judge; '' where it is something else."""
-        found = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
-        return "" if self.judge_url else found
+        folder = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
+        return "" if self.judge_url else folder
 
     @property
     def by_model(self) -> bool:
@@ -170,8 +170,8 @@ class Reward:
         _check_resolution(f"reward {self.function!r}", self.resolution)
 
     def _check_judge(self) -> None:
-        own = self.function.startswith(JUDGE) and not self.judge_url
-        if own and not self.judge_run:
+        is_policy = self.function.startswith(JUDGE) and not self.judge_url
+        if is_policy and not self.judge_run:
             raise ConfigError(f"reward {self.function!r}: name the run folder of a judge: judge:PATH")
         if self.judge != JudgeEndpoint() and not self.judge_url:
             raise ConfigError(
@@ -182,13 +182,13 @@ class Reward:
             raise ConfigError(
                 f"reward {self.function!r}: set judge.parallel for requests at once, and leave workers out"
             )
-        if not own and (self.votes, self.rivals, self.meta) != (1, 0, None):
+        if not is_policy and (self.votes, self.rivals, self.meta) != (1, 0, None):
             raise ConfigError(f"reward {self.function!r}: votes, rivals and meta are for judge:PATH; leave them out")
         if self.votes < 1 or self.rivals < 0:
             raise ConfigError(
                 f"reward {self.function!r}: votes={self.votes} must be at least 1 and rivals={self.rivals} at least 0"
             )
-        if own and (self.workers or self.timeout is not None):
+        if is_policy and (self.workers or self.timeout is not None):
             raise ConfigError(f"reward {self.function!r} has an engine of its own: leave workers and timeout out")
 
     def _check_models(self) -> None:
@@ -211,10 +211,10 @@ class Reward:
             )
 
 
-def _check_resolution(what: str, resolution: float | None) -> None:
+def _check_resolution(owner: str, resolution: float | None) -> None:
     if resolution is not None and not 0 <= resolution < 1:
         raise ConfigError(
-            f"{what}: resolution={resolution:g} is a relative difference, at least 0 and below 1 (1e-3 for a model,"
+            f"{owner}: resolution={resolution:g} is a relative difference, at least 0 and below 1 (1e-3 for a model,"
             " say)"
         )
 

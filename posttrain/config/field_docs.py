@@ -18,8 +18,10 @@ from typing import Any, cast
 from posttrain.system import dataclass_json
 
 _SENTENCE = re.compile(r"(?<=[^.][.?!])(?<!Eq\.)(?<! al\.)\s+(?=[A-Z`0-9('\"]|[\w.]+: )")
-"""Where a sentence ends and the next begins."""
+"""Where a sentence ends and the next begins. The point of `...`, `Eq.` and `et al.` ends none. The next one begins with
+a capital, a quotation, a bracket or a digit, or with the name of a choice and a colon (`drain: they end first`)."""
 _CODE = re.compile(r"[A-E]\d{2}\b")
+"""A code of the survey of algorithms, such as A09."""
 _BRACKETS = re.compile(r"\s*\(([^()]*\b[A-E]\d{2}\b[^()]*)\)")
 
 
@@ -44,9 +46,9 @@ def _below(body: list[ast.stmt]) -> dict[str, str]:
             targets = [statement.target]
         elif isinstance(statement, ast.Assign):
             targets = statement.targets
-        said = after.value if isinstance(after, ast.Expr) else None
-        if isinstance(said, ast.Constant) and isinstance(said.value, str):
-            out |= {t.id: " ".join(said.value.split()) for t in targets if isinstance(t, ast.Name)}
+        text_node = after.value if isinstance(after, ast.Expr) else None
+        if isinstance(text_node, ast.Constant) and isinstance(text_node.value, str):
+            out |= {t.id: " ".join(text_node.value.split()) for t in targets if isinstance(t, ast.Name)}
     return out
 
 
@@ -58,8 +60,8 @@ def without_codes(text: str) -> str:
     'Leave-one-out (RLOO). Mean. Learned (Schulman 1506.02438)'
     """
 
-    def plain(found: re.Match[str]) -> str:
-        parts = [_CODE.sub("", part).strip() for part in re.split("[,;]", found[1])]
+    def plain(bracket: re.Match[str]) -> str:
+        parts = [_CODE.sub("", part).strip() for part in re.split("[,;]", bracket[1])]
         return f" ({', '.join(p for p in parts if p)})" if any(parts) else ""
 
     return _BRACKETS.sub(plain, text)
@@ -72,8 +74,8 @@ def meaning(cls: type, field: str) -> str:
         texts = _texts(base.__module__)
         if text := texts.get(base.__name__, {}).get(field):
             return without_codes(text)
-        named = str(inspect.get_annotations(base)[field]).partition(" |")[0]
-        if text := texts.get("", {}).get(named):
+        type_name = str(inspect.get_annotations(base)[field]).partition(" |")[0]
+        if text := texts.get("", {}).get(type_name):
             return without_codes(text)
     declared = next(
         (m for m in dataclass_json.members(dataclass_json.hints(cls)[field]) if dataclasses.is_dataclass(m)), None
@@ -93,4 +95,5 @@ def sentence(text: str) -> str:
 def about(cls: type[Any]) -> str:
     """The first sentence about a class, such as a piece of an algorithm."""
     text = without_codes(" ".join((inspect.getdoc(cls) or "").split()))
+    # A dataclass without a docstring gets its signature as one.
     return "" if text.startswith(f"{cls.__name__}(") else sentence(text)

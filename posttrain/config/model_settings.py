@@ -59,18 +59,18 @@ class Lora:
         return f"{kind} of rank {self.rank}, scale {self.scale:g}, on {', '.join(names)}"
 
 
-def goes_on(asked: Lora | None, there: Lora, where: str) -> Lora:
+def goes_on(asked: Lora | None, saved: Lora, where: str) -> Lora:
     """The adapter of a model that has one already: that one goes on.
 
     Raises:
         ConfigError: another one is asked for.
     """
-    if asked not in (None, there):
+    if asked not in (None, saved):
         raise ConfigError(
-            f"{where}: there is an adapter already ({there.words()}), and it is trained further. Leave model.lora out;"
+            f"{where}: there is an adapter already ({saved.words()}), and it is trained further. Leave model.lora out;"
             " or merge it first and give the merged model"
         )
-    return there
+    return saved
 
 
 def check_frozen(lora: Lora | None, quantize: str | None) -> None:
@@ -110,7 +110,7 @@ DEVICE = re.compile(r"cpu|(cuda|mps|xpu)(:\d{1,3})?")
 
 
 def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:
-    """Refuse a device that does not exist, and to move to the CPU what is there.
+    """Refuse a device that does not exist, and settings that move tensors to the CPU where the device is the CPU.
 
     Raises:
         ConfigError: it says what to set.

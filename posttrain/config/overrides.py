@@ -51,6 +51,7 @@ class Node:
     parts: dict[str, Node] = field(default_factory=dict[str, "Node"])
 
     def at(self, path: Sequence[str]) -> Node:
+        """The node at a path below this one. Nodes that are missing on the way are made."""
         return self if not path else self.parts.setdefault(path[0], Node()).at(path[1:])
 
 
@@ -69,15 +70,24 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
     # A path names a stage by its name and not as an element of `stages`, so what is said of stages is taken out first,
     # and the rest is a change of the run's other fields. The run is built once, of both: new stages may be valid with
     # the new fields alone.
-    asked = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
-    stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in asked if not _left_out(node, s.name))
-    right_word = root.parts.get("env", Node()).parts.get("right", Node()).word
-    out = _fields(Run, run, root, "", stages=stages)
-    # `env.right` is the smallest reward of a right answer. It was chosen for the old rewards, so it goes when the
-    # rewards change, unless this call sets it.
-    if right_word is None and [r.function for r in out.env.rewards] != [r.function for r in run.env.rewards]:
-        return replace(out, env=replace(out.env, right=None))
-    return out
+    stage_nodes = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
+    stages = tuple(
+        _forget_right(s, _rebuild(type(s), s, node, s.name), node)
+        for s, node in stage_nodes
+        if not _left_out(node, s.name)
+    )
+    return _forget_right(run, _fields(Run, run, root, "", stages=stages), root)
+
+
+def _forget_right(old: Run | Stage, new: Any, node: Node) -> Any:
+    """A changed run or stage. `env.right`, the smallest reward of a right answer, was chosen for the rewards before: it
+    goes when they change, unless this call sets it."""
+    set_now = node.parts.get("env", Node()).parts.get("right", Node()).word is not None
+    if set_now or old.env is None or new.env is None:
+        return new
+    if [r.function for r in new.env.rewards] == [r.function for r in old.env.rewards]:
+        return new
+    return replace(new, env=replace(new.env, right=None))
 
 
 def _left_out(node: Node, name: str) -> bool:
@@ -100,12 +110,12 @@ def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
         return (parts[0], *_inside(stages[parts[0]], parts[1:]))
     if parts[0] in dataclass_json.hints(Run):
         return parts
-    full = [(s.name, *_inside(s, parts)) for s in _meant(run, parts, word) if _has(s, parts[0])]
-    if len(full) == 1:
-        return full[0]
-    if full:
-        ways = ", ".join(f"{'.'.join(p)}={word}" for p in full)
-        raise ConfigError(f"{key}={word}: {len(full)} stages have {parts[0]!r}; say which: {ways}")
+    paths = [(s.name, *_inside(s, parts)) for s in _meant(run, parts, word) if _has(s, parts[0])]
+    if len(paths) == 1:
+        return paths[0]
+    if paths:
+        ways = ", ".join(f"{'.'.join(p)}={word}" for p in paths)
+        raise ConfigError(f"{key}={word}: {len(paths)} stages have {parts[0]!r}; say which: {ways}")
     raise ConfigError(f"{key}={word}: no such setting; {our_name(key) or _suggest(run, key)}")
 
 
@@ -165,15 +175,17 @@ def _env(env: Env | None, word: str) -> Env:
 def _model(model: Model, word: str) -> Model:
     """A model that is loaded has its own context; the recipe's `context` belongs to the model it would build."""
     path = None if word == "none" else word
+    # `model=none` where the model is built already changes nothing: its context stays too.
     return model if path is None and model.path is None else replace(model, path=path, context=None)
 
 
-def _algorithm(now: AnyAlgorithm, word: str) -> AnyAlgorithm:
-    return named_algorithm(type(now), word)
+def _algorithm(current: AnyAlgorithm, word: str) -> AnyAlgorithm:
+    # An algorithm of the same ladder: a stage learns from reward or from preferences.
+    return named_algorithm(type(current), word)
 
 
 def _number(kind: type, field: str, path: str) -> Callable[[Any, str], Any]:
-    """A group of settings that one whole number makes: that of `field`."""
+    """Returns a function that builds a group of settings with its defaults, and one whole number as its `field`."""
     return lambda _, word: kind(**{field: read(int, word, path)})
 
 
@@ -216,21 +228,21 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
         return _mapping(declared, cast("Mapping[str, Any]", current), node, path)
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
-    part = next(iter(node.parts))
+    name = next(iter(node.parts))
     begun = next((BEGUN[m] for m in dataclass_json.members(declared) if m in BEGUN), None)
     # `model.lora.rank=8` begins the group from its defaults.
     if current is None and begun is not None:
         return _fields(declared, begun, node, path)
     if current is None and Env in dataclass_json.members(declared):
         raise ConfigError(
-            f"{path}.{part}: {path} is none, so the run's environment is used; name its own first: {path}=NAME"
+            f"{path}.{name}: {path} is none, so the run's environment is used; name its own first: {path}=NAME"
         )
     if current is None and dataclass_json.pieces(declared):
         names = [n.lower() for n in dataclass_json.pieces(declared)]
         raise ConfigError(
-            f"{path}.{part}: {path} is none; choose it first, for example {path}={names[0]} (valid: {', '.join(names)})"
+            f"{path}.{name}: {path} is none; choose it first, for example {path}={names[0]} (valid: {', '.join(names)})"
         )
-    raise ConfigError(f"{path}.{part}: {path} has no parts; it is {dataclass_json.describe(declared)}")
+    raise ConfigError(f"{path}.{name}: {path} has no parts; it is {dataclass_json.describe(declared)}")
 
 
 def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
@@ -337,6 +349,7 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
             yield here, f"one of {', '.join(LADDERS[declared])}"
             yield from _surface(declared, here)
             continue
+        # A word for an optimizer is its kind (`SHORT`), so the kinds are valid there and not any text.
         if declared is Optimizer:
             yield here, dataclass_json.describe(dataclass_json.hints(Optimizer)["kind"])
             yield from _surface(Optimizer, here)

@@ -103,7 +103,8 @@ def placement_refusals(placement: Placement, engine: Engine) -> str:
 
 
 def learner_cores(placement: Placement) -> int:
-    """Cores of this machine that the engines leave to the learner; 0: all of them, or the same."""
+    """Cores of this machine that the engines leave to the learner. 0: the engines have no cores of their own, or they
+    leave none; the learner then uses all."""
     if isinstance(placement, Local | Ray) or not placement.cores:
         return 0
     return max(0, cores() - placement.cores * placement.engines)

@@ -22,6 +22,7 @@ SECONDS = 600.0
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The environment variable that torchrun sets in each of its processes."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""The environment variable in which torchrun counts how often it has started them again."""
 Parallel = Literal["rows", "tensor", "experts"]
 """How ranks share a model: rows of every weight (`fully_shard`), columns and rows of each layer (tensor parallelism),
 or whole experts of a mixture (expert parallelism)."""
@@ -90,12 +91,13 @@ def check_ranks(run: Run, options: RankOptions) -> None:
     """ConfigError for what a run over ranks cannot do yet, with what to change."""
     if options.world is None:
         return
-    whole = () if options.parallel == "rows" else _whole_passes(run, options.parallel, options.world)
-    for refusal in (*_refusals(run), *whole):
+    of_whole_passes = () if options.parallel == "rows" else _whole_passes(run, options.parallel, options.world)
+    for refusal in (*_refusals(run), *of_whole_passes):
         raise ConfigError(f"over ranks (--nproc, torchrun): {refusal}")
 
 
 def _refusals(run: Run) -> Iterator[str]:
+    """Yields a message about each thing that no run over ranks can do yet."""
     model = run.model
     if model.device != "cpu":
         yield f"model.device={model.device} is not built; ranks compute on CPU (gloo). Set model.device=cpu"
@@ -116,23 +118,24 @@ def _refusals(run: Run) -> Iterator[str]:
 
 
 def _whole_passes(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
-    """Yields a message about each thing that ranks cannot do where each of them computes every token. A model that is
-    read is asked when it is there."""
-    model, how = run.model, f"--parallel {parallel}"
+    """Yields a message about each thing that ranks cannot do where each of them computes every token. A model at
+    a path is checked when it is loaded."""
+    model, option = run.model, f"--parallel {parallel}"
     if model.dtype != "float32":
-        yield f"{how} computes in float32 so far. Set model.dtype=float32, or leave it out"
+        yield f"{option} computes in float32 so far. Set model.dtype=float32, or leave it out"
     if model.lora is not None:
-        yield f"{how} trains all weights, and model.lora is set. Leave one of them out"
+        yield f"{option} trains all weights, and model.lora is set. Leave one of them out"
     if model.path is None and parallel == "experts" and model.arch not in MIXTURES:
-        yield f"{how} shares whole experts, and model.arch={model.arch} has none. Leave it out"
+        yield f"{option} shares whole experts, and model.arch={model.arch} has none. Leave it out"
     # Tensor parallelism cuts a layer between its heads, so each rank needs as many as any other.
-    parts = ("experts",) if parallel == "experts" else ("heads", "kv_heads")
-    for name in parts if model.path is None else ():
+    names = ("experts",) if parallel == "experts" else ("heads", "kv_heads")
+    for name in names if model.path is None else ():
         if (count := getattr(model, name)) % world:
-            yield f"{how}: {world} ranks cannot share model.{name}={count} evenly: give a divisor of it"
+            yield f"{option}: {world} ranks cannot share model.{name}={count} evenly: give a divisor of it"
 
 
 def _of_stage(stage: Stage) -> Iterator[str]:
+    """Yields a message about each thing of one stage that is not built for ranks."""
     if not isinstance(stage, STAGES):
         yield (
             f"stage {stage.name!r} ({type(stage).__name__}) is not built; {', '.join(s.__name__ for s in STAGES)} are."

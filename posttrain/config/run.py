@@ -139,8 +139,8 @@ class Model:
     @property
     def checkpointing(self) -> Checkpointing:
         """`gradient_checkpointing` as a word."""
-        how = self.gradient_checkpointing
-        return ("full" if how else "none") if isinstance(how, bool) else how
+        setting = self.gradient_checkpointing
+        return ("full" if setting else "none") if isinstance(setting, bool) else setting
 
     def _check_sizes(self) -> None:
         """ConfigError where no model of `arch` can be built at these sizes."""
@@ -204,11 +204,11 @@ class Supervised(LearnsRows):
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
         if self.style in styles:
             return ""
-        way = "Give rows with messages, a text or a completion" if env == "prompts" else "Give another env"
-        way = f"Set {self.name}.style={styles[0]}" if styles else way
+        advice = "Give rows with messages, a text or a completion" if env == "prompts" else "Give another env"
+        advice = f"Set {self.name}.style={styles[0]}" if styles else advice
         return (
-            f"{self.name}.style={self.style!r}: environment {env!r} writes {offered(styles)}. {way}, or leave the stage"
-            f" out with {self.name}=none"
+            f"{self.name}.style={self.style!r}: environment {env!r} writes {offered(styles)}. {advice}, or leave the"
+            f" stage out with {self.name}=none"
         )
 
 

@@ -60,5 +60,5 @@ OTHERS: dict[str, str] = {
 
 def our_name(name: str) -> str:
     """Returns our name for a name of another library, as a sentence for an error; '' where it is none."""
-    said = f"{name} of other libraries is here: {OTHERS.get(name)} (docs/start/coming-from-trl.md)"
-    return said if name in OTHERS else ""
+    sentence = f"{name} of other libraries is here: {OTHERS.get(name)} (docs/start/coming-from-trl.md)"
+    return sentence if name in OTHERS else ""

@@ -39,12 +39,12 @@ def read(declared: Any, word: str, path: str) -> Any:
             return dataclass_json.build(declared, _json(word, path), path)
         parts = [] if word.lower() in ("", "none") else [w.strip() for w in word.split(",")]
         return tuple(read(item, w, path) for w in parts)
-    fixed = dataclass_json.fixed_items(declared)
-    if fixed is not None:
-        both = [w.strip() for w in word.split(":")]
-        if len(both) != len(fixed):
+    item_types = dataclass_json.fixed_items(declared)
+    if item_types is not None:
+        words = [w.strip() for w in word.split(":")]
+        if len(words) != len(item_types):
             raise _refuse(declared, word, path)
-        return tuple(read(x, w, path) for x, w in zip(fixed, both, strict=True))
+        return tuple(read(x, w, path) for x, w in zip(item_types, words, strict=True))
     pieces = dataclass_json.pieces(declared)
     if pieces:
         return _piece(pieces, declared, word, path)
@@ -70,6 +70,7 @@ def _rank(kind: Any) -> int:
 
 
 def _scalar(kind: Any, word: str) -> Any:
+    """The word as a value of one type; a `_NotAValue` where it is none."""
     if get_origin(kind) is Literal:
         return next((v for v in get_args(kind) if str(v) == word), _NotAValue())
     if kind is bool:
@@ -81,12 +82,12 @@ def _scalar(kind: Any, word: str) -> Any:
             number = float(word)
             # `1e3` is a whole number, and `1000.0` is none. A long row of digits is not taken through a
             # float, which would round it.
-            written = int(number) if number.is_integer() and "e" in word.lower() else None
-            whole = int(word) if word.lstrip("+-").isdigit() else written
+            with_exponent = int(number) if number.is_integer() and "e" in word.lower() else None
+            integer = int(word) if word.lstrip("+-").isdigit() else with_exponent
         except (ValueError, OverflowError):
             return _NotAValue()
         if kind is int:
-            return _NotAValue() if whole is None else whole
+            return _NotAValue() if integer is None else integer
         # NaN is not equal to itself, so a run that has one could not be compared with what was recorded.
         return _NotAValue() if math.isnan(number) else number
     return _NotAValue()
@@ -109,8 +110,9 @@ def _piece(pieces: dict[str, type], declared: Any, word: str, path: str) -> Any:
 
 
 def _refuse(declared: Any, word: str, path: str) -> ConfigError:
+    """The error about a word that is not valid, with what is."""
     if valid := [str(v) for v in dataclass_json.choices(declared)]:
         none = ["none"] if type(None) in dataclass_json.members(declared) else []
         return ConfigError(f"{path}={word}: {nearest(word, valid + none)}")
-    close = f"; did you mean '{word.lower()}'?" if word.lower() in _BOOLS or word.lower() == "none" else ""
-    return ConfigError(f"{path}={word}: expected {dataclass_json.describe(declared)}{close}")
+    case_hint = f"; did you mean '{word.lower()}'?" if word.lower() in _BOOLS or word.lower() == "none" else ""
+    return ConfigError(f"{path}={word}: expected {dataclass_json.describe(declared)}{case_hint}")

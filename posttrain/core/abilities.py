@@ -57,6 +57,7 @@ class Together(Protocol):
 
 
 def _none(task: Task) -> tuple[Turns, ...]:
+    """No paraphrases are known."""
     return ()
 
 
@@ -95,6 +96,7 @@ class Write(Protocol):
 
 
 def _alone(task: Task, style: str) -> LearnedConversation | None:
+    """Only the completion is learned."""
     return None
 
 
@@ -278,26 +280,33 @@ class Abilities(Declared):
 
 def declared(environment: Any) -> Abilities:
     """The abilities of an environment. Raises ConfigError, which says what to add, if it declares none."""
-    found = getattr(environment, "abilities", None)
-    if isinstance(found, Abilities):
-        return found
-    own = type(environment).__name__
+    abilities = getattr(environment, "abilities", None)
+    if isinstance(abilities, Abilities):
+        return abilities
+    class_name = type(environment).__name__
     # A frequent mistake, a method without @property, gets a message of its own.
-    if callable(found):
-        raise ConfigError(f"environment {own}: abilities is a method. Write @property above it, so that it can be read")
-    said = "declares no abilities" if found is None else f"has abilities of type {type(found).__name__}, not Abilities"
+    if callable(abilities):
+        raise ConfigError(
+            f"environment {class_name}: abilities is a method. Write @property above it, so that it can be read"
+        )
+    problem = (
+        "declares no abilities"
+        if abilities is None
+        else f"has abilities of type {type(abilities).__name__}, not Abilities"
+    )
     raise ConfigError(
-        f"environment {own} {said}: derive it from posttrain.core.ports.Environment, or write `abilities = Abilities()`"
-        " into it (posttrain.core.abilities) and name in it what the environment can do beside playing and judging"
+        f"environment {class_name} {problem}: derive it from posttrain.core.ports.Environment, or write `abilities ="
+        " Abilities()` into it (posttrain.core.abilities) and name in it what the environment can do beside playing and"
+        " judging"
     )
 
 
 def _having(environment: Any, ability: str, why: str) -> Any:
     """An ability of an environment. Raises ConfigError, which says why it is needed, if it has none."""
-    found = getattr(declared(environment), ability)
-    if found is None:
+    value = getattr(declared(environment), ability)
+    if value is None:
         raise ConfigError(f"environment {environment.name!r} {why}")
-    return found
+    return value
 
 
 def demonstrations(environment: Any) -> Demonstrations:

@@ -53,8 +53,9 @@ class Packed:
     """int16 [N, R, K]: the experts that computed each token in its sampler (`core.exchange.expert_choices`); None: none
     is known."""
     balance_E: np.ndarray | None = None
-    """float64 [E]: what a router's probability of each expert, at a token whose experts are known, adds to the
-    load-balance loss of the whole minibatch (`algorithm.loss.load_balance_loss`); None where there is no such loss."""
+    """float64, one number for each expert (here E counts experts, not episodes): what a router's probability of it, at
+    a token whose experts are known, adds to the load-balance loss of the whole minibatch
+    (`algorithm.loss.load_balance_loss`); None where there is no such loss."""
 
     def __post_init__(self) -> None:
         # Every batch is checked here, also each part of a split. So an index that is off by one
@@ -132,7 +133,7 @@ class Packed:
         if len({s.sampling for s in segments}) != 1:
             raise InvariantError("segments of one batch share one sampling contract")
         lengths = np.array([len(s.ids) for s in segments], np.int32)
-        # a + o - 1 below: position a within its segment, plus where the segment begins, minus one for
+        # a + start - 1 below: position a within its segment, plus where the segment begins, minus one for
         # the hidden state that predicts it. No segment begins with a spoken token, so it stays inside.
         starts = np.cumsum(lengths) - lengths
         at = [np.flatnonzero(s.mask) for s in segments]
@@ -142,7 +143,7 @@ class Packed:
         return cls(
             ids_N=np.concatenate([s.ids for s in segments]),
             lengths_S=lengths,
-            source_M=np.concatenate([a + o - 1 for a, o in zip(at, starts, strict=True)]).astype(np.int64),
+            source_M=np.concatenate([a + start - 1 for a, start in zip(at, starts, strict=True)]).astype(np.int64),
             target_M=np.concatenate([s.ids[a] for s, a in zip(segments, at, strict=True)]).astype(np.int32),
             segment_M=np.repeat(np.arange(len(segments), dtype=np.int32), [len(a) for a in at]),
             sequence_S=np.arange(len(segments), dtype=np.int32) if sequence is None else np.asarray(sequence, np.int32),
@@ -170,6 +171,7 @@ class Packed:
         heard_N = np.arange(len(self.ids_N)) > first_S[segment_N]
         heard_N[at_M] = False
         at_H = np.flatnonzero(heard_N)
+        # Without the experts of the sampler: the layers run once, on `self`, and only the head reads this one.
         return Packed(
             ids_N=self.ids_N,
             lengths_S=self.lengths_S,
@@ -249,9 +251,9 @@ class Packed:
         # A unit is packed as one item. `begin`: number of the first segment of each unit. `within`: token ids of each
         # segment of the unit.
         members = [self.members(u) for u in range(self.units)]
-        parts = np.split(self.ids_N, np.cumsum(self.lengths_S)[:-1])
+        segments = np.split(self.ids_N, np.cumsum(self.lengths_S)[:-1])
         begin = np.searchsorted(self.sequence_S, [m[0] for m in members])
-        within = [parts[a:b] for a, b in pairwise([*begin.tolist(), len(parts)])]
+        within = [segments[a:b] for a, b in pairwise([*begin.tolist(), len(segments)])]
         total = [sum(map(len, unit)) for unit in within]
         # Segments of one unit may share a beginning (earlier turns, a pair's question): this saves positions in any
         # bin. A beginning that several units share saves positions only in the same bin: `bins` counts it.

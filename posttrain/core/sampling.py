@@ -158,12 +158,12 @@ class Sampling:
         if not self.allowed_ids:
             raise ConfigError("sampling.allowed_ids is empty, so nothing could be said: list some ids, or none for all")
         # Only bans of one token hold at every position; a longer sequence bans its last token only sometimes.
-        left = set(self.allowed_ids) - {s[0] for s in self.bad_ids if len(s) == 1}
-        if not left:
+        sayable = set(self.allowed_ids) - {s[0] for s in self.bad_ids if len(s) == 1}
+        if not sayable:
             raise ConfigError(
                 f"sampling: bad_ids ban all {len(set(self.allowed_ids))} of allowed_ids, so nothing could be said"
             )
-        if self.min_tokens and not left - set(self.stop_ids or ()):
+        if self.min_tokens and not sayable - set(self.stop_ids or ()):
             raise ConfigError(
                 f"sampling: only stop ids are allowed, and min_tokens={self.min_tokens} bans them at the start of a"
                 " turn"

@@ -79,10 +79,10 @@ class EpisodeCredit:
     @property
     def streams(self) -> dict[Stream, tuple[np.ndarray, ...]]:
         """The scored streams with advantage and return: all that a batch holds of this episode."""
-        made = (
+        of_credit = (
             {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
         )
-        return {**made, **self.scored.streams}
+        return {**of_credit, **self.scored.streams}
 
 
 @dataclass(frozen=True, eq=False)

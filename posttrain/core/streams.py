@@ -119,7 +119,7 @@ WEIGHT = Stream(
     "weight", "float64", "the aggregation, written out per token and normalised over the minibatch", "every loss"
 )
 
-# --- from judgements --------------------------------------------------------------------------------------------------
+# --- from judgements and outcomes -------------------------------------------------------------------------------------
 
 SIDE = Stream(
     "side",
@@ -161,7 +161,7 @@ OPPONENT = Stream(
     "losses of pairs that are drawn against an opponent (XPO, Nash-MD)",
 )
 
-# --- from models: forward passes without gradient, in the order of SCORED ---------------------------------------------
+# --- from models, without gradient: by SCORED, in its order; NOW and COLLISION for one minibatch ----------------------
 
 
 class Distilled(Protocol):

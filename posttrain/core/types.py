@@ -2,8 +2,8 @@
 
 A spoken token is one that the policy sampled; all others (prompts, observations) are context.
 
-Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment, S segments in a
-batch, N packed positions, M spoken positions.
+Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment. Of a batch: U units,
+E episodes, S segments, N packed positions, M spoken positions. Of routers: R routers, E experts, K of them a token.
 """
 
 from __future__ import annotations

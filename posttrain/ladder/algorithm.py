@@ -266,8 +266,8 @@ def _meaningless(a: Algorithm) -> Iterator[str]:
 def _meaningless_credit(a: Algorithm) -> Iterator[str]:
     """The reasons that concern rewards, scale and whitening."""
     # `maxrl_success` divides the plain reward by the group's mean: it needs no baseline that compares siblings.
-    scores_only = isinstance(a.baseline, Zero) and a.scale == "group_mean"
-    if a.scale in ("group_std", "group_mean", "best_std") and not a.group_relative and not scores_only:
+    divides_plain_reward = isinstance(a.baseline, Zero) and a.scale == "group_mean"
+    if a.scale in ("group_std", "group_mean", "best_std") and not a.group_relative and not divides_plain_reward:
         yield (
             f"scale={a.scale} compares siblings, but the baseline does not. Use baseline=groupmean or others, or"
             " scale=one"
@@ -284,8 +284,8 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         yield "whiten already divides by a standard deviation of the step. Set scale=one, or whiten=none"
     # Each source is compared on its own. So choices that work on the whole reward do
     # not fit: shaping, a KL in the reward, a scale of the sum.
-    several = a.scale not in ("one", "group_std") or a.shape or a.charges_answers
-    if a.rewards == "each" and (several or not a.baseline.of_sources):
+    whole_rewards = a.scale not in ("one", "group_std") or a.shape or a.charges_answers
+    if a.rewards == "each" and (whole_rewards or not a.baseline.of_sources):
         yield (
             "rewards=each compares every reward source with its own siblings. Use baseline=groupmean or others,"
             f" {SEVERAL}"

@@ -48,7 +48,7 @@ def reads(a: Algorithm) -> tuple[str, ...]:
 def cost(a: Algorithm) -> Cost:
     """The costs of a step of this algorithm."""
     passes: list[str] = []
-    policy_outputs = _own(a)
+    policy_outputs = _policy_outputs(a)
     # Where the policy makes a pass over its tokens anyway, that pass gives START too. Else
     # START costs a pass, and only where a step takes several optimizer steps.
     late = int("start" in a.reads and not policy_outputs)
@@ -70,16 +70,16 @@ def cost(a: Algorithm) -> Cost:
     return Cost(forwards, late, tuple(passes), tuple(_generation(a)), tuple(_memory(a)))
 
 
-def _own(a: Algorithm) -> list[str]:
+def _policy_outputs(a: Algorithm) -> list[str]:
     """Returns the results of one pass of the policy over its own tokens (`core.streams.OWN`), besides those that need a
     pass only where a step takes several optimizer steps."""
-    named = (
+    outputs = (
         ("the policy at the start of the step", a.start_before_loss),
         ("the values", "values" in a.reads),
         ("the policy's entropies", "entropy" in a.reads),
         ("the policy's energies, |d log pi / d logits|^2", "energy" in a.reads),
     )
-    return [name for name, yes in named if yes]
+    return [name for name, yes in outputs if yes]
 
 
 def _generation(a: Algorithm) -> list[str]:

@@ -14,11 +14,11 @@ from posttrain.recipe.ladder import ladder
 
 def arithmetic() -> Run:
     """RL after a short SFT: the smallest run in which an algorithm visibly learns."""
-    full = ladder()
-    cot, rl = full.stage("cot"), full.stage("rl")
+    base = ladder()
+    cot, rl = base.stage("cot"), base.stage("rl")
     assert isinstance(rl, Reinforce)
     return replace(
-        full, recipe="arithmetic", stages=(replace(cot, name="sft"), replace(rl, algorithm=GRPO, prompts=32))
+        base, recipe="arithmetic", stages=(replace(cot, name="sft"), replace(rl, algorithm=GRPO, prompts=32))
     )
 
 

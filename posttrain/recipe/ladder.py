@@ -1,4 +1,4 @@
-"""All stages on arithmetic. Each reaches an accuracy that the one before does not."""
+"""All stages on arithmetic, each with an accuracy that the one before does not reach, and last a control."""
 
 from __future__ import annotations
 

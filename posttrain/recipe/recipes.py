@@ -186,8 +186,11 @@ def listed(columns: int = 80) -> str:
     """All recipes by kind, in lines of at most `columns`."""
     width = max(map(len, RECIPES))
     lines = ["recipes, with their minutes on one core as they are:"]
-    for kind, what in KINDS.items():
-        rows = [("", f"{kind}: {what}"), *((f"  {r.name:<{width}}  {r.minutes:>3g} min  ", r.shows) for r in of(kind))]
+    for kind, purpose in KINDS.items():
+        rows = [
+            ("", f"{kind}: {purpose}"),
+            *((f"  {r.name:<{width}}  {r.minutes:>3g} min  ", r.shows) for r in of(kind)),
+        ]
         for lead, text in rows:
             lines += textwrap.wrap(
                 text,

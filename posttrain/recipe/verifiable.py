@@ -23,6 +23,7 @@ def verifiable() -> Run:
             name="prompts",
             prompts=PROMPTS,
             rewards=(Reward(function=f"{REWARDS}:correct"), Reward(function=f"{REWARDS}:brief", weight=0.1)),
+            # The weights sum to 1.1, so that 1 would not count as full marks by itself (`core.measure.right`).
             right=1.0,
             heldout=100,
         ),

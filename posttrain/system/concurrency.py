@@ -16,9 +16,9 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(w) for w in work]
-    except* Exception as many:
+    except* Exception as errors:
         # Only errors are unpacked. An interrupt or a cancellation keeps its own way out of the group.
-        raise _first(many) from None
+        raise _first(errors) from None
     return [t.result() for t in tasks]
 
 
@@ -43,14 +43,15 @@ async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]
             ended += [i for i, t in enumerate(tasks) if t.done() and i not in ended]
         return [tasks[i].result() for i in sorted(ended[:count])]
     finally:
+        # A cancelled task still runs its own `finally`. It is waited for, so that nothing of it goes on after this.
         for t in tasks:
             t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _first(many: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first exception that is no group, inside nested exception groups."""
-    cause: BaseException = many
+    cause: BaseException = errors
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     return cause
@@ -77,11 +78,11 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of `work`, which is run in the thread."""
-        with self._one:
+        with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_run_and_close, args=(self._loop,), name=self._name, daemon=True).start()
@@ -90,16 +91,16 @@ class LoopThread:
 
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
         """Cancel all tasks, then run `last` in the loop, and stop the loop. Waits at most `ENDING` seconds."""
-        with self._one:
+        with self._lock:
             loop, self._loop = self._loop, None
         if loop is None:
             return
 
         async def ended() -> None:
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in left:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             if last is not None:
                 await last()
 

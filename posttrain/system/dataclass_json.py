@@ -243,10 +243,10 @@ def _piece(declared: Any, data: dict[str, Any], path: str) -> type:
     if tag is None:
         raise ConfigError(f"{path}: an object here needs a {TAG!r} key (one of {', '.join(options)})")
     if not isinstance(tag, str) or tag not in options:
-        own = ""
+        advice = ""
         if any(is_open(m) for m in (declared, *typing.get_args(declared))):
-            own = ". If a file of your own defines it, give that too: algorithm=path.py:NAME"
-        raise ConfigError(f"{path}.{TAG}={tag}: {nearest(str(tag), options)}{own}")
+            advice = ". If a file of your own defines it, give that too: algorithm=path.py:NAME"
+        raise ConfigError(f"{path}.{TAG}={tag}: {nearest(str(tag), options)}{advice}")
     return options[tag]
 
 

@@ -41,6 +41,7 @@ FULL = {
 
 
 def sync(path: Path) -> None:
+    """Wait until a file or folder, as it is now, would survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -84,9 +85,9 @@ def full(error: BaseException) -> tuple[str, str] | None:
     if isinstance(error, OSError) and error.errno in FULL:
         return FULL[error.errno]
     # Rust's libraries, such as safetensors, have the number only in their text.
-    told = re.search(r"\bos error (\d+)\b", str(error))
-    if told and int(told[1]) in FULL:
-        return FULL[int(told[1])]
+    match = re.search(r"\bos error (\d+)\b", str(error))
+    if match and int(match[1]) in FULL:
+        return FULL[int(match[1])]
     return FULL[errno.ENOSPC] if "No space left on device" in str(error) else None
 
 
@@ -98,10 +99,10 @@ def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generato
     except RunFolderError:
         raise
     except Exception as error:
-        if (told := full(error)) is None:
+        if (why_and_advice := full(error)) is None:
             raise
         raise RunFolderError(
-            f"{told[0]}: {what} was not written. {still_good()}. {told[1]} and go on with --resume"
+            f"{why_and_advice[0]}: {what} was not written. {still_good()}. {why_and_advice[1]} and go on with --resume"
         ) from error
 
 
@@ -184,8 +185,8 @@ def sweep(folder: Path) -> None:
 
 def is_temporary(path: Path) -> bool:
     """Returns whether a killed process may have left this file or directory, which `sweep` removes."""
-    begun = path.name.startswith((".staged-", ".trash-", ".old-"))
-    return begun or (path.name.startswith(".") and path.name.endswith(".part") and not path.is_dir())
+    hidden_folder = path.name.startswith((".staged-", ".trash-", ".old-"))
+    return hidden_folder or (path.name.startswith(".") and path.name.endswith(".part") and not path.is_dir())
 
 
 def damage(folder: Path) -> str:
@@ -224,12 +225,13 @@ class Lines:
         self.position = os.fstat(self._fd).st_size
 
     def append(self, data: Any) -> None:
+        """Write data as one line of JSON."""
         line = json_line(data)
-        rest = memoryview(line)
+        unwritten = memoryview(line)
         try:
-            while rest:
+            while unwritten:
                 # A write may take only a part, on a full disk or after a signal.
-                rest = rest[os.write(self._fd, rest) :]
+                unwritten = unwritten[os.write(self._fd, unwritten) :]
         except OSError:
             # The part that was written is taken back, so that the next line does not stand behind half a line.
             os.ftruncate(self._fd, self.position)
@@ -237,6 +239,7 @@ class Lines:
         self.position += len(line)
 
     def truncate(self, position: int) -> None:
+        """Remove what was written after this position, such as the steps after a checkpoint."""
         if position > self.position:
             raise RunFolderError(
                 f"{self.path} has {self.position} bytes, but the checkpoint was made at {position}: lines are missing"
@@ -307,6 +310,7 @@ _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
+    """Close the handles of all locks. A forked child calls it, so that it keeps no lock of its parent."""
     for lock in list(_HELD):
         lock.forget()
 

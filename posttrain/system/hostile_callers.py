@@ -47,6 +47,7 @@ def raise_file_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError):  # some systems name a hard limit that cannot be had
             return soft
+    # RLIM_INFINITY is -1, and callers subtract from this number and compare it.
     return hard if hard != resource.RLIM_INFINITY else 1 << 30
 
 

@@ -108,14 +108,14 @@ def _limits(mapped: int, trimmed: int) -> Generator[None]:
     again."""
     try:
         library = ctypes.CDLL(None)
-        choose, trim = library.mallopt, library.malloc_trim
+        mallopt, malloc_trim = library.mallopt, library.malloc_trim
     except (OSError, AttributeError, TypeError):
         yield
         return
 
     def use(limits: tuple[int, int]) -> None:
-        choose(M_MMAP_THRESHOLD, limits[0])
-        choose(M_TRIM_THRESHOLD, limits[1])
+        mallopt(M_MMAP_THRESHOLD, limits[0])
+        mallopt(M_TRIM_THRESHOLD, limits[1])
 
     # glibc does not tell its thresholds. So those in force are remembered in `_LIMITS`, for nested blocks.
     before = _LIMITS[-1] if _LIMITS else _usual()
@@ -126,7 +126,7 @@ def _limits(mapped: int, trimmed: int) -> Generator[None]:
     finally:
         _LIMITS.pop()
         # What the block freed and kept goes back now.
-        trim(0)
+        malloc_trim(0)
         use(before)
 
 

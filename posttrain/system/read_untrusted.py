@@ -34,10 +34,10 @@ def opened(path: Path, error: type[PosttrainError]) -> Generator[BinaryIO]:
         raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
 
 
-def require_regular(path: Path, about: os.stat_result, error: type[PosttrainError]) -> None:
+def require_regular(path: Path, status: os.stat_result, error: type[PosttrainError]) -> None:
     """Raises `error` where there is something else than a regular file, and names what it is."""
-    if not stat.S_ISREG(about.st_mode):
-        kind = "a directory" if stat.S_ISDIR(about.st_mode) else "a pipe, a socket or a device"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
         raise error(f"{path} is {kind}, and a file is wanted there")
 
 
@@ -46,8 +46,8 @@ def private(path: Path, kind: Callable[[int], bool]) -> bool:
 
     `kind`: `stat.S_ISREG` or `stat.S_ISDIR`. A link is none of the two.
     """
-    s = path.lstat()
-    return kind(s.st_mode) and s.st_uid == os.geteuid() and not s.st_mode & 0o022
+    status = path.lstat()
+    return kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:

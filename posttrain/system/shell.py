@@ -38,6 +38,8 @@ def _escaped(character: str) -> str:
     """A character inside $'...'. One beyond ASCII is written byte by byte, since a shell reads `\\xa0` as one byte."""
     if character.isprintable() or character.isascii():
         return visible(character)
+    # A byte of a file's name that is no UTF-8 is one of these characters in Python, and becomes that byte again. Other
+    # halves of surrogate pairs stand for no byte.
     errors = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
     return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", errors))
 

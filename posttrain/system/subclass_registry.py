@@ -33,12 +33,12 @@ class Open:
     def offer(cls) -> None:
         """Make this class an alternative of its choice again, after `withdraw`. Defining it does so the first time."""
         name = cls.__name__.lower()
-        there = cls._alternatives.get(name)
+        known = cls._alternatives.get(name)
         # The same module and name again: a cell of a notebook was run again, or a file was imported again.
-        if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(
                 f"{cls.__module__}.{cls.__qualname__}: overrides would not tell it from"
-                f" {there.__module__}.{there.__qualname__}. Give the class another name"
+                f" {known.__module__}.{known.__qualname__}. Give the class another name"
             )
         cls._alternatives[name] = cls
 

@@ -113,19 +113,20 @@ def quiet_libraries() -> None:
 
 def guard_errors() -> None:
     """From here on, warnings and the tracebacks of uncaught exceptions are visible text."""
-    plain = warnings.formatwarning
-    if getattr(plain, "visible", False):
+    standard_format = warnings.formatwarning
+    if getattr(standard_format, "visible", False):
         return
 
     def formatted(*args: Any, **named: Any) -> str:
-        return visible_lines(plain(*args, **named))
+        return visible_lines(standard_format(*args, **named))
 
-    def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), file=sys.stderr)
 
-    def thread_ended(found: threading.ExceptHookArgs) -> None:
-        if found.exc_type is not SystemExit and found.exc_value is not None:
-            ended(found.exc_type, found.exc_value, found.exc_traceback)
+    def print_uncaught_in_thread(hook_args: threading.ExceptHookArgs) -> None:
+        # Python's own hook says nothing of a thread that ends by SystemExit either.
+        if hook_args.exc_type is not SystemExit and hook_args.exc_value is not None:
+            print_uncaught(hook_args.exc_type, hook_args.exc_value, hook_args.exc_traceback)
 
     formatted.visible = True  # type: ignore[attr-defined]
-    warnings.formatwarning, sys.excepthook, threading.excepthook = formatted, ended, thread_ended
+    warnings.formatwarning, sys.excepthook, threading.excepthook = formatted, print_uncaught, print_uncaught_in_thread

@@ -71,15 +71,15 @@ class WorkerThreads(Generic[C]):
                 return None
             free = sum(call is None for call in self._threads.values())
             # Each free thread takes one waiting call. A thread is added only if more calls wait than threads are free.
-            late = max(0, len(self.waiting) + 1 - free)
-            if late and len(self._threads) < self.most:
+            unserved = max(0, len(self.waiting) + 1 - free)
+            if unserved and len(self._threads) < self.most:
                 name = f"{self.name} {len(self._threads)}"
                 thread = threading.Thread(target=self._work, args=(self._calls(),), name=name, daemon=True)
                 thread.start()
                 self._threads[thread] = None
             self.waiting.append(call)
             self.lock.notify()
-            return late
+            return unserved
 
     def close(self, end: Callable[[C], None] = lambda call: None, wait: bool = False) -> bool:
         """Refuse what waits, and let the threads end.
@@ -135,7 +135,7 @@ class WorkerThreads(Generic[C]):
             return call
 
 
-def settle(how: Callable[[Any], None], what: object) -> None:
-    """Set a future's outcome, unless it was cancelled in between."""
+def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+    """Set a future's outcome by `set_result` or `set_exception`, unless it was cancelled in between."""
     with contextlib.suppress(InvalidStateError):
-        how(what)
+        set_outcome(outcome)

@@ -270,7 +270,14 @@ def test_rows_of_a_reward_are_not_overwritten_either(tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("Two Words", "sort_letters"), ("Caps", "lower-case"), ("class", "cannot name"), ("test_x", "leave out test_")],
+    [
+        ("Two Words", "sort_letters"),
+        ("Caps", "lower-case"),
+        ("class", "cannot name"),
+        ("test_x", "leave out test_"),
+        ("math", "such as my_math"),
+        ("numpy", "such as my_numpy"),
+    ],
 )
 def test_a_name_that_is_none(name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "env", name, "--folder", str(tmp_path)]) == 2

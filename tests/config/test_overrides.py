@@ -131,6 +131,12 @@ def test_pieces() -> None:
     assert rl("correction=mask", "correction.mask.level=sequence").algorithm.correction == (Mask(level="sequence"),)
 
 
+def test_the_best_of_all_siblings_is_refused_only_where_it_tells_them_not_apart() -> None:
+    assert rl("algorithm=pkpo", "siblings=4").siblings == 4
+    assert "needs as many siblings" in refused("algorithm=pkpo", "siblings=3")
+    assert "the same for all siblings" in refused("algorithm=pass_at_k", "siblings=4")
+
+
 def test_a_change_that_changes_nothing_is_no_patch() -> None:
     assert rl("clip.high=0.2").algorithm is GRPO
     assert rl("clip.high=0.2", "pull=none").algorithm == A.patch(GRPO, "grpo+user", "your patch", pull=None)

@@ -89,6 +89,7 @@ def test_the_help_lists_each_setting_once_and_fits(name: str, columns: int) -> N
         ("clip.high", "rl.clip.high = 0.2"),
         ("algorithm", "rl.baseline=ema"),
         ("overlong", "rl.shape.overlong.cache = 0.2"),
+        ("chosennll", "dpo.add.chosennll.coef = 1"),
         ("kernels", "did you mean model.kernels?"),
     ],
 )

@@ -287,6 +287,10 @@ def test_other_rewards_forget_what_was_right_by_the_ones_before() -> None:
     assert before.env.right == 1 and apply(before, ["env.heldout=12"]).env.right == 1
     assert apply(before, ["env.rewards=exact"]).env.right is None
     assert apply(before, ["env.rewards=exact", "env.right=0.5"]).env.right == 0.5
+    own = apply(before, ["rl.env=prompts", "rl.env.prompts=X", "rl.env.rewards=exact", "rl.env.right=0.5"])
+    for word, right in {"rl.env.heldout=12": 0.5, "rl.env.rewards=contains": None}.items():
+        after = apply(own, [word])
+        assert after.env_of(after.stage("rl")).right == right, "a stage with rewards of its own"
 
 
 @pytest.mark.parametrize(("idle", "told"), [(9, False), (10, True), (38, True)])

@@ -82,16 +82,17 @@ def _add_search(p: ArgumentParser) -> None:
 
 
 def _search(o: Namespace) -> int:
+    """Evaluate searches over steps. Options that mean nothing for them are refused."""
     from posttrain.evaluation.evaluate_search import evaluate_searches
 
-    away = {
+    other_options = {
         "--answers": o.answers,
         "--model": o.model,
         "--key-env": o.key_env,
         "--tokenizer": o.tokenizer,
         "--dialect": o.dialect,
     }
-    if strange := [name for name, value in (away | {"--ema": o.ema}).items() if value]:
+    if strange := [name for name, value in (other_options | {"--ema": o.ema}).items() if value]:
         raise ConfigError(f"{strange[0]} does not go with search=...: leave one of them out")
     evaluate_searches(
         o.target,
@@ -144,15 +145,15 @@ def _of_reward_model(o: Namespace) -> list[str]:
     from posttrain.api.reward_transfer import transfer
     from posttrain.evaluation.reward_report import evaluate_reward_model
 
-    given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature}
-    which = {"checkpoint": o.checkpoint, "trust": o.trust, "ema": o.ema}
+    sampling_words = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature}
+    weights = {"checkpoint": o.checkpoint, "trust": o.trust, "ema": o.ema}
     if o.answers:
-        how = {"samples": o.samples, "max_tokens": o.max_tokens, "temperature": o.temperature}
-        found = transfer(o.target, o.answers, *o.overrides, **which, **how)
-        return [line for report in found for line in report.lines()]
-    if strange := [name for name, value in given.items() if value is not None]:
+        sampling = {"samples": o.samples, "max_tokens": o.max_tokens, "temperature": o.temperature}
+        reports = transfer(o.target, o.answers, *o.overrides, **weights, **sampling)
+        return [line for report in reports for line in report.lines()]
+    if strange := [name for name, value in sampling_words.items() if value is not None]:
         raise ConfigError(
             f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out, or name a policy"
             " whose answers are scored (--answers)"
         )
-    return evaluate_reward_model(o.target, *o.overrides, **which).lines()
+    return evaluate_reward_model(o.target, *o.overrides, **weights).lines()

@@ -40,7 +40,7 @@ def export(o: Namespace) -> int:
         raise ConfigError("--public is about a repository of the hub: export to hub:USER/NAME, or leave it out")
     from posttrain.api import main
 
-    made, certificate = main.certified_export(o.run, o.folder, o.checkpoint, o.trust, o.public, o.adapter, o.ema)
-    tell(f"pushed to {made}" if is_hub(o.folder) else f"wrote {made}")
+    written, certificate = main.certified_export(o.run, o.folder, o.checkpoint, o.trust, o.public, o.adapter, o.ema)
+    tell(f"pushed to {written}" if is_hub(o.folder) else f"wrote {written}")
     tell(certificate.line)
     return 0

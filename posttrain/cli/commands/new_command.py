@@ -67,9 +67,10 @@ def new(o: Namespace) -> int:
         tell("what next:")
         steps = reward_steps(reward, test, rows, o.name)
     elif o.rubric is not None:
-        run, test, rows, rubric, held = new_benchmark(o.name, o.rubric, o.folder)
+        run, test, rows, rubric, heldout = new_benchmark(o.name, o.rubric, o.folder)
         tell(
-            f"wrote {run} and {test}, {rows} (its items), {rubric} (who pays) and {held} (who measures): look at these"
+            f"wrote {run} and {test}, {rows} (its items), {rubric} (who pays) and {heldout} (who measures): look at"
+            " these"
         )
         tell("what next:")
         steps = benchmark_steps(run, test, rows, rubric)

@@ -136,11 +136,11 @@ def _written(o: Namespace, request: RunRequest) -> str:
     """The run as YAML. Comments give the recipe's values where they differ, and the notes of the request."""
     from posttrain.build.request.run_file import is_recipe, run_of, to_yaml
 
-    first = ["# checked, and not started. Save it as FILE.yaml, and posttrain run FILE.yaml runs it"]
-    first += [f"# {line}" for line in request.notes]
+    comments = ["# checked, and not started. Save it as FILE.yaml, and posttrain run FILE.yaml runs it"]
+    comments += [f"# {line}" for line in request.notes]
     recipe = run_of(o.recipe) if o.recipe and is_recipe(o.recipe) else None
     return "\n".join(
-        [*first, to_yaml(request.run, recipe, request.recorded.get("chosen"), request.objects.algorithms)]
+        [*comments, to_yaml(request.run, recipe, request.recorded.get("chosen"), request.objects.algorithms)]
     ).rstrip()
 
 

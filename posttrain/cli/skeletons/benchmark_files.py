@@ -35,6 +35,7 @@ def benchmark(file: Path | str) -> tuple[str, list[Mapping[str, Any]]]:
         if len(raw) > LARGEST:
             raise ValueError(f"it has more than {LARGEST >> 20} MiB")
         text = raw.decode("utf-8")
+        # Not `splitlines`: a line separator of Unicode inside a text ends no line of the file.
         data: Any = [json.loads(x) for x in text.split("\n") if x.strip()] if path.suffix == ".jsonl" else None
         data = json.loads(text) if data is None else data
     except (OSError, ValueError, RecursionError) as error:
@@ -53,6 +54,7 @@ def benchmark(file: Path | str) -> tuple[str, list[Mapping[str, Any]]]:
         for i, x in enumerate(items, 1)
     ]
     # Either every item has a rubric or none has: a mixture would judge some answers by half of the text.
+    # `lacking`: the first item without one, counted from 1.
     lacking = next((i for i, x in enumerate(rows, 1) if not x.get("rubric")), None)
     if lacking is not None and (not shared or any("rubric" in x for x in rows)):
         raise DataError(f"{path}: item {lacking} has no rubric: give each item one, or the file alone")

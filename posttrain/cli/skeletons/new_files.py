@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import keyword
 import shlex
+import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -50,8 +52,8 @@ def new_benchmark(name: str, file: Path | str, folder: Path | str = ".") -> list
         f"{name}.md": f"{rubric}\n",
         f"{name}_heldout.md": f"{HELDOUT}{rubric}\n",
     }
-    made = _write(name, folder, {f"{name}.py": "new_rubric.txt", f"test_{name}.py": "new_rubric_test.txt"}, texts)
-    return [*made, *(Path(folder) / file for file in texts)]
+    written = _write(name, folder, {f"{name}.py": "new_rubric.txt", f"test_{name}.py": "new_rubric_test.txt"}, texts)
+    return [*written, *(Path(folder) / file for file in texts)]
 
 
 def new_reward(name: str, folder: Path | str = ".") -> tuple[Path, Path, Path]:
@@ -76,11 +78,16 @@ def _write(
         )
     if name.startswith("test_"):
         raise ConfigError(f"{name!r} would be taken for a test: leave out test_")
-    # All files are looked for before the first is written, so that a refusal leaves nothing behind.
-    if there := [str(p) for f in (*templates, *(texts or {})) if (p := Path(folder) / f).exists()]:
+    if _is_module(name):
         raise ConfigError(
-            f"{' and '.join(there)} exist{'s' if len(there) == 1 else ''}: nothing is overwritten. Choose another name"
-            " or --folder"
+            f"{name!r} is the name of a module of Python or of a package: a program beside this file would import this"
+            f" one. Take another name, such as my_{name}"
+        )
+    # All files are looked for before the first is written, so that a refusal leaves nothing behind.
+    if existing := [str(p) for f in (*templates, *(texts or {})) if (p := Path(folder) / f).exists()]:
+        raise ConfigError(
+            f"{' and '.join(existing)} exist{'s' if len(existing) == 1 else ''}: nothing is overwritten. Choose another"
+            " name or --folder"
         )
     words = {"__NAME__": name, "__CLASS__": class_name(name), "__WORDS__": name.replace("_", " ").capitalize()}
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -92,6 +99,14 @@ def _write(
     for file, text in (texts or {}).items():
         (Path(folder) / file).write_text(text, encoding="utf-8")
     return [Path(folder) / file for file in templates]
+
+
+def _is_module(name: str) -> bool:
+    """Returns whether Python has a module of this name, or a package of this name is installed."""
+    try:
+        return name in sys.stdlib_module_names or bool(metadata.distribution(name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def class_name(name: str) -> str:
@@ -113,7 +128,8 @@ def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[st
         "dialog": ("run", "calculator", f"env={env}", "sft.style=answer", "sft.wrong=0.6"),
     }[kind]
     judge = (f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={path.with_suffix('.md')}", "env.measured=true")
-    mine = ("run", "dpo", "model=MODEL", f"env={env}", "sft=none") if kind == "judged" else None
+    # A judged environment is learned by preferences, so its model goes into DPO; the others learn from reward.
+    own_model = ("run", "dpo", "model=MODEL", f"env={env}", "sft=none") if kind == "judged" else None
     return _listed(
         (command_line("check", env), "try it and its verifier"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
@@ -124,7 +140,7 @@ def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[st
             else []
         ),
         (
-            command_line(*(mine or ("run", "grpo", "model=MODEL", f"env={env}"))),
+            command_line(*(own_model or ("run", "grpo", "model=MODEL", f"env={env}"))),
             "train a model that you have: its path for MODEL",
         ),
     )
@@ -149,12 +165,15 @@ def benchmark_steps(run: Path, test: Path, rows: Path, rubric: Path) -> list[str
 
 def reward_steps(path: Path, test: Path, rows: Path, name: str) -> list[str]:
     """Returns the next steps to try with a reward function."""
-    use = (f"env.prompts={rows}", f"env.rewards={path}:{name}")
+    data = (f"env.prompts={rows}", f"env.rewards={path}:{name}")
     return _listed(
-        (command_line("check", "prompts", *use), "try it on the rows"),
+        (command_line("check", "prompts", *data), "try it on the rows"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
-        (command_line("run", "verifiable", *use), "train a small model from scratch on it: imitation, then the reward"),
-        (command_line("run", "grpo", "model=MODEL", *use), "train a model that you have: its path for MODEL"),
+        (
+            command_line("run", "verifiable", *data),
+            "train a small model from scratch on it: imitation, then the reward",
+        ),
+        (command_line("run", "grpo", "model=MODEL", *data), "train a model that you have: its path for MODEL"),
     )
 
 

@@ -1,4 +1,4 @@
-"""The settings of a buffer from which later steps learn again."""
+"""The settings of the stage that learns from reward, and of the buffer from which its later steps learn again."""
 
 from __future__ import annotations
 
@@ -169,10 +169,12 @@ class Reinforce(Stage):
                 f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set"
                 " allowed_ids=none allowed_words=none bad_ids=none bad_words=none min_tokens=0"
             )
-        if (best := a.best_of) is not None and best.k >= self.siblings:
+        # Of k siblings there is one subset, and its best is the same for all. With `gain` k siblings are enough: one of
+        # them alone raises the best.
+        if (best := a.best_of) is not None and self.siblings < best.k + (not best.gain):
+            why = "needs as many siblings" if best.gain else "is the same for all siblings, so nothing is learned"
             raise ConfigError(
-                f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is"
-                " learned. Lower shape.bestof.k, or raise siblings"
+                f"{self.name}.siblings={self.siblings}: the best of k={best.k} {why}. Raise it, or lower shape.bestof.k"
             )
         if self.reference is not None and not a.reads & {"reference", "teacher"}:
             raise ConfigError(

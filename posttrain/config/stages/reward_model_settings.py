@@ -1,4 +1,5 @@
-"""The shape of a reward model's head: where it reads the hidden states, its numbers, and what its score is."""
+"""The shape of a reward model's head (where it reads the hidden states, its numbers, its score), and the settings of
+the stage that trains one."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ import numpy as np
 LEAST = 8
 """Smallest number of tokens that sequences share as a beginning; shorter ones are not shared."""
 SLACK = 8
-"""Beginnings whose lengths differ by fewer tokens than this may be computed as the shortest of them."""
+"""Beginnings whose lengths differ by fewer tokens than this may be computed as the shortest of them: a call of
+attention for each length would cost more than to compute a few tokens twice (`engine.layers.prefix_tree_attention`)."""
 WORTH = 0.1
 """Smallest share of a micro-batch's positions that sharing must save; below it nothing is shared."""
 PACKED = 2
@@ -39,12 +40,12 @@ class Room:
     once: bool = False
     """Whether what several sequences begin with is computed once."""
 
-    def holds(self, packed: Any, own: Any) -> Any:
-        """Returns whether a micro-batch fits: `packed` tokens in all, `own` positions that are computed where
-        beginnings are shared. Both are numbers or arrays."""
+    def holds(self, packed: Any, computed: Any) -> Any:
+        """Returns whether a micro-batch fits: `packed` tokens in all, `computed` positions where beginnings are shared.
+        Both are numbers or arrays."""
         # Either all tokens fit, or they fit because beginnings are computed once. Then the
         # tokens in memory have a bound of their own, and sharing must save enough (`WORTH`).
-        shared = (own <= self.tokens) & (packed <= PACKED * self.tokens) & (own <= (1 - WORTH) * packed)
+        shared = (computed <= self.tokens) & (packed <= PACKED * self.tokens) & (computed <= (1 - WORTH) * packed)
         return (packed <= self.tokens) | (shared if self.once else False)
 
 
@@ -54,28 +55,28 @@ def saved(shared: int) -> int:
     return shared - SLACK + 1 if shared >= LEAST else 0
 
 
-def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequence[int]) -> list[list[int]]:
+def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, computed: Sequence[int]) -> list[list[int]]:
     """Indices of the items in each bin, ascending. A bin holds items that fit into `room`, or one larger item alone.
 
     Args:
         keys: the tokens with which each item begins.
         sizes: tokens of each item.
-        own: positions of each item that are computed: equal to `sizes` where no beginning inside an item is shared.
+        computed: computed positions of each item: equal to `sizes` where no beginning inside an item is shared.
     """
-    members_F, packed_F, own_F = families(keys, sizes, room, own)
+    members_F, packed_F, computed_F = families(keys, sizes, room, computed)
     # First-fit decreasing: large families first, each into the first bin with room, so small ones
     # fill the gaps. The last sort key, the first index, makes the order a function of the batch alone.
-    order = sorted(range(len(members_F)), key=lambda f: (-own_F[f], -packed_F[f], members_F[f][0]))
+    order = sorted(range(len(members_F)), key=lambda f: (-computed_F[f], -packed_F[f], members_F[f][0]))
     out, filled = list[list[int]](), np.zeros((2, len(members_F)), np.int64)
     for f in order:
         # filled[0]: packed tokens of each bin; filled[1]: its computed positions. All bins are compared at once.
-        fits = np.flatnonzero(room.holds(filled[0, : len(out)] + packed_F[f], filled[1, : len(out)] + own_F[f]))
+        fits = np.flatnonzero(room.holds(filled[0, : len(out)] + packed_F[f], filled[1, : len(out)] + computed_F[f]))
         # A family that fits nowhere gets a new bin.
         at = int(fits[0]) if len(fits) else len(out)
         if at == len(out):
             out.append([])
         out[at] += members_F[f]
-        filled[:, at] += packed_F[f], own_F[f]
+        filled[:, at] += packed_F[f], computed_F[f]
     return [sorted(b) for b in out]
 
 
@@ -95,7 +96,7 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def families(
-    keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, own: Sequence[int]
+    keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, computed: Sequence[int]
 ) -> tuple[list[list[int]], list[int], list[int]]:
     """(items of each family, its packed tokens, its computed positions).
 
@@ -106,27 +107,28 @@ def families(
     # Any two items share the least of what the neighbours between them share.
     order = sorted(range(len(keys)), key=lambda i: keys[i].astype(">u4").tobytes())
     shared = [alike(keys[a], keys[b]) for a, b in pairwise(order)]
-    parts = [[i] for i in order]
+    members = [[i] for i in order]
     # A family is a run of this order, so joining two of them removes the border between them. As
     # in Kruskal's algorithm, the border over which most tokens are shared is tried first.
     family_at = list(range(len(order)))
     """The family of each place in the order: the place at which it begins."""
-    packed = [int(sizes[i]) for i in order]
-    computed = [int(own[i]) for i in order]
+    packed_at = [int(sizes[i]) for i in order]
+    computed_at = [int(computed[i]) for i in order]
     for border in sorted((b for b, n in enumerate(shared) if n >= LEAST), key=lambda b: -shared[b]):
         # The family that ends at this border, and the one that begins behind it: each
         # border is tried once, so it still lies between two families.
         left, right = family_at[border], border + 1
-        both = computed[left] + computed[right] - (saved(shared[border]) if room.once else 0)
+        together = computed_at[left] + computed_at[right] - (saved(shared[border]) if room.once else 0)
         # Without room the border stays. Both families may still grow on their other sides.
-        if room.holds(packed[left] + packed[right], both):
-            begin = left + len(parts[left])
-            family_at[begin : begin + len(parts[right])] = [left] * len(parts[right])
-            packed[left] += packed[right]
-            computed[left] = both
-            parts[left], parts[right] = parts[left] + parts[right], []
-    kept = [f for f, p in enumerate(parts) if p]
-    return [sorted(parts[f]) for f in kept], [packed[f] for f in kept], [computed[f] for f in kept]
+        if room.holds(packed_at[left] + packed_at[right], together):
+            begin = left + len(members[left])
+            family_at[begin : begin + len(members[right])] = [left] * len(members[right])
+            packed_at[left] += packed_at[right]
+            computed_at[left] = together
+            members[left], members[right] = members[left] + members[right], []
+    # A family that was joined to the one before it is empty.
+    kept = [f for f, p in enumerate(members) if p]
+    return [sorted(members[f]) for f in kept], [packed_at[f] for f in kept], [computed_at[f] for f in kept]
 
 
 def alike(a: np.ndarray, b: np.ndarray) -> int:

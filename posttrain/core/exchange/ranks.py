@@ -72,16 +72,17 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
         return [function()]
     # An error is exchanged like a value. A rank that raised at
     # once would leave the others waiting in the exchange for ever.
-    value, kind, wrong = None, 0, ""
+    # `error_place`: where `SHARED` has the error's class, because all ranks must raise the same class.
+    value, error_place, error_text = None, 0, ""
     try:
         value = function()
     # Other exceptions are not exchanged: they are faults of the program, and end the process.
     except SHARED as error:
-        kind, wrong = int(isinstance(error, RunFolderError)), str(error)
-    results: list[tuple[T, int, str]] = ranks.every((value, kind, wrong))
-    for rank, (_, which, text) in enumerate(results):
+        error_place, error_text = int(isinstance(error, RunFolderError)), str(error)
+    results: list[tuple[T, int, str]] = ranks.every((value, error_place, error_text))
+    for rank, (_, place, text) in enumerate(results):
         if text:
-            raise SHARED[which](f"rank {rank}: {text}")
+            raise SHARED[place](f"rank {rank}: {text}")
     return [x for x, _, _ in results]
 
 
@@ -94,18 +95,18 @@ def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
     Raises:
         InvariantError: on every rank, where two copies differ.
     """
-    # Ranks are numbered copy after copy, so the next copy of a part lies `parts` ranks further.
-    values, parts = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
-    for at, value in enumerate(values):
-        first = values[at % parts]
+    # Ranks are numbered copy after copy, so the next copy of a part lies `ranks_of_copy` ranks further.
+    values, ranks_of_copy = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
+    for at, norm in enumerate(values):
+        first = values[at % ranks_of_copy]
         # NaN differs from itself, so it is passed on: the reader of the norms has a better message for it.
-        if value != first and not math.isnan(value + first):
+        if norm != first and not math.isnan(norm + first):
             raise InvariantError(
-                f"copies of the weights differ: the part of the {what} on rank {at % parts} has the norm {first!r}, and"
-                f" its copy on rank {at} has {value!r}. A copy was updated or summed in another way: go on from the"
-                " last checkpoint"
+                f"copies of the weights differ: the part of the {what} on rank {at % ranks_of_copy} has the norm"
+                f" {first!r}, and its copy on rank {at} has {norm!r}. A copy was updated or summed in another way: go"
+                " on from the last checkpoint"
             )
-    return list(values[:parts])
+    return list(values[:ranks_of_copy])
 
 
 def joint_norm(norms: Sequence[float]) -> float:

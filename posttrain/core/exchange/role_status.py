@@ -20,6 +20,7 @@ class RoleRow:
     idle: float | None = None
     """Share of its time in which it had nothing to do, since the stage began."""
     more: str = ""
+    """Further words, such as the version of its weights."""
 
     def line(self) -> str:
         """The row as a line of a message.

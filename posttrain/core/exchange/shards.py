@@ -31,7 +31,7 @@ class Shard:
         sizes = tuple(self.tensor.shape)
         fits = len(sizes) == len(self.shape) == len(self.offsets)
         if not fits or any(
-            at < 0 or at + n > most for at, n, most in zip(self.offsets, sizes, self.shape, strict=True)
+            at < 0 or at + n > size for at, n, size in zip(self.offsets, sizes, self.shape, strict=True)
         ):
             raise InvariantError(
                 f"a shard of {self.name!r} with shape {sizes} at {self.offsets} does not lie inside the full shape"

@@ -68,7 +68,7 @@ def joined(steps: Sequence[str], separator: str) -> tuple[str, tuple[int, ...]]:
     return text, tuple(ends)
 
 
-def aggregated(scores: Sequence[float], how: Aggregate) -> float:
+def aggregated(scores: Sequence[float], aggregate: Aggregate) -> float:
     """The scores of an answer's steps as one number.
 
     >>> [round(aggregated([0.9, 0.4, 0.8], how), 3) for how in ("min", "product", "mean", "last")]
@@ -79,7 +79,7 @@ def aggregated(scores: Sequence[float], how: Aggregate) -> float:
     """
     if not scores:
         raise InvariantError("an answer without a step has no score: leave it out, or count it as not judged")
-    match how:
+    match aggregate:
         case "min":
             return min(scores)
         case "product":
@@ -116,7 +116,7 @@ class StepValues:
     right: tuple[int, ...]
     """Right completions, of each step."""
     asked: tuple[int, ...]
-    """Judged completions, of each step. The last step of an answer that ended has one: the answer itself."""
+    """Judged completions, of each step: at least 1. The last step of an answer that ended has 1: the answer itself."""
 
     @property
     def hard(self) -> tuple[bool, ...]:

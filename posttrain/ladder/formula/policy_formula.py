@@ -37,24 +37,30 @@ def reward(a: Algorithm) -> str:
 
 def credit(a: Algorithm) -> str:
     """A, whitening and a KL charged to its token included."""
-    b, by = a.baseline.words(), SCALE[a.scale].replace("r of the group", a.baseline.of)
-    white = "" if a.whiten is None else f"; then A <- {WHITEN[a.whiten]}"
+    difference, divisor = a.baseline.words(), SCALE[a.scale].replace("r of the group", a.baseline.of)
+    whitened = "" if a.whiten is None else f"; then A <- {WHITEN[a.whiten]}"
     # Each comparison of turns or states has a deviation of its own, so one divisor at the end would be wrong.
     if a.baseline.scaled_apart and a.scale == "group_std":
-        return f"{b}; each difference / std of what it compares{white}"
+        return f"{difference}; each difference / std of what it compares{whitened}"
     kl = a.kl_in_credit
     if kl is not None and a.baseline.to_go and not a.baseline.per_token:
         # With a KL to go, the credit shows the KL that a token pays, and the scale the whole KL of an answer:
         # rewards less this KL are what the scale is computed from.
-        b = f"{b} - {kl.coef:g} sum_(k>=t) {kl.estimator}_k"
-        by = by.replace("(r of", f"(r - {kl.coef:g} sum_k {kl.estimator}_k of")
-    whole = b if a.scale == "one" else f"({b}) / {by}" if " " in b else f"{b} / {by}"
+        difference = f"{difference} - {kl.coef:g} sum_(k>=t) {kl.estimator}_k"
+        divisor = divisor.replace("(r of", f"(r - {kl.coef:g} sum_k {kl.estimator}_k of")
+    advantage = (
+        difference
+        if a.scale == "one"
+        else f"({difference}) / {divisor}"
+        if " " in difference
+        else f"{difference} / {divisor}"
+    )
     if a.rewards == "each":
-        whole = f"sum over sources of w ({whole})"
+        advantage = f"sum over sources of w ({advantage})"
     charged = ""
     if kl is not None and a.charges_tokens:
         charged = f"; then A_t <- A - {times(kl.coef)}{kl.estimator}_t" + (f" ({kl.early_words()})" if kl.early else "")
-    return whole + white + charged
+    return advantage + whitened + charged
 
 
 _NAME: dict[Anchor, str] = {"behaviour": "mu", "start": "start", "proximal": "prox"}

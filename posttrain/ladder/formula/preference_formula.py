@@ -95,15 +95,16 @@ def preference_formulas(a: PreferenceAlgorithm) -> list[tuple[str, str]]:
         ("add", " + ".join(t.words() for t in a.add)),
         ("pairs", a.draw and a.draw.words()),
     )
-    return rows + [(name, said) for name, said in further if said]
+    return rows + [(name, line) for name, line in further if line]
 
 
 def _read(a: PreferenceAlgorithm) -> tuple[str, str]:
     """Returns the input of the algorithm's link as (letter, formula)."""
     if a.link.of != "difference":
+        # [4:]: without `u = `, with which each of these lines begins. Here the letter stands apart.
         return ("u", f"beta h, beta = {a.beta:g}" if a.shift is None else f"{_SHIFT[a.shift][4:]}, beta = {a.beta:g}")
-    less = "" if a.margin is None else f" - {a.margin.words()}"
-    return ("x", f"beta (h_chosen - h_rejected){less}, beta = {a.beta:g}")
+    minus_margin = "" if a.margin is None else f" - {a.margin.words()}"
+    return ("x", f"beta (h_chosen - h_rejected){minus_margin}, beta = {a.beta:g}")
 
 
 def preference_reads(a: PreferenceAlgorithm) -> list[str]:
@@ -114,5 +115,5 @@ def preference_reads(a: PreferenceAlgorithm) -> list[str]:
         "collision": "sum pi^2 at the start of the step",
         "margin": "a number of each row: its margin, or the judge's probability",
     }
-    out = [said for name, said in words.items() if name in a.reads]
+    out = [text for name, text in words.items() if name in a.reads]
     return out + (["log-probs of completions under other prompts"] if a.reads_mismatched else [])

@@ -18,10 +18,10 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
     too long for a line."""
     line, empty = lead, True
     for text in words:
-        whole = len(below) + len(text) <= width
+        fits = len(below) + len(text) <= width
         # The pattern cuts a long word behind each comma: "Clip(low=0.2, high=0.28)" gives
         # "Clip(low=0.2, " and "high=0.28)". Between parts of one word no space is added.
-        for n, part in enumerate([text] if whole else re.findall(r".*?, |.+$", text)):
+        for n, part in enumerate([text] if fits else re.findall(r".*?, |.+$", text)):
             between = "  " if n == 0 else ""
             if not empty and len((line + between + part).rstrip()) > width:
                 yield line.rstrip()
@@ -33,6 +33,7 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
 def picture(width: int = WIDTH, ladder: Mapping[str, Any] = LADDER) -> list[str]:
     """All algorithms of a ladder as lines, each under the one that it patches, with its source and its changes. With
     fewer than `WIDTH` columns the sources are left out, so that the changes have room."""
+    # Columns of a source: 13 of text, as below, and two spaces.
     source = 15 if width >= WIDTH else 0
     children: dict[str, list[AnyAlgorithm]] = {}
     for a in ladder.values():

@@ -51,8 +51,8 @@ def _of_tokens(b: Baseline, a: Algorithm) -> Iterator[str]:
     """Refusals of baselines that compare single tokens."""
     # A deviation of whole answers is not the deviation of these differences, and divides none of them.
     if a.scale != "one":
-        whole = f"scale={a.scale} is one number for an answer"
-        yield f"{whole}, and baseline={named(b)} compares token by token. Set scale=one, or whiten=token"
+        answer_scale = f"scale={a.scale} is one number for an answer"
+        yield f"{answer_scale}, and baseline={named(b)} compares token by token. Set scale=one, or whiten=token"
 
 
 def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
@@ -283,8 +283,8 @@ class TurnMean(Baseline):
         not_negative("baseline.outcome", self.outcome)
 
     def words(self) -> str:
-        whole = f"{times(self.outcome)}(R - mean(R of the group)), R without what turns were paid"
-        return f"paid_k - mean(paid_k of the siblings' turn k) + {whole}"
+        outcome_term = f"{times(self.outcome)}(R - mean(R of the group)), R without what turns were paid"
+        return f"paid_k - mean(paid_k of the siblings' turn k) + {outcome_term}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         return _of_turns(self, a)

@@ -71,6 +71,7 @@ class Link(PreferencePiece, begin=True):
             )
         if a.margin is not None:
             yield f"margin is subtracted from a difference, and link={name} reads none. Set margin=none"
+        # By name, because `preference_pieces` imports this file.
         if type(a.divergence).__name__ != "ReverseKL":
             yield (
                 f"divergence={type(a.divergence).__name__.lower()} gives a reward up to a constant of the prompt, which"
@@ -235,6 +236,7 @@ class Nash(Link):
             yield "link=nash learns from what the policy itself said. Set draw=againstmixture"
         if a.weights is not None:
             yield "weights=wpo weighs pairs, and link=nash learns from one side alone. Set weights=none"
+        # By name, as the divergence of `Link`.
         if type(a.statistic).__name__ != "Total":
             yield "link=nash reads the log-prob of the whole completion. Set statistic=total"
 

@@ -254,8 +254,8 @@ class ChosenNLL(Added):
         positive("add.chosennll.coef", self.coef, "add=none")
 
     def words(self) -> str:
-        what = "mean of -log pi over the chosen tokens" if self.over == "tokens" else "mean of -log pi(chosen)"
-        return times(self.coef) + what
+        mean_words = "mean of -log pi over the chosen tokens" if self.over == "tokens" else "mean of -log pi(chosen)"
+        return times(self.coef) + mean_words
 
 
 @dataclass(frozen=True, kw_only=True)

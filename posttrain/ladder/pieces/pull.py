@@ -139,6 +139,7 @@ class KL(Pull):
         return ("reference",)
 
     def reads_start_early(self, a: Algorithm) -> bool:
+        # Credit is computed before the loss. With another anchor its KL reads the log-probs that the sampler stored.
         return self.in_credit and a.anchor == "start"
 
     def renews(self) -> int:

@@ -74,8 +74,8 @@ class KlCov(Tokens):
         positive("tokens.coef", self.coef)
 
     def words(self) -> str:
-        most = "largest (A - mean)(log p - mean) before the step"
-        return f"the {self.share:g} of the tokens with the {most} pay {times(self.coef)}|log pi - log anchor|"
+        largest = "largest (A - mean)(log p - mean) before the step"
+        return f"the {self.share:g} of the tokens with the {largest} pay {times(self.coef)}|log pi - log anchor|"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +158,9 @@ class EntropyBonus(Piece):
 class Imitate(Piece):
     """-coef * mean log-prob of some tokens of the minibatch, equally weighted (A19 positive NLL; A24 CHORD; ECHO).
 
-    `solved`: tokens of episodes with raw outcome >= 1. `shown`: tokens of the group's demonstrations. `heard`: what the
-    policy was told after its first turn, such as results of tools. Nobody drew these, so they are scored at temperature
-    1, and they are in no other term.
+    `solved`: what the policy said in episodes that are right (`Episode.solved`). `shown`: tokens of the group's
+    demonstrations. `heard`: what the policy was told after its first turn, such as results of tools. Nobody drew these,
+    so they are scored at temperature 1, and they are in no other term.
     """
 
     reads_silent = True

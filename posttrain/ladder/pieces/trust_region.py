@@ -65,8 +65,8 @@ class Clip(TrustRegion):
             )
 
     def words(self) -> str:
-        loud = "" if self.cap is None else f", or rho > {self.cap:g} with A < 0"
-        return f"rho; 0 where rho > {1 + self.high:g} with A > 0, or rho < {1 - self.low:g} with A < 0{loud}"
+        capped = "" if self.cap is None else f", or rho > {self.cap:g} with A < 0"
+        return f"rho; 0 where rho > {1 + self.high:g} with A > 0, or rho < {1 - self.low:g} with A < 0{capped}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         yield from super().refuses(a)
