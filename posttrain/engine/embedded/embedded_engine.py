@@ -104,6 +104,7 @@ class EmbeddedEngine:
         self._module, self._pool = self._served.module, self._served.pool
         self.context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
+        # One block for a sequence, and one for the copy of a last block that it shares (`Admission.request`).
         if self._most < 2:
             raise EngineError(
                 f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it"
@@ -116,17 +117,19 @@ class EmbeddedEngine:
         self._admission = Admission(context, self._served.vocabulary, self._most, text)
         self._version = version
         self._counters = EngineCounters(slots)
-        self._proposer = drafts = self._proposes(speculate, device)
+        self._proposer = proposer = self._proposes(speculate, device)
         # A draft model's cache has the same rows, so both grow and are freed together.
-        self._pools = (self._pool, drafts.served.pool) if isinstance(drafts, DraftModel) else (self._pool,)
+        self._pools = (self._pool, proposer.served.pool) if isinstance(proposer, DraftModel) else (self._pool,)
         self._stepper = Stepper(
             self._served, self._fresh(), self._counters, self._proposer, Timeline() if timeline else None
         )
         self._loading = 0
+        """Calls of `load` that have not ended. No new turn is admitted meanwhile."""
         self._slept = 0
         """Blocks of the cache before the engine slept; 0: it is awake."""
         self._paused = False
         self._drained: list[asyncio.Future[None]] = []
+        """One for each `load` that waits: set once no turn is unfinished."""
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -206,7 +209,7 @@ class EmbeddedEngine:
         All names and shapes are checked before the first tensor is copied. The prefix cache is emptied. Returns the
         fingerprint of the weights that are now served.
         """
-        self._newer(version)
+        self._check_newer(version)
         self._loading += 1
         try:
             if self._update == "drain" and self._scheduler.unfinished:
@@ -219,7 +222,7 @@ class EmbeddedEngine:
                 self._drained.append(drained)
                 await drained
             # Again, because another load may have come while this one waited.
-            self._newer(version)
+            self._check_newer(version)
             self._served.load(tensors)
             self._renew(version)
         finally:
@@ -298,7 +301,7 @@ class EmbeddedEngine:
         """Bytes of the key-value cache now, without that of a draft model."""
         return self._pool.rows * self._pool.row_bytes
 
-    def _newer(self, version: int) -> None:
+    def _check_newer(self, version: int) -> None:
         """EngineError where the version is not newer than the served one."""
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")

@@ -210,18 +210,21 @@ def odds(
             ids = torch.arange(first, first + logp.shape[1], device=logp.device)
             below += torch.where(ids < target, logp.exp(), 0.0).sum(1)
             target_logp += picked(logp, target - first)[:, 0]
-        ratios, apart = empty.new_zeros(len(target), len(temperatures)), empty.new_zeros(len(target), len(temperatures))
+        ratios, variation = (
+            empty.new_zeros(len(target), len(temperatures)),
+            empty.new_zeros(len(target), len(temperatures)),
+        )
         for k, t in enumerate(temperatures):
             # q is proportional to p^(1/t), so log q is log p / t, normalised again.
             flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
             for (first, q), (_, logp) in zip(flatter(), logps(), strict=True):
                 ratios[:, k] += picked(q, target - first)[:, 0]
-                apart[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
+                variation[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
         ratios -= target_logp[:, None]
-        for part, x in zip(out, (below, below + target_logp.exp(), ratios, apart), strict=True):
+        for part, x in zip(out, (below, below + target_logp.exp(), ratios, variation), strict=True):
             part.append(x)
-    below, upto, ratio, apart = (torch.cat(part) for part in out)
-    return below, upto, ratio, apart
+    below, upto, ratio, variation = (torch.cat(part) for part in out)
+    return below, upto, ratio, variation
 
 
 def _transform(
@@ -282,6 +285,7 @@ def _scored(
     for at in range(0, len(hidden), rows := _rows(hidden, weight)):
         chunk = slice(at, min(at + rows, len(hidden)))
 
+        # As a default argument the chunk is that of this round, whenever the blocks are read.
         def blocks(chunk: slice = chunk) -> Iterator[tuple[int, Tensor]]:
             h = hidden[chunk].to(dtype)
             for first in range(0, vocabulary, width):

@@ -117,13 +117,13 @@ def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
     segment that the one before it contains whole keeps its length, and so adds no run."""
     # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
     # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
-    begin: dict[int, int] = {}
+    kept_length: dict[int, int] = {}
     # From the shortest length on: each becomes the first kept length that is less than `SLACK` shorter, or is kept
     # itself. Rounding down is always valid, since a shorter beginning is shared too.
     for shared in sorted(set(tree)):
-        least = next((b for b in begin.values() if shared - b < SLACK), shared)
-        begin[shared] = least
-    return [n if n == len(part) else begin[n] for n, part in zip(tree, parts, strict=True)]
+        kept = next((b for b in kept_length.values() if shared - b < SLACK), shared)
+        kept_length[shared] = kept
+    return [n if n == len(part) else kept_length[n] for n, part in zip(tree, parts, strict=True)]
 
 
 @dataclass(eq=False)

@@ -138,15 +138,15 @@ class Sharing:
             InvariantError: they differ by more than rounding.
         """
         ids, lengths = _few(ids_N, lengths_S)
-        tree, at = SharedTree.of(ids, lengths), positions(lengths)
+        tree, positions_N = SharedTree.of(ids, lengths), positions(lengths)
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
         with torch.enable_grad():
-            once, all_N = self._choices(ids, lengths, tree)
-            shared = self._shared(ids, at, tree, None, once)[self._to(tree.place_N)]
-            alone = self._plain(ids, lengths, None, all_N)
+            shared_routing, plain_routing = self._choices(ids, lengths, tree)
+            shared = self._shared(ids, positions_N, tree, None, shared_routing)[self._to(tree.place_N)]
+            alone = self._plain(ids, lengths, None, plain_routing)
             # Both passes follow the same choices. Otherwise a choice near a tie could differ, and make a difference
             # that sharing did not cause. `lead` says whether the routers would have chosen so themselves.
-            lead = 0.0 if once is None else once.routing.chosen_by_more(alone.dtype)
+            lead = 0.0 if shared_routing is None else shared_routing.routing.chosen_by_more(alone.dtype)
             gap = _gap([shared.detach()], [alone.detach()])
             # Without trained weights, as in a reference, there is no gradient to compare.
             if trained:
@@ -241,7 +241,7 @@ def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 def _gap(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """|difference| / |wanted| of all numbers together; inf where it is not a number."""
-    apart = sum(square_sum(a - b) for a, b in zip(ours, wanted, strict=True))
+    squared_gap = sum(square_sum(a - b) for a, b in zip(ours, wanted, strict=True))
     size = sum(square_sum(b) for b in wanted)
-    gap = (apart / max(size, 1e-60)) ** 0.5
+    gap = (squared_gap / max(size, 1e-60)) ** 0.5
     return gap if gap == gap else float("inf")

@@ -55,6 +55,7 @@ class RecomputedModel(CachedModel):
         if self.vocabulary > MOST_IDS:
             raise EngineError(f"a vocabulary of {self.vocabulary:,} ids: at most {MOST_IDS:,} can be cached")
         self.kernels = kernels
+        # No attention runs over this pool, so it needs no compiled kernels.
         self.pool = CachePool([TOKEN], torch.float32, self.read_out.weight.device, "torch")
         self.fused, self.lanes, self._rows = False, 1, None
         self._layout = RowLayout(kernels)
@@ -92,7 +93,7 @@ class RecomputedModel(CachedModel):
         return rows_alone(self.read_out, ids.cpu().numpy(), lengths, np.arange(len(ids)), self._layout, BATCH)
 
     def _keep(self, rows: np.ndarray, ids: np.ndarray) -> None:
-        """Store these ids in the pool rows, as keys of width 1."""
+        """Store these ids in the pool rows, as keys of width 1. The values are the same ids, and nobody reads them."""
         key = torch.from_numpy(np.asarray(ids, np.float32)).to(self.pool.device)[None, :, None]
         self.pool.write(0, torch.from_numpy(rows).to(self.pool.device), key, key)
 
