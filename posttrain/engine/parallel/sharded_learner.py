@@ -63,11 +63,11 @@ def _shared(method: Callable[..., Any], per: Literal["token", "segment"] = "toke
     """The method, done by all ranks together and without gradient: each rank computes a share of the tokens, and gets
     the results of all."""
 
-    def scored(self: ShardedLearner, packed: Packed, *given: Any) -> Any:
+    def scored(self: ShardedLearner, packed: Packed, *arguments: Any) -> Any:
         self._prove_sharing()
         with torch.no_grad():
             return divided(
-                packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: method(self, part, *given)), per
+                packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: method(self, part, *arguments)), per
             )
 
     return scored

@@ -64,15 +64,15 @@ def prove_layers(
     for parts, replaced in zip(results, (True, False), strict=True):
         parts += _gradients(out, inside, own, first_layer_input, replaced)
     # A rank may have no row of a weight, and max of nothing is an error.
-    apart = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*results, strict=True)]
-    size = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
+    gaps = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*results, strict=True)]
+    sizes = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
     # The largest numbers of all ranks, so that every rank takes the same decision: one that raised alone would leave
     # the others waiting.
-    table = ranks.every((apart[0], size[0], max(apart[1:], default=0.0), max(size[1:], default=0.0)))
-    far, states, off, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
+    table = ranks.every((gaps[0], sizes[0], max(gaps[1:], default=0.0), max(sizes[1:], default=0.0)))
+    states_gap, states, gradients_gap, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
     states = max(states, 1e-30)
     # Gradients that are nothing but rounding are compared with the size of the states, or 0 / 0 would decide.
-    gap = max(far / states, off / max(gradients, 1e-6 * states), key=_badness)
+    gap = max(states_gap / states, gradients_gap / max(gradients, 1e-6 * states), key=_badness)
     if not gap <= BOUND:
         raise EngineError(
             f"fused layers of {type(module).__name__} differ from its own by {gap:.3g} (bound {BOUND}): report it, and"
@@ -87,14 +87,18 @@ def _badness(x: float) -> float:
 
 
 def _gradients(
-    out: FusedReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter], asked: dict[str, Any], replaced: bool
+    out: FusedReadOut,
+    inside: Callable[..., Any],
+    own: dict[str, nn.Parameter],
+    layer_input: dict[str, Any],
+    replaced: bool,
 ) -> list[Tensor]:
     """Returns the output of the first layer for the recorded input, and this rank's parts of the gradients of one
     weighted sum of that output. A pass of all layers would need memory for the gradients of all."""
 
     def layer() -> Tensor:
         with using(PackedLayout([CANARY])), out.replaced() if replaced else nullcontext():
-            output = out.layers[0](*asked["given"], **asked["named"])
+            output = out.layers[0](*layer_input["given"], **layer_input["named"])
         return output[0] if isinstance(output, tuple) else output
 
     with torch.enable_grad():

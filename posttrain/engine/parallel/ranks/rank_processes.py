@@ -90,13 +90,13 @@ class RankProcesses:
     def close(self, kill: bool = False) -> None:
         """End the processes: wait until they have ended by themselves, or `kill` them at once."""
         atexit.unregister(self._killed)
-        last = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + END_SECONDS
         for process in self._processes.values():
             # One deadline for all of them, not one for each. A process without any time left still gets a tenth of a
             # second, so that its end can be seen.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if not kill:
-                    process.wait(max(0.1, last - time.monotonic()))
+                    process.wait(max(0.1, deadline - time.monotonic()))
             if process.poll() is None:
                 process.kill()
                 process.wait()
