@@ -99,8 +99,8 @@ class Nf4Linear(QuantisedLinear):
     @staticmethod
     def of(layer: nn.Linear) -> Nf4Linear:
         """ConfigError where the weight cannot be cut into blocks."""
-        count, rest = divmod(layer.weight.numel(), NF4_BLOCK)
-        if rest:
+        count, remainder = divmod(layer.weight.numel(), NF4_BLOCK)
+        if remainder:
             raise ConfigError(
                 f"model.quantize=nf4 holds weights in blocks of {NF4_BLOCK}, and a layer of this model has"
                 f" {layer.out_features} x {layer.in_features} numbers. Take int8"

@@ -221,8 +221,8 @@ def find() -> Kernels | str:
             return kernels
         with tempfile.TemporaryDirectory(prefix="posttrain-") as temporary:
             fresh = Path(temporary) / name
-            if wrong := _compile(compiler, fresh):
-                return wrong
+            if failure := _compile(compiler, fresh):
+                return failure
             kernels = None if cache is None else _keep(fresh, cache / name)
             return kernels or _loaded(fresh)
     except OSError as error:
