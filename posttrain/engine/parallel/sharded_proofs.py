@@ -68,7 +68,8 @@ def prove_layers(
     sizes = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
     # The largest numbers of all ranks, so that every rank takes the same decision: one that raised alone would leave
     # the others waiting.
-    table = ranks.every((gaps[0], sizes[0], max(gaps[1:], default=0.0), max(sizes[1:], default=0.0)))
+    largest = (max(numbers[1:], key=_badness, default=0.0) for numbers in (gaps, sizes))
+    table = ranks.every((gaps[0], sizes[0], *largest))
     states_gap, states, gradients_gap, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
     states = max(states, 1e-30)
     # Gradients that are nothing but rounding are compared with the size of the states, or 0 / 0 would decide.
