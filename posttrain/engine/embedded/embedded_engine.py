@@ -117,11 +117,11 @@ class EmbeddedEngine:
         self._admission = Admission(context, self._served.vocabulary, self._most, text)
         self._version = version
         self._counters = EngineCounters(slots)
-        self._proposer = proposer = self._proposes(speculate, device)
+        self._proposer = proposer = self._make_proposer(speculate, device)
         # A draft model's cache has the same rows, so both grow and are freed together.
         self._pools = (self._pool, proposer.served.pool) if isinstance(proposer, DraftModel) else (self._pool,)
         self._stepper = Stepper(
-            self._served, self._fresh(), self._counters, self._proposer, Timeline() if timeline else None
+            self._served, self._new_scheduler(), self._counters, self._proposer, Timeline() if timeline else None
         )
         self._loading = 0
         """Calls of `load` that have not ended. No new turn is admitted meanwhile."""
@@ -314,7 +314,7 @@ class EmbeddedEngine:
         if stale:
             self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
 
-    def _proposes(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
+    def _make_proposer(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
         """The proposer of drafts; None without speculation. EngineError where drafts do not fit the engine."""
         if speculate is None:
             return None
@@ -352,7 +352,7 @@ class EmbeddedEngine:
             ):
                 raise EngineError("this engine is at work in another event loop: use one engine per loop, or one loop")
             if self._scheduler.busy or self._scheduler.queue:
-                self._stepper.scheduler = self._fresh()
+                self._stepper.scheduler = self._new_scheduler()
             self._loop, self._task, self._drained = loop, None, []
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._run_steps())
@@ -386,13 +386,13 @@ class EmbeddedEngine:
         """Raise an error in every waiting call, and start again with an empty cache."""
         # What the failed step has left half done is unknown, so nothing of its state is kept, the cache included.
         waiting = [r for r in (*self._scheduler.slots.request, *self._scheduler.queue) if r is not None]
-        self._stepper.scheduler = self._fresh()
+        self._stepper.scheduler = self._new_scheduler()
         for future in (*(r.future for r in waiting), *self._drained):
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)
         self._drained = []
 
-    def _fresh(self) -> Scheduler:
+    def _new_scheduler(self) -> Scheduler:
         """A new scheduler without requests, over the blocks that the pool has."""
         blocks = Blocks(self._most)
         # The pool keeps its memory, and all its blocks are free for the new scheduler.

@@ -104,7 +104,7 @@ class Sharing:
     ) -> Tensor:
         """[M, H]: hidden states at `at_M` without sharing; [N, H]: of all positions, where `at_M` is None."""
         layout = PackedLayout(lengths_S, kernels=self._kernels)
-        return self._computed(ids_N, positions(lengths_S), layout, at_M, routing)
+        return self._states(ids_N, positions(lengths_S), layout, at_M, routing)
 
     def _shared(
         self,
@@ -116,9 +116,9 @@ class Sharing:
     ) -> Tensor:
         """[M, H]: hidden states of the unique positions `at_M`; [U, H]: of all, where `at_M` is None."""
         layout = TreeLayout(tree, kernels=self._kernels)
-        return self._computed(ids_N[tree.first_U], positions_N[tree.first_U], layout, at_M, routing)
+        return self._states(ids_N[tree.first_U], positions_N[tree.first_U], layout, at_M, routing)
 
-    def _computed(
+    def _states(
         self,
         ids: np.ndarray,
         places: np.ndarray,
@@ -137,7 +137,7 @@ class Sharing:
         Raises:
             InvariantError: they differ by more than rounding.
         """
-        ids, lengths = _few(ids_N, lengths_S)
+        ids, lengths = _proof_segments(ids_N, lengths_S)
         tree, positions_N = SharedTree.of(ids, lengths), positions(lengths)
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
         with torch.enable_grad():
@@ -194,7 +194,7 @@ def _until_read(
     return ids_N[kept_N], kept_S[kept_S > 0], np.cumsum(kept_N)[at_M] - 1
 
 
-def _few(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _proof_segments(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(ids, lengths) of a few segments that begin alike: the two that share the most, and those that follow them in
     sorted order, as long as all have at most `PROOF` tokens. Each is cut to `PROOF` tokens."""
     ends = np.cumsum(lengths_S)

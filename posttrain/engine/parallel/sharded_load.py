@@ -95,7 +95,7 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
     stops = resolve_stops(tokenizer, module.generation_config)
     parts_of_policy = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
     policy = BlankPolicy(files=files, **{f.name: getattr(parts_of_policy, f.name) for f in fields(Policy)})
-    return policy if model.lora is None else _adapted(policy, model, seed)
+    return policy if model.lora is None else _with_adapter(policy, model, seed)
 
 
 def read_rows(
@@ -147,7 +147,7 @@ def without_memory() -> Iterator[None]:
         nn.Module.register_parameter = real
 
 
-def _adapted(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
+def _with_adapter(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
     """The policy with a new adapter, whose numbers are those that one process would draw.
 
     PEFT puts an adapter on the device of the weights beneath. So while it is attached, these weights get memory on the

@@ -224,10 +224,10 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
                 self._waits.check()
             empty = engine.ready and not self._loads
         except BaseException:
-            self._free(engine)
+            self._end_reservation(engine)
             raise
         if not empty:
-            self._free(engine)
+            self._end_reservation(engine)
         return empty
 
     async def _ask(self, engine: PooledEngine, turn: PooledTurn) -> SampledTurn:
@@ -241,7 +241,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         finally:
             engine.leave(turn)
             if turn.alone:
-                self._free(engine)
+                self._end_reservation(engine)
             # Somebody waits until this engine has no turn.
             elif engine.reserved:
                 self._waits.notify()
@@ -323,7 +323,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         if not self._loads:
             self._check_agree()
 
-    def _free(self, engine: PooledEngine) -> None:
+    def _end_reservation(self, engine: PooledEngine) -> None:
         """End the reservation of an engine."""
         engine.reserved = False
         self._waits.notify()

@@ -156,7 +156,9 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
             while True:
                 alone = episode.deaths >= self._deaths - 1 > 0
                 try:
-                    ended = await (self._by_itself(episode, others) if alone else self._among(episode, others))
+                    ended = await (
+                        self._play_alone(episode, others) if alone else self._play_among_others(episode, others)
+                    )
                     same_account(str(episode), accounted.account(), ended.account)
                     assert ended.stop is not None
                     return ended.stop
@@ -185,7 +187,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
 
     # --- episodes ----------------------------------------------------------------------------------------------------
 
-    async def _among(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
+    async def _play_among_others(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in the process that plays the fewest."""
         while True:
             self._waits.check()
@@ -196,7 +198,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                 return await self._drive(process, episode, others)
             await self._waits.change(episode, "a process that plays environments")
 
-    async def _by_itself(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
+    async def _play_alone(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in a process of its own, one such episode after the other."""
         async with self._alone:
             new = in_thread(self._new, len(self.processes))
@@ -243,7 +245,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                             host.call("said", number, move.number, episode.said[move.number])
                         await asyncio.sleep(0)  # the turn begins before what comes after it
                     if isinstance(move, EndedMove):
-                        return _ended(move)
+                        return _last_move(move)
         finally:
             process.held.pop(episode, None)  # `rest` may have forgotten it
             if coming is not None and not coming.cancel() and not coming.cancelled():
@@ -260,7 +262,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
         return [episode for process in self._everyone() for episode in process.held if episode.turns]
 
 
-def _ended(move: EndedMove) -> EndedMove:
+def _last_move(move: EndedMove) -> EndedMove:
     """The last move; raises the error with which its episode ended."""
     if move.error is not None:
         raise move.error

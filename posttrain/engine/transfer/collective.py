@@ -105,7 +105,7 @@ class CollectiveCarrier:
         self.store = _store(self.address, seconds, listening.detach())
         self._count = 0
         self._open: dict[str, CollectiveSink] = {}
-        atexit.register(self.close)  # a thread that waits in torch when Python ends takes the process along
+        atexit.register(self.close)  # a thread that still waits in torch when Python ends would crash the process
 
     def begin(self, version: int) -> CollectiveSink:
         self._count += 1
@@ -215,10 +215,10 @@ class CollectiveFetch:
         place = BroadcastPlace.of(parcel)
         block, done, why = bytearray(place.size), 0, ""
         try:
-            keys = C10D.PrefixStore(str(place.number), self._reach(place))
+            keys = C10D.PrefixStore(str(place.number), self._connection(place))
             for _ in range(ROUNDS):
                 # Each round has a new ticket: the group of the broken one cannot be used again.
-                called = _called(keys, parcel, 2 * place.seconds)
+                called = _wait_for_call(keys, parcel, 2 * place.seconds)
                 if called is None:
                     why = f"it did not call this engine within {2 * place.seconds:g} s"
                     break
@@ -257,7 +257,7 @@ class CollectiveFetch:
             _meet(group, place.seconds)
         return place.size, ""
 
-    def _reach(self, place: BroadcastPlace) -> Any:
+    def _connection(self, place: BroadcastPlace) -> Any:
         """The connection to the sender's store, made once for each address."""
         if self._store is None or self._store[0] != place.address:
             self._store = place.address, _store(place.address, place.seconds)
@@ -282,7 +282,7 @@ def _pauses() -> Iterator[float]:
     return chain(repeat(OFTEN, LOOKS), repeat(SELDOM))
 
 
-def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] | None:
+def _wait_for_call(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] | None:
     """Take a ticket and wait: (round, rank, members). None where nobody calls.
 
     Raises:

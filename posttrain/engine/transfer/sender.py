@@ -150,7 +150,7 @@ class ParcelSender:
         tensors_to_keep = dict[str, Tensor]()
         sink = self._carrier.begin(parcel.version)
         try:
-            parcel = replace(parcel, entries=tuple(self._entries(sink, parcel, tensors, tensors_to_keep)))
+            parcel = replace(parcel, entries=tuple(self._write_tensors(sink, parcel, tensors, tensors_to_keep)))
             with self._clock.of("sync/transfer"):
                 end = max((e.offset + e.size for e in parcel.entries), default=HEAD.size)
                 table = table_bytes(parcel)
@@ -166,7 +166,7 @@ class ParcelSender:
         self._kept = tensors_to_keep
         return replace(parcel, place=place)
 
-    def _entries(
+    def _write_tensors(
         self, sink: Sink, parcel: Parcel, tensors: Iterable[tuple[str, Tensor]], kept: dict[str, Tensor]
     ) -> Iterator[ParcelEntry]:
         """Write the tensors; where deltas may follow, `kept` then holds them."""

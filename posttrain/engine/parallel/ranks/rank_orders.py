@@ -74,7 +74,9 @@ def met(
     with signed(key):
         # Only while they meet, which is when gloo reads the variable.
         with _loopback() if local else contextlib.nullcontext():
-            ranks = _meeting(lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone)
+            ranks = _meet_watched(
+                lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone
+            )
         try:
             yield ranks
         finally:
@@ -97,7 +99,7 @@ def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) ->
     return in_copies(seconds, replicas)
 
 
-def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
+def _meet_watched(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
     """Returns the result of `work`, which a thread runs. RankLost where it takes too long or a rank is gone.
 
     While torch connects ranks, it can be interrupted neither by a signal nor by the end of a rank, and it waits for
