@@ -103,18 +103,18 @@ class EmbeddedEngine:
         )
         self._module, self._pool = self._served.module, self._served.pool
         self.context, self._slots = context, slots
-        self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
+        self._most_blocks = cache_bytes // (BLOCK * self._pool.row_bytes)
         # One block for a sequence, and one for the copy of a last block that it shares (`Admission.request`).
-        if self._most < 2:
+        if self._most_blocks < 2:
             raise EngineError(
                 f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it"
             )
         if budget < 1:
             raise EngineError(f"budget={budget}: a forward pass needs at least one position")
         self._budget, self._update = budget, update
-        kept_blocks = min(slots * blocks_for(context) // 2, self._most // 8)
+        kept_blocks = min(slots * blocks_for(context) // 2, self._most_blocks // 8)
         self._retain = kept_blocks if retain is None else blocks_for(retain)
-        self._admission = Admission(context, self._served.vocabulary, self._most, text)
+        self._admission = Admission(context, self._served.vocabulary, self._most_blocks, text)
         self._version = version
         self._counters = EngineCounters(slots)
         self._proposer = proposer = self._make_proposer(speculate, device)
@@ -394,7 +394,7 @@ class EmbeddedEngine:
 
     def _new_scheduler(self) -> Scheduler:
         """A new scheduler without requests, over the blocks that the pool has."""
-        blocks = Blocks(self._most)
+        blocks = Blocks(self._most_blocks)
         # The pool keeps its memory, and all its blocks are free for the new scheduler.
         if self._pool.rows:
             blocks.grow(self._pool.rows // BLOCK)

@@ -37,6 +37,7 @@ LOG_LINES = 12
 END_SECONDS = 10.0
 """Seconds that a process has to end after its connection was closed."""
 CANCEL, START = "cancel", "start"
+"""Messages that are no calls: cancel the call of this number; make the engine. The number of a cancel is 0."""
 COMMAND = "from {module} import serve; serve({fd})  # {name}"
 """The Python program of the process. The comment shows the engine's name in a list of processes."""
 

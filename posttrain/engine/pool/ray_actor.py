@@ -80,6 +80,7 @@ class RayCluster:
                     log_to_driver=False,
                     logging_level="ERROR",
                     runtime_env={"env_vars": {"PYTHONPATH": path}},
+                    # Ray refuses a number of CPUs for a cluster that runs already.
                     **({} if address is not None else {"num_cpus": max(engines * cpus, 1)}),
                 )
             except ConnectionError as error:
