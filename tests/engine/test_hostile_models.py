@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from posttrain.config.run import Model
 from posttrain.engine.files.pretrained_files import read_tokenizer
@@ -189,6 +189,16 @@ def test_a_model_that_cannot_be_built_is_refused_before_its_rows_are_read(
     harm(folder)
     with pytest.raises(DataError, match="no causal LM could be loaded|describes no model"):
         blank_policy(Model(path=str(folder)))
+
+
+def test_a_weight_with_more_rows_than_the_model_is_refused_where_rows_are_read(good: Path, tmp_path: Path) -> None:
+    folder, name = Path(shutil.copytree(good, tmp_path / "model")), "model.embed_tokens.weight"
+    weights = load_file(folder / "model.safetensors")
+    weights[name] = torch.cat([weights[name], weights[name][:1]])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    policy = blank_policy(Model(path=str(folder)))
+    with pytest.raises(DataError, match=f"{name} has the shape"):
+        policy.files.whole(policy.module, name, policy.module.get_parameter(name))
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])

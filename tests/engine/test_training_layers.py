@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.config.run import Lora
+from posttrain.core.exchange.ranks import ALONE
 from posttrain.engine.adapters.adapter_modules import attach
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.fused_decoder import fusable
@@ -29,6 +30,7 @@ from posttrain.engine.layers.embedding_gradient import rows_at
 from posttrain.engine.layers.fused_layers import CHUNK, FusedReadOut, Heads, RMSNorm, SwiGLU, fused_read_out
 from posttrain.engine.layers.layer_products import Products
 from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.parallel.sharded_proofs import prove_layers
 from posttrain.system.errors import EngineError
 from tests.engine.embedded_parts import module
 from tests.engine.engine_parts import drawn, packed, policy
@@ -123,6 +125,15 @@ def test_a_wrong_gradient_of_a_product_is_refused(
     monkeypatch.setattr(products, "Products", wrong)
     with pytest.raises(EngineError, match=r"differ from its own .* set model\.kernels=reference"):
         fused_read_out(made, read_out(made))
+
+
+def test_a_gradient_that_is_no_number_is_refused_over_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model("qwen3")
+    out, own = fused_read_out(made, read_out(made)), dict(made.named_parameters())
+    prove_layers(made, out, lambda function: function(), own, ALONE)
+    monkeypatch.setattr(products, "Products", _NoNumber)
+    with pytest.raises(EngineError, match="differ from its own by nan"):
+        prove_layers(made, out, lambda function: function(), own, ALONE)
 
 
 @pytest.mark.parametrize("frozen", ["", "q_proj", "v_proj.weight", "k_proj|gate_proj", "up_proj", "_proj", "layers.0"])

@@ -73,14 +73,14 @@ def test_whoever_is_killed_on_ray_the_run_ends_with_the_same_bits(
     """As many runs as it takes to kill all of them, at staleness 2. Each ends with the weights, optimizer, episodes and
     record of a run in one process that lost nobody; no sample is lost, none is doubled."""
     (started := tmp_path / "started").mkdir()
-    known = RayHost._known
+    keep_pid = RayHost._keep_pid
 
     def tells(self: RayHost, facts: Future[Any]) -> None:
-        known(self, facts)
+        keep_pid(self, facts)
         if self.pid is not None:
             (started / f"{self.name.partition(' ')[0]}-{self.pid}").touch()
 
-    monkeypatch.setattr(RayHost, "_known", tells)
+    monkeypatch.setattr(RayHost, "_keep_pid", tells)
     monkeypatch.setattr("posttrain.build.spawn_engines.EnvironmentParts", CheckedEnvironmentParts)
     how = Ray(engines=2, environments=2, verifiers=True, deaths=KILLS + 2)
     run = checked(placed(how, 2, steps=12), tmp_path / "rewards")

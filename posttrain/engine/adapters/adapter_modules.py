@@ -278,7 +278,7 @@ def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
     for name in layers(bare):
         parent, _, last = name.rpartition(".")
         setattr(bare.get_submodule(parent), last, getattr(bare.get_submodule(name), "get_base_layer")())  # noqa: B009
-    return _forgotten(bare)
+    return _without_peft_record(bare)
 
 
 def beside(module: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
@@ -306,10 +306,10 @@ def merged(module: PreTrainedModel) -> PreTrainedModel:
         setattr(copied.get_submodule(parent), last, _merged_layer(copied.get_submodule(name), module.dtype))
     # The loop has made the layers with an adapter float. This is for quantised layers that had none.
     make_float(copied, module.dtype)
-    return _forgotten(copied).requires_grad_(True)
+    return _without_peft_record(copied).requires_grad_(True)
 
 
-def _forgotten(module: PreTrainedModel) -> PreTrainedModel:
+def _without_peft_record(module: PreTrainedModel) -> PreTrainedModel:
     """The module without PEFT's note of what was attached to it."""
     for attribute in ("peft_config", "_hf_peft_config_loaded"):
         module.__dict__.pop(attribute, None)

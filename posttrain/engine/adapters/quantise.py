@@ -88,7 +88,7 @@ class Nf4Linear(QuantisedLinear):
         self.out_features, self.in_features = layer.out_features, layer.in_features
         tensor: Any = to_nf4(layer.weight.detach().contiguous(), NF4_BLOCK, blocks)
         # torchao's weight is a tensor subclass. Its parts become plain parameters, which fingerprints, safetensors and
-        # copies between devices can read. The subclass is put together again for each product (_held).
+        # copies between devices can read. The subclass is put together again for each product (`_nf4_tensor`).
         self._names, self._kind = tensor.__tensor_flatten__()
         for name in self._names:
             part = getattr(tensor, name).clone(memory_format=torch.contiguous_format)
@@ -99,8 +99,8 @@ class Nf4Linear(QuantisedLinear):
     @staticmethod
     def of(layer: nn.Linear) -> Nf4Linear:
         """ConfigError where the weight cannot be cut into blocks."""
-        count, rest = divmod(layer.weight.numel(), NF4_BLOCK)
-        if rest:
+        count, remainder = divmod(layer.weight.numel(), NF4_BLOCK)
+        if remainder:
             raise ConfigError(
                 f"model.quantize=nf4 holds weights in blocks of {NF4_BLOCK}, and a layer of this model has"
                 f" {layer.out_features} x {layer.in_features} numbers. Take int8"
@@ -110,14 +110,14 @@ class Nf4Linear(QuantisedLinear):
         return Nf4Linear(layer, math.gcd(count, NF4_SCALES))
 
     def forward(self, input: Tensor) -> Tensor:
-        y = nn.functional.linear(input, self._held())
+        y = nn.functional.linear(input, self._nf4_tensor())
         return y if self.bias is None else y + self.bias
 
     def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight that torchao makes of the 4-bit numbers, rounded to `dtype`."""
-        return self._held().get_original_weight().to(dtype)
+        return self._nf4_tensor().get_original_weight().to(dtype)
 
-    def _held(self) -> Any:
+    def _nf4_tensor(self) -> Any:
         """torchao's tensor over the parts."""
         from torchao.quantization import NF4Tensor
 

@@ -217,13 +217,13 @@ def find() -> Kernels | str:
         text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
         key = "\n".join([*text, *compiler, version.stdout, *FLAGS, _processor()])
         name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
-        if cache is not None and (kernels := _kept(cache / name)):
+        if cache is not None and (kernels := _read_cached(cache / name)):
             return kernels
         with tempfile.TemporaryDirectory(prefix="posttrain-") as temporary:
             fresh = Path(temporary) / name
-            if wrong := _compile(compiler, fresh):
-                return wrong
-            kernels = None if cache is None else _keep(fresh, cache / name)
+            if failure := _compile(compiler, fresh):
+                return failure
+            kernels = None if cache is None else _write_cached(fresh, cache / name)
             return kernels or _loaded(fresh)
     except OSError as error:
         return f"the kernels cannot be compiled: {error}"
@@ -244,7 +244,7 @@ def own_cache() -> Path | None:
         return None
 
 
-def _kept(library: Path) -> Kernels | None:
+def _read_cached(library: Path) -> Kernels | None:
     """The kernels of a library in the cache; None where its digest differs, or where others could have written it."""
     digest, kernels = library.with_suffix(".sha256"), ""
     with suppress(OSError):
@@ -255,7 +255,7 @@ def _kept(library: Path) -> Kernels | None:
     return None if isinstance(kernels, str) else kernels
 
 
-def _keep(fresh: Path, library: Path) -> Kernels | None:
+def _write_cached(fresh: Path, library: Path) -> Kernels | None:
     """Put a library into the cache, with its digest, for the processes that come; None where that fails."""
     # Other processes may do the same at this moment. Each writes beside the name and renames, the digest last: a reader
     # sees a whole library without a digest, which it does not load, or with the right one.
@@ -266,7 +266,7 @@ def _keep(fresh: Path, library: Path) -> Kernels | None:
             part.write_bytes(content)
             part.chmod(0o600)
             part.replace(path)
-    return _kept(library)
+    return _read_cached(library)
 
 
 def _loaded(library: Path) -> Kernels | str:

@@ -103,30 +103,33 @@ class EmbeddedEngine:
         )
         self._module, self._pool = self._served.module, self._served.pool
         self.context, self._slots = context, slots
-        self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
-        if self._most < 2:
+        self._most_blocks = cache_bytes // (BLOCK * self._pool.row_bytes)
+        # One block for a sequence, and one for the copy of a last block that it shares (`Admission.request`).
+        if self._most_blocks < 2:
             raise EngineError(
                 f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it"
             )
         if budget < 1:
             raise EngineError(f"budget={budget}: a forward pass needs at least one position")
         self._budget, self._update = budget, update
-        kept_blocks = min(slots * blocks_for(context) // 2, self._most // 8)
+        kept_blocks = min(slots * blocks_for(context) // 2, self._most_blocks // 8)
         self._retain = kept_blocks if retain is None else blocks_for(retain)
-        self._admission = Admission(context, self._served.vocabulary, self._most, text)
+        self._admission = Admission(context, self._served.vocabulary, self._most_blocks, text)
         self._version = version
         self._counters = EngineCounters(slots)
-        self._proposer = drafts = self._proposes(speculate, device)
+        self._proposer = proposer = self._make_proposer(speculate, device)
         # A draft model's cache has the same rows, so both grow and are freed together.
-        self._pools = (self._pool, drafts.served.pool) if isinstance(drafts, DraftModel) else (self._pool,)
+        self._pools = (self._pool, proposer.served.pool) if isinstance(proposer, DraftModel) else (self._pool,)
         self._stepper = Stepper(
-            self._served, self._fresh(), self._counters, self._proposer, Timeline() if timeline else None
+            self._served, self._new_scheduler(), self._counters, self._proposer, Timeline() if timeline else None
         )
         self._loading = 0
+        """Calls of `load` that have not ended. No new turn is admitted meanwhile."""
         self._slept = 0
         """Blocks of the cache before the engine slept; 0: it is awake."""
         self._paused = False
         self._drained: list[asyncio.Future[None]] = []
+        """One for each `load` that waits: set once no turn is unfinished."""
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -206,7 +209,7 @@ class EmbeddedEngine:
         All names and shapes are checked before the first tensor is copied. The prefix cache is emptied. Returns the
         fingerprint of the weights that are now served.
         """
-        self._newer(version)
+        self._check_newer(version)
         self._loading += 1
         try:
             if self._update == "drain" and self._scheduler.unfinished:
@@ -219,7 +222,7 @@ class EmbeddedEngine:
                 self._drained.append(drained)
                 await drained
             # Again, because another load may have come while this one waited.
-            self._newer(version)
+            self._check_newer(version)
             self._served.load(tensors)
             self._renew(version)
         finally:
@@ -298,7 +301,7 @@ class EmbeddedEngine:
         """Bytes of the key-value cache now, without that of a draft model."""
         return self._pool.rows * self._pool.row_bytes
 
-    def _newer(self, version: int) -> None:
+    def _check_newer(self, version: int) -> None:
         """EngineError where the version is not newer than the served one."""
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
@@ -311,7 +314,7 @@ class EmbeddedEngine:
         if stale:
             self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
 
-    def _proposes(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
+    def _make_proposer(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
         """The proposer of drafts; None without speculation. EngineError where drafts do not fit the engine."""
         if speculate is None:
             return None
@@ -349,7 +352,7 @@ class EmbeddedEngine:
             ):
                 raise EngineError("this engine is at work in another event loop: use one engine per loop, or one loop")
             if self._scheduler.busy or self._scheduler.queue:
-                self._stepper.scheduler = self._fresh()
+                self._stepper.scheduler = self._new_scheduler()
             self._loop, self._task, self._drained = loop, None, []
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._run_steps())
@@ -383,15 +386,15 @@ class EmbeddedEngine:
         """Raise an error in every waiting call, and start again with an empty cache."""
         # What the failed step has left half done is unknown, so nothing of its state is kept, the cache included.
         waiting = [r for r in (*self._scheduler.slots.request, *self._scheduler.queue) if r is not None]
-        self._stepper.scheduler = self._fresh()
+        self._stepper.scheduler = self._new_scheduler()
         for future in (*(r.future for r in waiting), *self._drained):
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)
         self._drained = []
 
-    def _fresh(self) -> Scheduler:
+    def _new_scheduler(self) -> Scheduler:
         """A new scheduler without requests, over the blocks that the pool has."""
-        blocks = Blocks(self._most)
+        blocks = Blocks(self._most_blocks)
         # The pool keeps its memory, and all its blocks are free for the new scheduler.
         if self._pool.rows:
             blocks.grow(self._pool.rows // BLOCK)

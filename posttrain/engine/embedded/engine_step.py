@@ -41,7 +41,7 @@ class Stepper:
         # after admission, which shares beginnings, and after `begin`, for the next pass. Prompts that end with this
         # pass draw their first token together with the slots that already speak.
         scheduler, begun = self.scheduler, time.perf_counter()
-        self._mark_moved()
+        self._mark_moved()  # new weights move requests between two steps
         self._admit(begun_only=not admit)
         self._copy()
         at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
@@ -175,18 +175,18 @@ class Stepper:
         # Token by token over all slots: the j-th round records each slot's j-th token. A
         # slot leaves when its draft was rejected, when its turn ended, or when nothing
         # can be drawn after its draft; then the next pass finds that out by itself.
-        rest, has_distribution = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
+        speaking, has_distribution = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
         accepted_drafts, needed = 0, [starts[: len(plan.generating)]]
         for j in range(int(accepted.max()) + 1):
             if j:
-                rest = rest[(accepted[rest] >= j) & slots.generating[at[rest]]]
-                rest = rest[has_distribution[starts[rest] + j]]
+                speaking = speaking[(accepted[speaking] >= j) & slots.generating[at[speaking]]]
+                speaking = speaking[has_distribution[starts[speaking] + j]]
                 # The accepted draft's keys and values were computed in this
                 # pass; `Scheduler.cached` counted the pending token alone.
-                slots.cached[at[rest]] += 1
-                needed.append(starts[rest] + j)
-            accepted_drafts += int(np.count_nonzero(accepted[rest] > j))
-            self._record(at[rest], drawn.at(starts[rest] + j), version)
+                slots.cached[at[speaking]] += 1
+                needed.append(starts[speaking] + j)
+            accepted_drafts += int(np.count_nonzero(accepted[speaking] > j))
+            self._record(at[speaking], drawn.at(starts[speaking] + j), version)
         self.counters.drafts(plan, accepted_drafts, np.concatenate(needed))
 
     def _record(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:

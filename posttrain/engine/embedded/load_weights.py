@@ -13,19 +13,19 @@ from posttrain.system.errors import EngineError, nearest
 
 
 def checked_tensors(
-    own: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, Any]]
+    expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, Any]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The given tensors, one at a time: each name of `own` must come exactly once, with that dtype and shape.
+    """The given tensors, one at a time: each name of `expected` must come exactly once, with that dtype and shape.
 
     EngineError names what is wrong. A missing tensor is noticed only at the end, so nothing may be served before.
     """
     names_seen = set[str]()
     for name, tensor in tensors:
-        if name not in own:
-            raise EngineError(f"unknown tensor {name!r}: {nearest(name, own)}")
+        if name not in expected:
+            raise EngineError(f"unknown tensor {name!r}: {nearest(name, expected)}")
         if name in names_seen:
             raise EngineError(f"tensor {name!r} is listed twice")
-        dtype, shape = own[name]
+        dtype, shape = expected[name]
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
             raise EngineError(
                 f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is {dtype} {shape}: learner and"
@@ -33,9 +33,9 @@ def checked_tensors(
             )
         names_seen.add(name)
         yield name, tensor.detach()
-    if missing := [name for name in own if name not in names_seen]:
+    if missing := [name for name in expected if name not in names_seen]:
         names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-        raise EngineError(f"{len(missing)} of {len(own)} tensors are missing: {names}")
+        raise EngineError(f"{len(missing)} of {len(expected)} tensors are missing: {names}")
 
 
 @torch.no_grad()

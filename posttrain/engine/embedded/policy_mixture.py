@@ -96,7 +96,7 @@ class MixedModel(CachedModel):
     def __init__(
         self,
         module: PreTrainedModel,
-        other: Mixture,
+        mixture: Mixture,
         context: int,
         *,
         device: str,
@@ -105,7 +105,7 @@ class MixedModel(CachedModel):
     ) -> None:
         # `CachedModel.__init__` is not called: this model has two of them, and no cache of its own.
         self._own, self._other = (
-            served_model(m, context, device=device, rows=rows, kernels=kernels) for m in (module, other.module)
+            served_model(m, context, device=device, rows=rows, kernels=kernels) for m in (module, mixture.module)
         )
         weight, other_weight = self._own.read_out.weight, self._other.read_out.weight
         if weight.shape[0] != other_weight.shape[0]:
@@ -121,7 +121,7 @@ class MixedModel(CachedModel):
         self.module, self.read_out = self._own.module, self._own.read_out
         self.kernels, self.fused, self.lanes = kernels, self._own.fused, self._own.lanes
         self.pool = TwoPools(self._own.pool, self._other.pool)  # type: ignore[assignment]  # what an engine uses of one
-        self._share, self._width = other.share, weight.shape[1]
+        self._share, self._width = mixture.share, weight.shape[1]
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
         self._own.load(tensors)
@@ -148,4 +148,5 @@ class MixedModel(CachedModel):
         return torch.cat([m.ahead(slots, at, ids, position) for m in (self._own, self._other)], 1)
 
     def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
+        """`CachedModel.stale_gap` of the first model: the other one never gets new weights."""
         return self._own.stale_gap(slots, at)

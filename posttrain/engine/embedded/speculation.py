@@ -158,8 +158,8 @@ class DraftModel:
             )
         self._chance = np.zeros((slots, 2, context))
         """[s, (draft, accept), position]: uniforms from the place of the slot's request."""
-        self._of: list[GenerateCall | None] = [None] * slots
-        """The request of each slot that the uniforms belong to."""
+        self._seeded_for: list[GenerateCall | None] = [None] * slots
+        """For each slot the request whose uniforms `_chance` has."""
 
     def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
         """Draft one token after the other, each in one pass over the slots that may have another draft."""
@@ -191,12 +191,12 @@ class DraftModel:
         for s in at.tolist():
             request = slots.request[s]
             assert request is not None
-            if self._of[s] is not request:
+            if self._seeded_for[s] is not request:
                 for row, stream in enumerate(("draft", "accept")):
                     self._chance[s, row, : request.limit] = seeds.uniforms(
                         seeds.key(request.place, stream), request.limit
                     )
-                self._of[s] = request
+                self._seeded_for[s] = request
 
 
 def verify(

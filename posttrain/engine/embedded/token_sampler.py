@@ -331,8 +331,8 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
         return _prefix(z, c, size)[0]
     mask, sure = _prefix(z, c, HEAD)
     if not bool(sure.all()):
-        rest = torch.nonzero(~sure)[:, 0]
-        mask.index_copy_(0, rest, _prefix(z.index_select(0, rest), c.at(rest.cpu().numpy()), size)[0])
+        unsure = torch.nonzero(~sure)[:, 0]
+        mask.index_copy_(0, unsure, _prefix(z.index_select(0, unsure), c.at(unsure.cpu().numpy()), size)[0])
     return mask
 
 

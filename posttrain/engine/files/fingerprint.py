@@ -55,14 +55,14 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest_of(fingerprints(tensors))
 
 
-def digest_of(found: Mapping[str, str]) -> str:
+def digest_of(digests: Mapping[str, str]) -> str:
     """The fingerprint of tensors, from their digests by name."""
     # Sorted by name, because the iterables of trainer and engine have different orders. The separators keep the borders
     # of names and digests.
-    whole = hashlib.blake2b(digest_size=16)
-    for name, digest in sorted(found.items()):
-        whole.update(f"{name}\x1f{digest}\x1e".encode())
-    return whole.hexdigest()
+    hasher = hashlib.blake2b(digest_size=16)
+    for name, digest in sorted(digests.items()):
+        hasher.update(f"{name}\x1f{digest}\x1e".encode())
+    return hasher.hexdigest()
 
 
 def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None) -> dict[str, str]:

@@ -118,7 +118,7 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
             note = (
                 ""
                 if pad_before == pad
-                else f"; its padding token is {token!r} ({pad}), because {_was(policy, pad_before)}"
+                else f"; its padding token is {token!r} ({pad}), because {_why_another_pad(policy, pad_before)}"
             )
             return f"{type(classifier).__name__}, one label, read at the last token that is not padding{note}"
         except EngineError as error:
@@ -130,7 +130,7 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
     return f"{type(policy.module).__name__} with its reward head in {SHAPE} and {TENSORS}{why}"
 
 
-def _was(policy: Policy, pad: int | None) -> str:
+def _why_another_pad(policy: Policy, pad: int | None) -> str:
     """The reason, for a message, why the tokenizer's own padding token `pad` was not taken."""
     if pad is None:
         return "the tokenizer had none"

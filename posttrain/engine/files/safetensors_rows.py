@@ -39,21 +39,21 @@ class RowFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._of: dict[str, Path] = {}
+        self._file_of: dict[str, Path] = {}
         # The digest is of headers and sizes, which is cheap. Ranks compare it to see that all of them read the same
         # files.
-        listed = hashlib.blake2b(digest_size=16)
+        hasher = hashlib.blake2b(digest_size=16)
         for path in self._paths():
             try:
                 with safe_open(path, "pt") as file:
                     for name in sorted(file.keys()):
-                        part = file.get_slice(name)
-                        self._of[name] = path
-                        listed.update(f"{name} {part.get_dtype()} {part.get_shape()};".encode())
+                        rows = file.get_slice(name)
+                        self._file_of[name] = path
+                        hasher.update(f"{name} {rows.get_dtype()} {rows.get_shape()};".encode())
             except (SafetensorError, OSError) as error:
                 raise DataError(f"{path}: its weights cannot be read ({error}). Copy or download them again") from error
-            listed.update(f"{path.name} {path.stat().st_size};".encode())
-        self.digest = listed.hexdigest()
+            hasher.update(f"{path.name} {path.stat().st_size};".encode())
+        self.digest = hasher.hexdigest()
 
     def _paths(self) -> list[Path]:
         """The model's safetensors files; DataError where one of them is missing."""
@@ -80,17 +80,18 @@ class RowFiles:
                 f"{self.folder}: {name} is in none of its files under this name, so rows of it cannot be read. Load the"
                 " model whole on each rank (`load_policy`), which converts names"
             )
-        with safe_open(self._of[key], "pt") as file:
-            part = file.get_slice(key)
-            shape = list(part.get_shape())
-            # The width is compared, and the rows must lie in the file. All dimensions behind the first are read whole.
-            if shape[1:] != list(into.shape[1:]) or begin + len(into) > shape[0]:
+        with safe_open(self._file_of[key], "pt") as file:
+            rows = file.get_slice(key)
+            shape = list(rows.get_shape())
+            parent, _, last = name.rpartition(".")
+            # The whole shape, and not that of `into`: rows of a file that has more of them are another model's.
+            if shape != list(getattr(module.get_submodule(parent), last).shape):
                 raise DataError(f"{self.folder}: {name} has the shape {shape} in its file, and another in the model")
             # A rank may hold no row of a small weight.
             if len(into):
                 # Only these rows are read from the disk. They are rounded to the model's type first, as a model that is
                 # loaded whole is, even where `into` is wider.
-                into.copy_(part[begin : begin + len(into)].to(dtype))
+                into.copy_(rows[begin : begin + len(into)].to(dtype))
 
     def whole(self, module: PreTrainedModel, name: str, like: Tensor) -> Tensor:
         """All of one weight, of the shape and type of `like`."""
@@ -104,11 +105,11 @@ class RowFiles:
         # Weights on meta are those that a file must give; others (buffers that the code computes) have their numbers.
         missing = [n for n, t in tensors.items() if t.is_meta and self._key(module, n) is None]
         known = {n.replace(".base_layer.", ".") for n in tensors}
-        return (*missing, *sorted(self._of.keys() - known))
+        return (*missing, *sorted(self._file_of.keys() - known))
 
     def _key(self, module: PreTrainedModel, name: str) -> str | None:
         """The name under which a file holds this weight; None where no file has it."""
-        return next((n for n in self._names(module, name) if n in self._of), None)
+        return next((n for n in self._names(module, name) if n in self._file_of), None)
 
     @staticmethod
     def _names(module: PreTrainedModel, name: str) -> list[str]:

@@ -124,7 +124,8 @@ class LogitRules:
         if self.seen is not None:
             places = self.seen.places(at, to, width, first)
             old, p = flat[places], self.penalty
-            divisor = torch.full((), p, dtype=z.dtype, device=z.device)  # a GPU would multiply by 1 / p
+            # A tensor: by a plain number a GPU would not divide but multiply by 1 / p, which rounds in another way.
+            divisor = torch.full((), p, dtype=z.dtype, device=z.device)
             # A penalty p > 1 makes every seen token less probable: it divides logits above 0, and multiplies those
             # below.
             flat.index_copy_(0, places, torch.where(old < 0, old * divisor, old / divisor))

@@ -31,6 +31,7 @@ class KeptMask:
         """bool [b - a, width]: True where tokens a..b did not keep the id, for the ids first..first + width."""
         lo, hi = int(self.offsets[a]), int(self.offsets[b])
         rows, ids = self.rows[lo:hi] - a, self.ids[lo:hi] - first
+        # Only where an id may lie outside: a selection makes the CPU wait for the GPU (`logit_rules.Ragged.places`).
         if first or self._last >= width:
             inside = (ids >= 0) & (ids < width)
             rows, ids = rows[inside], ids[inside]

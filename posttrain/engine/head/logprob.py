@@ -134,7 +134,7 @@ def most_probable(
     """(values, indices) [M, K] of the most probable tokens, in descending order of log-prob. k = 0
     takes the whole vocabulary."""
     transform = _transform(hidden.device, **contract)
-    single = _ids(weight) == weight.shape[0]
+    single = _block_width(weight) == weight.shape[0]
     k = min(k or weight.shape[0], weight.shape[0])
     values = [hidden.new_zeros((0, k), dtype=logit_dtype(weight.dtype))]  # empty parts first, as in `energies`
     indices = [values[0].long()]
@@ -165,7 +165,7 @@ def energies(
     """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract. z is the input of the softmax.
     Without targets |p|^2, the probability that two draws are the same."""
     transform = _transform(hidden.device, **contract)
-    single = _ids(weight) == weight.shape[0]
+    single = _block_width(weight) == weight.shape[0]
     # An empty part first, so that there is something to join where no token is asked about.
     out = [hidden.new_zeros(0, dtype=logit_dtype(weight.dtype))]
     for rows, blocks in _scored(hidden, weight, bias, transform):
@@ -195,7 +195,7 @@ def odds(
     temperature) its log q - log p [M, K] and the total variation between q and p [M, K].
     """
     transform = _transform(hidden.device, **contract)
-    single = _ids(weight) == weight.shape[0]
+    single = _block_width(weight) == weight.shape[0]
     # float64, because the caller compares a random number with `below` and `upto`, and each is a sum over up to a
     # vocabulary of small numbers.
     empty = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
@@ -210,18 +210,21 @@ def odds(
             ids = torch.arange(first, first + logp.shape[1], device=logp.device)
             below += torch.where(ids < target, logp.exp(), 0.0).sum(1)
             target_logp += picked(logp, target - first)[:, 0]
-        ratios, apart = empty.new_zeros(len(target), len(temperatures)), empty.new_zeros(len(target), len(temperatures))
+        ratios, variation = (
+            empty.new_zeros(len(target), len(temperatures)),
+            empty.new_zeros(len(target), len(temperatures)),
+        )
         for k, t in enumerate(temperatures):
             # q is proportional to p^(1/t), so log q is log p / t, normalised again.
             flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
             for (first, q), (_, logp) in zip(flatter(), logps(), strict=True):
                 ratios[:, k] += picked(q, target - first)[:, 0]
-                apart[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
+                variation[:, k] += 0.5 * (q.exp() - logp.exp()).abs().sum(1)
         ratios -= target_logp[:, None]
-        for part, x in zip(out, (below, below + target_logp.exp(), ratios, apart), strict=True):
+        for part, x in zip(out, (below, below + target_logp.exp(), ratios, variation), strict=True):
             part.append(x)
-    below, upto, ratio, apart = (torch.cat(part) for part in out)
-    return below, upto, ratio, apart
+    below, upto, ratio, variation = (torch.cat(part) for part in out)
+    return below, upto, ratio, variation
 
 
 def _transform(
@@ -241,7 +244,7 @@ def _transform(
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 
-def _ids(weight: Tensor) -> int:
+def _block_width(weight: Tensor) -> int:
     """The number of ids of one block. The vocabulary is cut into blocks of equal width."""
     vocabulary = weight.shape[0]
     if vocabulary <= CHUNK_IDS:
@@ -255,14 +258,14 @@ def _tile(
     hidden: Tensor, weight: Tensor, transform: LogitTransform, chunk: int | None = None, block: int | None = None
 ) -> Tile:
     """The sizes of the tiles of a pass, and whether their scores are kept until the backward."""
-    rows, ids = chunk or _rows(hidden, weight), block or _ids(weight)
+    rows, ids = chunk or _tile_rows(hidden, weight), block or _block_width(weight)
     # Where the steps after the product have slopes, scores alone are not enough for the backward: it computes scores
     # again, and the slopes with them.
     fits = len(hidden) * weight.shape[0] <= KEPT_ELEMENTS[_kind(weight)]
     return Tile(rows, ids, fits and torch.is_grad_enabled() and not transform.sloped)
 
 
-def _rows(hidden: Tensor, weight: Tensor) -> int:
+def _tile_rows(hidden: Tensor, weight: Tensor) -> int:
     """Tokens of one tile."""
     if weight.shape[0] > CHUNK_IDS:
         return TILE[_kind(weight)][0]
@@ -278,10 +281,11 @@ def _scored(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
 ) -> Iterator[tuple[slice, Blocks]]:
     """The scores z of each chunk of tokens, forward only."""
-    dtype, vocabulary, width = logit_dtype(weight.dtype), weight.shape[0], _ids(weight)
-    for at in range(0, len(hidden), rows := _rows(hidden, weight)):
+    dtype, vocabulary, width = logit_dtype(weight.dtype), weight.shape[0], _block_width(weight)
+    for at in range(0, len(hidden), rows := _tile_rows(hidden, weight)):
         chunk = slice(at, min(at + rows, len(hidden)))
 
+        # As a default argument the chunk is that of this round, whenever the blocks are read.
         def blocks(chunk: slice = chunk) -> Iterator[tuple[int, Tensor]]:
             h = hidden[chunk].to(dtype)
             for first in range(0, vocabulary, width):

@@ -121,6 +121,7 @@ def read_out(module: PreTrainedModel) -> ReadOut:
     for name, divides in SCALES.items():
         value = getattr(config, name, None)
         if value is not None:
+            # To divide by 0 would raise here. With nan the comparison of `check_read_out` refuses the model.
             scale = scale / (float(value) or math.nan) if divides else scale * float(value)
     softcap = next((c for c in (getattr(config, name, None) for name in CAPS) if c is not None), None)
     return ReadOut(decoder, head, scale, None if softcap is None else float(softcap), LookUp.of(decoder, head))

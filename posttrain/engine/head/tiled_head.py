@@ -125,23 +125,23 @@ def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor
     return part.zero_() if grad.dtype == dtype else torch.zeros_like(part, dtype=dtype)
 
 
-def _torch_head(*given: Any) -> tuple[Tensor, Tensor]:
+def _torch_head(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The head by tiles, with torch's operations."""
-    return TiledHead.apply(*given, TORCH)  # pyright: ignore[reportReturnType]
+    return TiledHead.apply(*inputs, TORCH)  # pyright: ignore[reportReturnType]
 
 
-def _native_head(*given: Any) -> tuple[Tensor, Tensor]:
+def _native_head(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The same tiles, with compiled code in place of torch's operations. EngineError where it does not agree with
     torch's; they are compared before they are first used."""
-    return TiledHead.apply(*given, native())  # pyright: ignore[reportReturnType]
+    return TiledHead.apply(*inputs, native())  # pyright: ignore[reportReturnType]
 
 
-def _triton_head(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _triton_head(hidden: Tensor, weight: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     """The same tiles, with Triton's kernels in place of torch's operations. EngineError where they do not agree with
     torch's on this device; they are compared before they are first used."""
     from posttrain.engine.head.triton_tiles import proved
 
-    return TiledHead.apply(hidden, weight, *rest, proved(hidden.device, logit_dtype(weight.dtype)))
+    return TiledHead.apply(hidden, weight, *inputs, proved(hidden.device, logit_dtype(weight.dtype)))
 
 
 def _no_triton() -> str:

@@ -89,11 +89,13 @@ def cotangent(
 TORCH = TileForm(fold, cotangent)
 
 
-def _made(form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, want: bool) -> list[Tensor | None]:
+def _form_results(
+    form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, want: bool
+) -> list[Tensor | None]:
     """Returns the results of both operations on these scores, the scores after both, and the gradient that is written
     in place of the scores."""
-    # Two copies: `kept` shows whether a form changes scores that
-    # it may only read, `lost` whether it can write over them.
+    # Two copies: `read_only` shows whether a form changes scores that it may only read, `overwritten` whether it can
+    # write over them. The rows of `by`: the gradients by two named log-probs, the gradient by the entropy, the entropy.
     read_only, overwritten = z.clone(), z.clone()
 
     def gradient(x: Tensor, out: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
     for want in (False, True):
         # The row without any id has norm -inf, and -inf minus -inf would be nan in both forms.
         norm = torch.logsumexp(z, 1).nan_to_num(neginf=0.0)
-        results = [_made(f, z, norm, named, by, want) for f in (form, TORCH)]
+        results = [_form_results(f, z, norm, named, by, want) for f in (form, TORCH)]
         for ours, theirs in zip(*results, strict=True):
             if ours is not None and theirs is not None:
                 largest = theirs.abs().nan_to_num(posinf=0.0).clamp_max(1e30).max().clamp_min(1.0)
@@ -160,12 +162,12 @@ class RunningSoftmax:
         # With m' = max of both: exp(z - m') = exp(z - m) exp(m - m'), and z - m' = (z - m) + (m - m').
         # So S' = exp(m - m') S, and U' = exp(m - m') (U + (m - m') S). U comes first, because it reads the old S.
         old, new = self.most[rows], torch.maximum(self.most[rows], most)
-        was, now = torch.exp(old - new), torch.exp(most - new)
+        old_factor, block_factor = torch.exp(old - new), torch.exp(most - new)
         if self.spread is not None and spread is not None:
-            self.spread[rows] = was * (self.spread[rows] + (old - new) * self.mass[rows]) + now * (
+            self.spread[rows] = old_factor * (self.spread[rows] + (old - new) * self.mass[rows]) + block_factor * (
                 spread + (most - new) * mass
             )
-        self.mass[rows] = was * self.mass[rows] + now * mass
+        self.mass[rows] = old_factor * self.mass[rows] + block_factor * mass
         self.most[rows] = new
 
     def norm(self) -> Tensor:

@@ -113,9 +113,9 @@ def _columns(width: int) -> int:
     return min(COLUMNS, triton.next_power_of_2(width))
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *given: Any) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
     """Runs a Triton kernel on a grid of programs."""
-    kernel[grid](*given, num_warps=8)
+    kernel[grid](*arguments, num_warps=8)
 
 
 @cache

@@ -46,13 +46,13 @@ class RewardHead(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.blank = shape, blank
-        drawn = torch.Generator().manual_seed(seeds.torch_seed(seed, REWARD_HEAD))
+        generator = torch.Generator().manual_seed(seeds.torch_seed(seed, REWARD_HEAD))
 
         def layer() -> nn.Linear:
             # On "meta" the layer's own initialisation draws nothing. The weights come from a generator of this head
             # alone, so the random numbers of the run are the same with and without it.
             linear = nn.Linear(width, shape.width, bias=False, device="meta")
-            weight = torch.randn(shape.width, width, generator=drawn) * (width + 1) ** -0.5
+            weight = torch.randn(shape.width, width, generator=generator) * (width + 1) ** -0.5
             linear.weight = nn.Parameter(weight.to(device=device, dtype=dtype))
             return linear
 

@@ -43,31 +43,31 @@ SMALL = 1 << 14
 """Tensors with fewer numbers stay on the device."""
 
 
-def keep_less(module: Any, how: Checkpointing) -> None:
+def keep_less(module: Any, setting: Checkpointing) -> None:
     """Make the layers of a model compute again, in training mode, what `how` does not keep.
 
     Raises:
         ConfigError: the architecture, or this version of transformers, cannot.
     """
-    if how == "none":
+    if setting == "none":
         return
     if not hasattr(module, "activation_checkpointing_enable"):
         raise ConfigError(
-            f"model.gradient_checkpointing={how} needs transformers >= 5.23, and {transformers.__version__} is"
+            f"model.gradient_checkpointing={setting} needs transformers >= 5.23, and {transformers.__version__} is"
             " installed. Set it to none, or install a newer one (vLLM 0.32 asks for an older one: sample with"
             " another engine, or with a vLLM server)"
         )
-    chosen = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if how == "selective" else {}
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if setting == "selective" else {}
     try:
-        module.activation_checkpointing_enable({"use_reentrant": False, **chosen})
+        module.activation_checkpointing_enable({"use_reentrant": False, **contexts})
         # Only reentrant checkpoints need inputs with gradients. The hook would go into every copy of the module, where
         # the engine takes a model with hooks for one that its fused decoder does not know.
         module.disable_input_require_grads()
         attention.keep_layout_in_recomputation(module)
     except ValueError as error:
         raise ConfigError(
-            f"model.gradient_checkpointing={how}: {type(module).__name__} does not support it. Set it to none and lower"
-            " micro_tokens"
+            f"model.gradient_checkpointing={setting}: {type(module).__name__} does not support it. Set it to none and"
+            " lower micro_tokens"
         ) from error
 
 
@@ -86,10 +86,10 @@ def _kept(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 def kept_on_the_cpu() -> AbstractContextManager[Any]:
     """Inside: what a forward pass keeps for its backward is kept in pinned memory of the CPU and copied back when it is
     needed. Weights and small tensors stay where they are."""
-    return torch.autograd.graph.saved_tensors_hooks(_away, _back)
+    return torch.autograd.graph.saved_tensors_hooks(_move_to_cpu, _move_back)
 
 
-def _away(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+def _move_to_cpu(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     """Called with each tensor that autograd saves: its device and a copy on the CPU, or the tensor itself."""
     # Autograd saves weights too, often as a transposed view. The parameter lives on the device anyway, so moving it
     # would save nothing and cost two copies.
@@ -100,6 +100,6 @@ def _away(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     return x.device, on_cpu.copy_(x)
 
 
-def _back(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+def _move_back(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
     """The tensor that `_away` took, on its device again."""
     return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)

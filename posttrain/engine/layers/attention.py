@@ -106,11 +106,11 @@ def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[.
     # of its own, where the context variable is not set. So the layout is bound while the forward pass runs.
     layout = _IN_USE.get()
 
-    def again(*given: Any) -> Any:
+    def again(*inputs: Any) -> Any:
         if layout is None:
-            return function(*given)
+            return function(*inputs)
         with using(layout):
-            return function(*given)
+            return function(*inputs)
 
     return checkpoint(again, *args)
 
@@ -165,10 +165,10 @@ def attend(
         raise EngineError(
             f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0"
         )
-    if more := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
+    if unapplied := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
         raise EngineError(
-            f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply."
-            f" {WANTED}"
+            f"{type(module).__name__} changes its attention scores by {', '.join(unapplied)}, which {NAME!r} does not"
+            f" apply. {WANTED}"
         )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")

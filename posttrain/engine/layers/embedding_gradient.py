@@ -41,9 +41,9 @@ class SelectRows(torch.autograd.Function):
             return out.index_copy_(0, at, grad), None, None
         # `index_copy_` may not meet a row twice: which gradient stays would be left to chance. Firsts are copied, which
         # is quicker than adding to zeros, and only repeats are added.
-        once = torch.ones(len(at), dtype=torch.bool, device=at.device)
-        once[again] = False
-        out.index_copy_(0, at[once], grad[once])
+        is_first = torch.ones(len(at), dtype=torch.bool, device=at.device)
+        is_first[again] = False
+        out.index_copy_(0, at[is_first], grad[is_first])
         return out.index_add_(0, at[again], grad[again]), None, None
 
 

@@ -197,11 +197,11 @@ def _normalised(router: Any) -> bool | None:
         logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
         # The chosen are the K best exactly if the worst of them has the K-th largest score. Scores are compared and not
         # ids, because equal scores may be ordered in either way.
-        least = logits.topk(chosen.shape[-1], -1).values[:, -1] - logits.gather(-1, chosen).amin(-1)
+        shortfall = logits.topk(chosen.shape[-1], -1).values[:, -1] - logits.gather(-1, chosen).amin(-1)
     except Exception:  # a router of another form: its own code may raise anything
         return None
     rounding = SAME.get(weight.dtype, 0.02)
-    if logits.shape != (TRIED, weight.shape[0]) or not float(least.abs().max()) <= SPREAD * rounding:
+    if logits.shape != (TRIED, weight.shape[0]) or not float(shortfall.abs().max()) <= SPREAD * rounding:
         return None
     for normalised in (True, False):
         gap = (weights_of(logits, chosen, normalised, weights.dtype) - weights).abs().max()
@@ -243,6 +243,7 @@ class PackedRouting(PassRouting):
 
     def __init__(self, packed: Packed, given_N: np.ndarray | None, scores: bool) -> None:
         super().__init__()
+        # Until `fold` each packed position is a place of its own.
         self._given_C, self._scores = given_N, scores
         self._place_N = np.arange(len(packed.ids_N))
 

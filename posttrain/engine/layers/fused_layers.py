@@ -180,8 +180,8 @@ def _attention(
     # C reads one row of the tables for each position, so a table that all rows share is written out.
     cosine, sine = (x.expand(*shape, -1).contiguous() for x in position_embeddings)
 
-    def rotated(made: Tensor, norm: Any | None) -> Tensor:
-        heads = made.view(*shape, -1, self.head_dim)
+    def rotated(projected: Tensor, norm: Any | None) -> Tensor:
+        heads = projected.view(*shape, -1, self.head_dim)
         scale = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
         out: Any = Heads.apply(heads, *scale, cosine, sine)
         return out.transpose(1, 2)
@@ -202,8 +202,8 @@ def _selected(x: Tensor, read: Tensor) -> Tensor:
 
 def _last_layer(self: Any, read: Tensor, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """A layer after which only the positions `read` count. Keys and values are made of all."""
-    mixed = self.self_attn(self.input_layernorm(hidden_states), read=read, **kwargs)[0]
-    hidden_states = _selected(hidden_states, read) + mixed
+    attended = self.self_attn(self.input_layernorm(hidden_states), read=read, **kwargs)[0]
+    hidden_states = _selected(hidden_states, read) + attended
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -229,7 +229,7 @@ class FusedReadOut(ReadOut):
         last = self.layers[-1]
         # The plain pass runs where these methods do not, where somebody else has replaced the last layer's forward (it
         # must run), and where all positions are read, or none: there is then nothing to leave out.
-        if not self._runs() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
+        if not self._uses_methods() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
             return super().hidden_at(input_ids, position_ids, layout, at_M)
         read = torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
         # An attribute of the instance hides the method of its class, and deleting it brings the method back.
@@ -241,12 +241,12 @@ class FusedReadOut(ReadOut):
         return states if np.array_equal(read_R, at_M) else rows_at(states, place_M)
 
     def _run(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        if not self._runs():
+        if not self._uses_methods():
             return super()._run(ids, positions, layout)
         with self.replaced():
             return super()._run(ids, positions, layout)
 
-    def _runs(self) -> bool:
+    def _uses_methods(self) -> bool:
         """Returns whether a pass runs with these methods."""
         weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
         return all(w.dtype == torch.float32 for w in weights) and not any(map(_bypasses_replacement, self.layers))
@@ -328,21 +328,21 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
         )
 
 
-def sample_states(read: ReadOut) -> Tensor:
+def sample_states(out: ReadOut) -> Tensor:
     """Hidden states of one sequence: of all its positions, and once more of the positions `READ`."""
     # Multiples of a prime as ids: tokens from all over the vocabulary, without a random generator.
-    at = torch.arange(CANARY, device=read.weight.device)
-    inputs = at * 7919 % read.weight.shape[0], at, PackedLayout([CANARY])
-    return torch.cat([read.hidden(*inputs), read.hidden_at(*inputs, READ)])
+    at = torch.arange(CANARY, device=out.weight.device)
+    inputs = at * 7919 % out.weight.shape[0], at, PackedLayout([CANARY])
+    return torch.cat([out.hidden(*inputs), out.hidden_at(*inputs, READ)])
 
 
-def _sample(read: ReadOut) -> list[Tensor]:
+def _sample(out: ReadOut) -> list[Tensor]:
     """`sample_states`, and the gradients of the first layer's weights that train."""
-    decoder: Any = read.decoder
+    decoder: Any = out.decoder
     # The gradient of the first layer has come through the backward pass of all the others.
     trained = [p for p in decoder.layers[0].parameters() if p.requires_grad]
     with torch.enable_grad():
-        hidden = sample_states(read)
+        hidden = sample_states(out)
         # Factors of both signs for the sum, the same in every run and without a random generator.
         factors = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).sin().view_as(hidden)
         grads = torch.autograd.grad((hidden * factors).sum(), trained) if trained else ()
@@ -356,11 +356,11 @@ def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     def largest(parts: Sequence[Tensor]) -> float:
         return float(np.max([float(x.abs().max()) for x in parts], initial=0.0))  # `max` would pass over NaN
 
-    apart = [a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]
+    differences = [a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]
     states = max(largest(theirs[:1]), 1e-30)
     # One scale for all gradients: a weight whose gradient is zero but for rounding would fail by a scale of its own.
     gradients = max(largest(theirs[1:]), 1e-6 * states)
-    return float(np.max([largest(apart[:1]) / states, largest(apart[1:]) / gradients]))
+    return float(np.max([largest(differences[:1]) / states, largest(differences[1:]) / gradients]))
 
 
 add_forms(

@@ -89,8 +89,8 @@ def summed(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
     # small result is transposed back.
     if x.shape[1] >= sum(g.shape[1] for g in grads):
         return [linear(transposed(g), x.t()) for g in grads]
-    once = transposed(x)
-    return [transposed(linear(once, g.t())) for g in grads]
+    transposed_x = transposed(x)
+    return [transposed(linear(transposed_x, g.t())) for g in grads]
 
 
 class Products(torch.autograd.Function):

@@ -80,7 +80,7 @@ class _Attention(torch.autograd.Function):
         # `total` [N, H] is log sum exp of each query's scores. With it the backward pass makes the weights again, and
         # no matrix of scores is kept.
         arguments, rows = runs.told(query, key, value, scaling, window), (query, key, value, out, total)
-        _made(compile_native.library().segments_forward(ctypes.byref(arguments), *(x.data_ptr() for x in rows)))
+        _check_memory(compile_native.library().segments_forward(ctypes.byref(arguments), *(x.data_ptr() for x in rows)))
         ctx.save_for_backward(*rows)
         ctx.of = runs, scaling, window
         return out
@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_ = saved = ctx.saved_tensors
         runs, scaling, window = ctx.of
-        (count, heads, _), shared = query.shape, key.shape[1]
+        (count, heads, _), kv_heads = query.shape, key.shape[1]
         dquery = torch.empty_like(query)
         # One gradient for each query head: several heads read the same keys and may be in several threads, which then
         # write to different memory. They are summed below, in a fixed order.
@@ -98,13 +98,13 @@ class _Attention(torch.autograd.Function):
         arguments = runs.told(query, key, value, scaling, window)
         read = (x.data_ptr() for x in (*saved, grad.contiguous()))
         written = (x.data_ptr() for x in (dquery, dkey, dvalue))
-        _made(compile_native.library().segments_backward(ctypes.byref(arguments), *read, *written))
-        if heads != shared:
-            dkey, dvalue = (x.view(count, shared, heads // shared, -1).sum(2) for x in (dkey, dvalue))
+        _check_memory(compile_native.library().segments_backward(ctypes.byref(arguments), *read, *written))
+        if heads != kv_heads:
+            dkey, dvalue = (x.view(count, kv_heads, heads // kv_heads, -1).sum(2) for x in (dkey, dvalue))
         return dquery, dkey, dvalue, None, None, None
 
 
-def _made(failed: int) -> None:
+def _check_memory(failed: int) -> None:
     """MemoryError where the compiled code returns that it had no memory for its block of scores."""
     if failed:
         raise MemoryError("attention ran out of memory: use fewer tokens a pass or shorter answers")
@@ -131,7 +131,7 @@ def _proved(*shape: Any) -> None:
     in_thread(_prove, *shape).result()
 
 
-def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) -> None:
+def _prove(heads: int, kv_heads: int, width: int, out_width: int, windowed: bool) -> None:
     """EngineError where outputs or gradients of a small tree differ from the plain definition by more than rounding."""
     # Four runs: a root, two below it (the longer one is longer than a block of 32 queries), and a segment alone. Scores
     # of both kinds are met: within a run, and above it.
@@ -146,7 +146,7 @@ def _prove(heads: int, shared: int, width: int, out_width: int, windowed: bool) 
     generator, scaling = torch.Generator().manual_seed(0), width**-0.5
     rows = [
         torch.randn(count, h, d, generator=generator)
-        for h, d in ((heads, width), (shared, width), (shared, out_width), (heads, out_width))
+        for h, d in ((heads, width), (kv_heads, width), (kv_heads, out_width), (heads, out_width))
     ]
     ours = [x.clone().requires_grad_() for x in rows[:3]]
     theirs = [x.double().requires_grad_() for x in rows[:3]]

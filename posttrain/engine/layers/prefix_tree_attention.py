@@ -68,7 +68,7 @@ class SharedTree:
         order = sorted(range(len(parts)), key=lambda s: parts[s].astype(">u4").tobytes())
         place_N, first, runs = np.empty(len(ids_N), np.int64), list[np.ndarray](), list[TreeRun]()
         count, before = 0, -1
-        for s, shared in zip(order, _rounded([parts[s] for s in order]), strict=True):
+        for s, shared in zip(order, _shared_lengths([parts[s] for s in order]), strict=True):
             # The shared tokens already have places: the segment before it in this order has them. That segment may have
             # shared some of them in turn, so `above` reaches up to the root of the tree.
             above = place_N[starts[before] : starts[before] + shared] if shared else np.zeros(0, np.int64)
@@ -80,10 +80,10 @@ class SharedTree:
                 # A segment that lies wholly in the one before adds no position, and so no run.
                 runs.append(TreeRun(count, added, above.copy()))
             count, before = count + added, s
-        return _numbered(np.concatenate(first), place_N, runs)
+        return _renumbered(np.concatenate(first), place_N, runs)
 
 
-def _numbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun]) -> SharedTree:
+def _renumbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun]) -> SharedTree:
     """The tree with its unique positions in the order that `SharedTree.runs` says."""
     order = sorted(runs, key=lambda r: (len(r.above), -r.length, r.start))
     # old_U[new] is the number before the renumbering, and new_U is its inverse.
@@ -94,16 +94,16 @@ def _numbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun])
     return SharedTree(first_U[old_U], new_U[place_N], moved)
 
 
-def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
-    """Returns how many tokens each of these sorted segments shares with the one before it, rounded down (`_clustered`).
-    0 where it shares so few that sharing is not worth it."""
+def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
+    """Returns how many tokens each of these sorted segments shares with the one before it, rounded down
+    (`_cluster_lengths`). 0 where it shares so few that sharing is not worth it."""
     shared_lengths = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
     # `tree` gathers what the segments of one tree share with the one before them. A segment that shares too little ends
     # it and begins the next one; the 0 at the end closes the last.
     for i, shared in enumerate([*shared_lengths, 0]):
         if shared < LEAST:
-            out += _clustered(tree, parts[i - len(tree) : i])
+            out += _cluster_lengths(tree, parts[i - len(tree) : i])
             tree = []
             if i < len(parts):
                 out.append(0)
@@ -112,18 +112,18 @@ def _rounded(parts: Sequence[np.ndarray]) -> list[int]:
     return out
 
 
-def _clustered(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
+def _cluster_lengths(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
     """Shared lengths that differ by less than `SLACK` become the smallest of them, so that one call computes them. A
     segment that the one before it contains whole keeps its length, and so adds no run."""
     # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
     # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
-    begin: dict[int, int] = {}
+    kept_length: dict[int, int] = {}
     # From the shortest length on: each becomes the first kept length that is less than `SLACK` shorter, or is kept
     # itself. Rounding down is always valid, since a shorter beginning is shared too.
     for shared in sorted(set(tree)):
-        least = next((b for b in begin.values() if shared - b < SLACK), shared)
-        begin[shared] = least
-    return [n if n == len(part) else begin[n] for n, part in zip(tree, parts, strict=True)]
+        kept = next((b for b in kept_length.values() if shared - b < SLACK), shared)
+        kept_length[shared] = kept
+    return [n if n == len(part) else kept_length[n] for n, part in zip(tree, parts, strict=True)]
 
 
 @dataclass(eq=False)

@@ -104,7 +104,7 @@ class Sharing:
     ) -> Tensor:
         """[M, H]: hidden states at `at_M` without sharing; [N, H]: of all positions, where `at_M` is None."""
         layout = PackedLayout(lengths_S, kernels=self._kernels)
-        return self._computed(ids_N, positions(lengths_S), layout, at_M, routing)
+        return self._states(ids_N, positions(lengths_S), layout, at_M, routing)
 
     def _shared(
         self,
@@ -116,9 +116,9 @@ class Sharing:
     ) -> Tensor:
         """[M, H]: hidden states of the unique positions `at_M`; [U, H]: of all, where `at_M` is None."""
         layout = TreeLayout(tree, kernels=self._kernels)
-        return self._computed(ids_N[tree.first_U], positions_N[tree.first_U], layout, at_M, routing)
+        return self._states(ids_N[tree.first_U], positions_N[tree.first_U], layout, at_M, routing)
 
-    def _computed(
+    def _states(
         self,
         ids: np.ndarray,
         places: np.ndarray,
@@ -137,16 +137,16 @@ class Sharing:
         Raises:
             InvariantError: they differ by more than rounding.
         """
-        ids, lengths = _few(ids_N, lengths_S)
-        tree, at = SharedTree.of(ids, lengths), positions(lengths)
+        ids, lengths = _proof_segments(ids_N, lengths_S)
+        tree, positions_N = SharedTree.of(ids, lengths), positions(lengths)
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
         with torch.enable_grad():
-            once, all_N = self._choices(ids, lengths, tree)
-            shared = self._shared(ids, at, tree, None, once)[self._to(tree.place_N)]
-            alone = self._plain(ids, lengths, None, all_N)
+            shared_routing, plain_routing = self._choices(ids, lengths, tree)
+            shared = self._shared(ids, positions_N, tree, None, shared_routing)[self._to(tree.place_N)]
+            alone = self._plain(ids, lengths, None, plain_routing)
             # Both passes follow the same choices. Otherwise a choice near a tie could differ, and make a difference
             # that sharing did not cause. `lead` says whether the routers would have chosen so themselves.
-            lead = 0.0 if once is None else once.routing.chosen_by_more(alone.dtype)
+            lead = 0.0 if shared_routing is None else shared_routing.routing.chosen_by_more(alone.dtype)
             gap = _gap([shared.detach()], [alone.detach()])
             # Without trained weights, as in a reference, there is no gradient to compare.
             if trained:
@@ -194,7 +194,7 @@ def _until_read(
     return ids_N[kept_N], kept_S[kept_S > 0], np.cumsum(kept_N)[at_M] - 1
 
 
-def _few(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _proof_segments(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(ids, lengths) of a few segments that begin alike: the two that share the most, and those that follow them in
     sorted order, as long as all have at most `PROOF` tokens. Each is cut to `PROOF` tokens."""
     ends = np.cumsum(lengths_S)
@@ -241,7 +241,7 @@ def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 def _gap(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """|difference| / |wanted| of all numbers together; inf where it is not a number."""
-    apart = sum(square_sum(a - b) for a, b in zip(ours, wanted, strict=True))
+    squared_gap = sum(square_sum(a - b) for a, b in zip(ours, wanted, strict=True))
     size = sum(square_sum(b) for b in wanted)
-    gap = (apart / max(size, 1e-60)) ** 0.5
+    gap = (squared_gap / max(size, 1e-60)) ** 0.5
     return gap if gap == gap else float("inf")

@@ -80,13 +80,13 @@ class AdapterOff:
         """The `k` most probable tokens at each spoken position; 0: all of them."""
         return self._off(self._learner.top, packed, k)
 
-    def _off(self, method: Callable[..., Any], packed: Packed, *given: Any) -> Any:
+    def _off(self, method: Callable[..., Any], packed: Packed, *arguments: Any) -> Any:
         """The result of a learner's method with the adapter switched off."""
         # The routers choose for themselves here: the choices in a batch were made by the policy's sampler, with the
         # adapter.
         unrouted = packed if packed.routed_N is None else replace(packed, routed_N=None)
         with switched_off(self.module):
-            return method(unrouted, *given)
+            return method(unrouted, *arguments)
 
     def fingerprint(self) -> str:
         """Digest of the weights that do not train."""

@@ -89,6 +89,7 @@ class HFLearner:
         self.value_head = value_head(self._reader.out.weight.shape[1], logit_dtype(policy.dtype), policy.device)
         self.reward_head = policy.reward_head
         self._frozen: dict[str, str] | None = None
+        """Digests of the frozen weights at the first `fingerprint`; None before it."""
         self._offload = offload_activations
         keep_less(policy.module, gradient_checkpointing)
 

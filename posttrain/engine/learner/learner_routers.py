@@ -39,11 +39,11 @@ class LearnerRouters:
     of_all: Callable[[np.ndarray], np.ndarray] = np.asarray
 
     @classmethod
-    def of(cls, reader: PackedReader, found: RouterModules, follow: Callable[[], Learner]) -> LearnerRouters | None:
+    def of(cls, reader: PackedReader, modules: RouterModules, follow: Callable[[], Learner]) -> LearnerRouters | None:
         """Returns the routers of a learner; None for a model with a recurrent state, whose passes are padded."""
         if is_stateful(reader.module):
             return None
-        return cls(reader, found.experts, found.names, found.stacked, follow)
+        return cls(reader, modules.experts, modules.names, modules.stacked, follow)
 
     def followed(self) -> Learner:
         return self.follow()

@@ -233,7 +233,10 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
     # The reference is computed first, each sequence alone by transformers' own attention. What its routers chose is
     # given to the packed pass, since rounding may flip a choice between two nearly equal experts, and the hidden states
     # would then differ without any fault. At the end it is tested whether the pass itself would have chosen alike.
-    (ids, at), (other, there) = alone = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
+    (ids, at), (other_ids, other_at) = alone = (
+        _canary(out, length, seed),
+        _canary(out, max(1, length // 2), seed + TRIES),
+    )
     chosen = [Routing(), Routing()]
     with as_built(module):
         wanted = [
@@ -241,19 +244,19 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
             for one, routing in zip(alone, chosen, strict=True)
         ]
     routing = following(chosen)
-    layout = _routed(PackedLayout([len(ids), len(other)]), routing)
-    packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), layout)
-    together, beside = packed.split([len(ids), len(other)])
+    layout = _routed(PackedLayout([len(ids), len(other_ids)]), routing)
+    packed = out.hidden(torch.cat([ids, other_ids]), torch.cat([at, other_at]), layout)
+    first, second = packed.split([len(ids), len(other_ids)])
     # The second sequence is the one that would see the first if the mask leaked.
-    for name, ours, theirs in (("", together, wanted[0]), (" behind another one", beside, wanted[1])):
+    for name, ours, theirs in (("", first, wanted[0]), (" behind another one", second, wanted[1])):
         if (gap := _gap(ours, theirs)) > _bound(ours):
             return (
                 f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative"
                 f" gap {gap:.2g})"
             )
-    if why := _otherwise(routing, packed.dtype, "packed with another sequence"):
+    if why := _chooses_otherwise(routing, packed.dtype, "packed with another sequence"):
         return why
-    return "" if length < 2 else _over_a_cache(out, (ids, at), together, chosen[0])
+    return "" if length < 2 else _over_a_cache(out, (ids, at), first, chosen[0])
 
 
 def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
@@ -261,12 +264,12 @@ def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, ch
     the cached keys and values of the others."""
     # First all tokens but the last, then the last one over what the first call has cached, as the engine decodes.
     memory, followed = _GrowingCache(), following([chosen])
-    for name, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
+    for situation, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
         routing = None if followed is None or followed.given is None else Routing(followed.given[part], True)
         ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, routing))
         if (gap := _gap(ours, wanted[part])) > _bound(ours):
-            return f"hidden states {name} differ from those of the whole sequence (relative gap {gap:.2g})"
-        if why := _otherwise(routing, ours.dtype, name):
+            return f"hidden states {situation} differ from those of the whole sequence (relative gap {gap:.2g})"
+        if why := _chooses_otherwise(routing, ours.dtype, situation):
             return why
     return ""
 
@@ -277,11 +280,13 @@ def _routed(layout: Any, routing: Routing | None) -> Any:
     return layout
 
 
-def _otherwise(followed: Routing | None, computed: torch.dtype, name: str) -> str:
+def _chooses_otherwise(followed: Routing | None, computed: torch.dtype, situation: str) -> str:
     """Returns text where the routers would have chosen other experts than those that they were given, by more than
     rounding; else ''."""
     lead = 0.0 if followed is None else followed.chosen_by_more(computed)
-    return f"its routers choose other experts for a token {name} (by {lead:.2g} times rounding)" if lead > 1 else ""
+    return (
+        f"its routers choose other experts for a token {situation} (by {lead:.2g} times rounding)" if lead > 1 else ""
+    )
 
 
 def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:

@@ -74,6 +74,7 @@ class QuantisedMoments(UpdateRule):
         if at is not None or not _is_quantised(self.tensors[name]):
             return exact_update
         stored: dict[str, Tensor] = {}
+        # The second moment is a mean of squares, so its codes have no sign.
         for m, signed in zip(MOMENTS, (True, False), strict=True):
             codes, scales = _quantised(exact_update.state[m], signed)
             stored |= {f"{m}_codes": codes.double(), f"{m}_scale": scales}

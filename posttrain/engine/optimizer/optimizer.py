@@ -97,7 +97,7 @@ class StageOptimizer:
         # What steps update, and what the norm, the clip and the averages read.
         self._moved = {n: self._masters.get(n, p) for n, p in self._parameters.items()}
         self._rules: dict[str, UpdateRule] = {}
-        for rule, names in self._divided():
+        for rule, names in self._rules_of_parameters():
             built = rule({n: self._moved[n] for n in names}, config, {n: config.rate(n) for n in names}, kernels)
             self._rules |= dict.fromkeys(names, built)
         averaged_tensors = self._moved.items() if config.ema is not None else ()
@@ -335,7 +335,7 @@ class StageOptimizer:
             if g.is_sparse:
                 held(g).mul_(self.config.clip / (norm + CLIP_EPS))
 
-    def _divided(self) -> Iterator[tuple[Rules, list[str]]]:
+    def _rules_of_parameters(self) -> Iterator[tuple[Rules, list[str]]]:
         """Pairs of a kind of rule and the names of its parameters, in the order of the parameters. A kind comes once
         for each group of parameters where their state is elsewhere between steps."""
         by_rule: dict[Rules, list[str]] = {}

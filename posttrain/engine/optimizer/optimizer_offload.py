@@ -59,7 +59,7 @@ class OffloadedState:
         # allocating pinned memory is slow, and a step should not do it.
         homes = {t: dict(state[t]) for t in tensors if t in state}
         for t, at_home in homes.items():
-            state[t] = {word: self._sent(part, t.device) for word, part in at_home.items()}
+            state[t] = {word: self._on_device(part, t.device) for word, part in at_home.items()}
         try:
             yield
         finally:
@@ -85,19 +85,19 @@ class OffloadedState:
     @torch.no_grad()
     def average(self, average: Tensor, now: Tensor, share: float) -> None:
         """Move an average that is at home towards a tensor, on the tensor's device."""
-        average.copy_(self._sent(average, now.device).lerp_(now, share), non_blocking=True)
+        average.copy_(self._on_device(average, now.device).lerp_(now, share), non_blocking=True)
 
     def wait(self, device: torch.device) -> None:
         """Return when what was copied from this device is at home."""
         if device.type != "cpu":
             torch.get_device_module(device.type).synchronize(device)
 
-    def _sent(self, part: Any, device: torch.device) -> Any:
+    def _on_device(self, part: Any, device: torch.device) -> Any:
         """A copy of a tensor of state on the device. Single numbers, and what is no tensor, stay as they are."""
         if not isinstance(part, Tensor) or part.numel() < 2:
             return part
         if hasattr(part, "__tensor_flatten__"):
-            return _rebuilt(part, lambda word, x: self._sent(x, device))
+            return _rebuilt(part, lambda word, x: self._on_device(x, device))
         return part.to(device, non_blocking=True, copy=True)
 
 

@@ -58,9 +58,9 @@ class ExpertLearner(TensorLearner):
         begin = per_rank * self.holders.rank
         return replace(all_routers, held=slice(begin, begin + per_rank), of_all=self._every_expert)
 
-    def _every_expert(self, own: np.ndarray) -> np.ndarray:
+    def _every_expert(self, own_experts: np.ndarray) -> np.ndarray:
         """The arrays of all ranks, joined along the experts."""
-        return np.concatenate(self.holders.every(own))
+        return np.concatenate(self.holders.every(own_experts))
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
         # The plan's patterns name parameters (the experts' stacked weights) and modules (what holds them), so both are

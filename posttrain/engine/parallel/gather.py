@@ -67,14 +67,14 @@ def gathered(
             raise InvariantError(
                 f"rank {rank} has other weights than rank 0: build the same model, in the same dtype, on every rank"
             )
-    parts = ranks.world // ranks.replicas
-    if to >= parts:
-        raise ConfigError(f"to={to}: ranks 0 to {parts - 1} hold the first copy of the weights. Name one of them")
+    copy_ranks = ranks.world // ranks.replicas
+    if to >= copy_ranks:
+        raise ConfigError(f"to={to}: ranks 0 to {copy_ranks - 1} hold the first copy of the weights. Name one of them")
     # Ranks of the other copies have taken part in the checks. They send nothing, because their parts equal those of the
     # first copy.
-    if ranks.rank >= parts:
+    if ranks.rank >= copy_ranks:
         return
-    table, group = table[:parts], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
+    table, group = table[:copy_ranks], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
     # A gather needs pieces of the same size from all ranks. So each bucket is as wide as the rank with the most bytes
     # in it needs.
     runs = [(run, max(sum(labels[i].sent for i in run) for labels in table)) for run in _runs(table, bucket)]

@@ -109,15 +109,15 @@ def with_memory(outermost: OutermostModule) -> set[str]:
     return blank
 
 
-def giving(own: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any], None]:
-    """Returns a hook that moves a gradient of FSDP's parameter to `own`, the rank's own tensor of that parameter.
+def giving(part: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any], None]:
+    """Returns a hook that moves a gradient of FSDP's parameter to `part`, the rank's own tensor of that parameter.
     `local`: gives this rank's part of the gradient."""
 
     def give(p: Any) -> None:
         # The optimizer sees the rank's own tensor alone, so the gradient moves there, and torch's parameter holds none:
         # two copies would be memory, and one that stays would be added to in the next pass.
         gradient = local(p)
-        own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+        part.grad = gradient if part.grad is None else part.grad.add_(gradient)
         p.grad = None
 
     return give

@@ -63,11 +63,11 @@ def _shared(method: Callable[..., Any], per: Literal["token", "segment"] = "toke
     """The method, done by all ranks together and without gradient: each rank computes a share of the tokens, and gets
     the results of all."""
 
-    def scored(self: ShardedLearner, packed: Packed, *given: Any) -> Any:
+    def scored(self: ShardedLearner, packed: Packed, *arguments: Any) -> Any:
         self._prove_sharing()
         with torch.no_grad():
             return divided(
-                packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: method(self, part, *given)), per
+                packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: method(self, part, *arguments)), per
             )
 
     return scored
@@ -126,7 +126,7 @@ class ShardedLearner(HFLearner):
                 p.data = p.data.float()
         self._inside = cut(policy.module, heads, ranks, compute_dtype=self.narrow, offload=offload)
         if fill is not None:
-            _filled(self._inside, self.policy, self.narrow or policy.dtype, fill)
+            _read_parts(self._inside, self.policy, self.narrow or policy.dtype, fill)
         self._sharded: dict[str, DTensor] = {n: p for n, p in super().parameters().items() if isinstance(p, DTensor)}
         # Plain tensors over the same memory: an optimizer that steps on them has stepped the model, and need not know
         # of DTensor. torch puts a gradient on its own parameter, from where a hook moves it over.
@@ -204,17 +204,17 @@ class ShardedLearner(HFLearner):
         """`parameters()` in the type that the model has."""
         return {name: self._rows_rounded(name, rows.detach()) for name, rows in self._own.items()}
 
-    def _rows_rounded(self, name: str, own: Tensor) -> Tensor:
+    def _rows_rounded(self, name: str, rows: Tensor) -> Tensor:
         """This rank's rows of a parameter, in the type that they are computed in."""
         # Heads are computed in their own type and never rounded.
-        return own if self.narrow is None or name.startswith(HEADS) else own.to(self.narrow)
+        return rows if self.narrow is None or name.startswith(HEADS) else rows.to(self.narrow)
 
-    def like(self, name: str, own: Tensor) -> Tensor:
-        """`own` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`: a
+    def like(self, name: str, part: Tensor) -> Tensor:
+        """`part` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`: a
         moment, or a gradient."""
         parameter = self._sharded[name]
         return DTensor.from_local(
-            own,
+            part,
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
@@ -232,7 +232,7 @@ class ShardedLearner(HFLearner):
 
 
 @torch.no_grad()
-def _filled(outermost: OutermostModule, policy: Policy, dtype: torch.dtype, fill: Filler) -> None:
+def _read_parts(outermost: OutermostModule, policy: Policy, dtype: torch.dtype, fill: Filler) -> None:
     """Read this rank's parts of weights that have no memory yet. Those of a value head are 0."""
     blank = with_memory(outermost)
     parameters = dict(outermost.named_parameters())

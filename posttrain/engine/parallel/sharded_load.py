@@ -95,16 +95,16 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
     stops = resolve_stops(tokenizer, module.generation_config)
     parts_of_policy = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
     policy = BlankPolicy(files=files, **{f.name: getattr(parts_of_policy, f.name) for f in fields(Policy)})
-    return policy if model.lora is None else _adapted(policy, model, seed)
+    return policy if model.lora is None else _with_adapter(policy, model, seed)
 
 
 def read_rows(
-    policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *given: Any, digest: str = "", **how: Any
+    policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *arguments: Any, digest: str = "", **options: Any
 ) -> L:
     """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it. Every rank calls it.
 
     Args:
-        given: what `make` takes after the policy, such as the ranks.
+        arguments, options: what `make` takes after the policy, such as the ranks.
         digest: the fingerprint of the model where it is known. All ranks together must have read that.
 
     Raises:
@@ -114,7 +114,7 @@ def read_rows(
         ranks, policy.files.digest, "weight files", "Give every rank the same model: copy its directory to each machine"
     )
     with freed_at_once():  # what the passes of the checks free is several times a rank's rows
-        learner = make(policy, *given, fill=policy.files.fill, prove=_prove, **how)
+        learner = make(policy, *arguments, fill=policy.files.fill, prove=_prove, **options)
         if digest and learner.fingerprint() != digest:
             raise InvariantError(
                 f"the rows that the ranks have read in {policy.files.folder} are not those of the model that rank 0 has"
@@ -147,7 +147,7 @@ def without_memory() -> Iterator[None]:
         nn.Module.register_parameter = real
 
 
-def _adapted(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
+def _with_adapter(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
     """The policy with a new adapter, whose numbers are those that one process would draw.
 
     PEFT puts an adapter on the device of the weights beneath. So while it is attached, these weights get memory on the

@@ -33,7 +33,7 @@ def prove_layers(
     module: PreTrainedModel,
     out: ReadOut,
     inside: Callable[[Callable[[], Any]], Any],
-    own: dict[str, nn.Parameter],
+    rank_parts: dict[str, nn.Parameter],
     ranks: Ranks,
 ) -> None:
     """Compare fused layers with the model's own: hidden states, and gradients of the first layer. Every rank calls it.
@@ -41,7 +41,7 @@ def prove_layers(
 
     Args:
         inside: runs a function where weights are whole.
-        own: the rank's part of every trainable parameter.
+        rank_parts: the rank's part of every trainable parameter.
 
     Raises:
         EngineError: they differ by more than rounding, on every rank.
@@ -62,17 +62,18 @@ def prove_layers(
     finally:
         hook.remove()
     for parts, replaced in zip(results, (True, False), strict=True):
-        parts += _gradients(out, inside, own, first_layer_input, replaced)
+        parts += _gradients(out, inside, rank_parts, first_layer_input, replaced)
     # A rank may have no row of a weight, and max of nothing is an error.
-    apart = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*results, strict=True)]
-    size = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
+    gaps = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*results, strict=True)]
+    sizes = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
     # The largest numbers of all ranks, so that every rank takes the same decision: one that raised alone would leave
     # the others waiting.
-    table = ranks.every((apart[0], size[0], max(apart[1:], default=0.0), max(size[1:], default=0.0)))
-    far, states, off, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
+    largest = (max(numbers[1:], key=_badness, default=0.0) for numbers in (gaps, sizes))
+    table = ranks.every((gaps[0], sizes[0], *largest))
+    states_gap, states, gradients_gap, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
     states = max(states, 1e-30)
     # Gradients that are nothing but rounding are compared with the size of the states, or 0 / 0 would decide.
-    gap = max(far / states, off / max(gradients, 1e-6 * states), key=_badness)
+    gap = max(states_gap / states, gradients_gap / max(gradients, 1e-6 * states), key=_badness)
     if not gap <= BOUND:
         raise EngineError(
             f"fused layers of {type(module).__name__} differ from its own by {gap:.3g} (bound {BOUND}): report it, and"
@@ -87,14 +88,18 @@ def _badness(x: float) -> float:
 
 
 def _gradients(
-    out: FusedReadOut, inside: Callable[..., Any], own: dict[str, nn.Parameter], asked: dict[str, Any], replaced: bool
+    out: FusedReadOut,
+    inside: Callable[..., Any],
+    rank_parts: dict[str, nn.Parameter],
+    layer_input: dict[str, Any],
+    replaced: bool,
 ) -> list[Tensor]:
     """Returns the output of the first layer for the recorded input, and this rank's parts of the gradients of one
     weighted sum of that output. A pass of all layers would need memory for the gradients of all."""
 
     def layer() -> Tensor:
         with using(PackedLayout([CANARY])), out.replaced() if replaced else nullcontext():
-            output = out.layers[0](*asked["given"], **asked["named"])
+            output = out.layers[0](*layer_input["given"], **layer_input["named"])
         return output[0] if isinstance(output, tuple) else output
 
     with torch.enable_grad():
@@ -103,13 +108,13 @@ def _gradients(
             # A sum with different factors: by a plain sum, errors that cancel would not be seen.
             factors = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
             (output * factors).sum().backward()
-    return [output.detach(), *_taken(own)]
+    return [output.detach(), *_take_gradients(rank_parts)]
 
 
-def _taken(own: dict[str, nn.Parameter]) -> list[Tensor]:
+def _take_gradients(rank_parts: dict[str, nn.Parameter]) -> list[Tensor]:
     """The gradients of this rank's parts, which then have none."""
-    gradients = [torch.zeros(0) if p.grad is None else p.grad for p in own.values()]
-    for p in own.values():
+    gradients = [torch.zeros(0) if p.grad is None else p.grad for p in rank_parts.values()]
+    for p in rank_parts.values():
         p.grad = None
     return gradients
 
@@ -123,7 +128,7 @@ SHARED, OWN = 12, 4
 def prove_sharing(
     rows: Sharing,
     inside: Callable[[Callable[[], Any]], Any],
-    own: dict[str, nn.Parameter],
+    rank_parts: dict[str, nn.Parameter],
     ranks: Ranks,
     vocabulary: int,
     context: int,
@@ -133,15 +138,15 @@ def prove_sharing(
     Args:
         rows: computes hidden states.
         inside: runs a function where weights are whole.
-        own: the rank's part of every trainable parameter.
+        rank_parts: the rank's part of every trainable parameter.
 
     Raises:
         InvariantError: they differ by more than rounding, on every rank.
     """
-    packed = _made_up(vocabulary, context)
+    packed = _two_segments(vocabulary, context)
     gap, dtype = float("inf"), torch.float32
     for scale in SCALES:
-        results = [_computed(rows, inside, own, packed, shared, scale) for shared in (True, False)]
+        results = [_states_and_gradients(rows, inside, rank_parts, packed, shared, scale) for shared in (True, False)]
         apart = [square_sum(a - b) for a, b in zip(*results, strict=True)]
         size = [square_sum(b) for b in results[1]]
         # Hidden states are whole on each rank, so each rank's own ratio counts. Gradients are cut: squares of all ranks
@@ -158,7 +163,7 @@ def prove_sharing(
         raise InvariantError(refusal(gap, bound))
 
 
-def _made_up(vocabulary: int, context: int) -> Packed:
+def _two_segments(vocabulary: int, context: int) -> Packed:
     """Two segments of made-up ids with the same beginning."""
     shared = min(SHARED, context - OWN)
     # Two segments with the same first `shared` ids. s makes the rest of the second one different.
@@ -168,8 +173,13 @@ def _made_up(vocabulary: int, context: int) -> Packed:
     return Packed.of([Segment((x % vocabulary).astype(np.int32), mask, logp, versions, Sampling()) for x in ids])
 
 
-def _computed(
-    rows: Sharing, inside: Callable[..., Any], own: dict[str, nn.Parameter], packed: Packed, shared: bool, scale: float
+def _states_and_gradients(
+    rows: Sharing,
+    inside: Callable[..., Any],
+    rank_parts: dict[str, nn.Parameter],
+    packed: Packed,
+    shared: bool,
+    scale: float,
 ) -> list[Tensor]:
     """Hidden states, and the gradients of one weighted sum of them: this rank's parts."""
     with torch.enable_grad():
@@ -177,7 +187,7 @@ def _computed(
         weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
         if hidden.requires_grad:
             (hidden * (weights * scale)).sum().backward()
-    return [hidden.detach(), *_taken(own)]
+    return [hidden.detach(), *_take_gradients(rank_parts)]
 
 
 def _ratio(apart: float, size: float) -> float:

@@ -61,8 +61,8 @@ def divided(
 
 def _places(packed: Packed, episodes: np.ndarray, per: str) -> np.ndarray:
     """Returns the places of the results of these episodes in the results of the whole batch."""
-    of = packed.sequence_M if per == "token" else packed.sequence_S
-    return np.flatnonzero(np.isin(of, episodes))
+    episode_of_result = packed.sequence_M if per == "token" else packed.sequence_S
+    return np.flatnonzero(np.isin(episode_of_result, episodes))
 
 
 def _joined(pieces: list[R], order: np.ndarray) -> R:

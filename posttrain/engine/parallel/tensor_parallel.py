@@ -180,26 +180,26 @@ class TensorLearner(HFLearner):
         """This rank's parts of the policy's weights. `engine.parallel.gather` joins the parts of all ranks."""
         return (self._placed(n, _local(t), t) for n, t in named_tensors(self.policy.module))
 
-    def _placed(self, name: str, own: Tensor, like: Any) -> Shard:
+    def _placed(self, name: str, part: Tensor, like: Any) -> Shard:
         """A part with its place in the whole tensor, which is cut as `like` is."""
         if not isinstance(like, DTensor) or not isinstance(like.placements[0], Cut):
-            return Shard.of(name, own)
+            return Shard.of(name, part)
         axis, at = like.placements[0].dim, [0] * like.ndim
         # torch cuts as torch.chunk does: ceil(size / ranks) on each rank, fewer or none on the last ones.
         at[axis] = min(like.shape[axis], -(-like.shape[axis] // self.holders.world) * self.holders.rank)
-        return Shard(name, own, tuple(like.shape), tuple(at))
+        return Shard(name, part, tuple(like.shape), tuple(at))
 
-    def place(self, name: str, own: Tensor) -> Shard:
-        """`own`, the rank's part of a tensor with the shape of parameter `name`, with its place in the whole."""
-        return self._placed(name, own, self._held[name])
+    def place(self, name: str, part: Tensor) -> Shard:
+        """`part`, the rank's part of a tensor with the shape of parameter `name`, with its place in the whole."""
+        return self._placed(name, part, self._held[name])
 
-    def like(self, name: str, own: Tensor) -> Tensor:
-        """`own` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`."""
+    def like(self, name: str, part: Tensor) -> Tensor:
+        """`part` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`."""
         parameter: Any = self._held[name]
         if not isinstance(parameter, DTensor):
-            return own
+            return part
         whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False, **whole_size)
+        return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, **whole_size)
 
     def exact(self, packed: Any) -> None:
         """Returns None: no rank makes a whole copy of the weights."""
@@ -223,14 +223,14 @@ def _local(tensor: Any) -> Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def refuse_whole_batches(policy: Policy, how: str) -> None:
-    """ConfigError for a policy that learners whose ranks compute every token cannot train. `how` names the way of
-    cutting, for the message."""
+def refuse_whole_batches(policy: Policy, cutting: str) -> None:
+    """ConfigError for a policy that learners whose ranks compute every token cannot train. `cutting` names the way
+    of cutting, for the message."""
     name = type(policy.module).__name__
     if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"{how} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")
+        raise ConfigError(f"{cutting} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")
     if policy.lora is not None or is_quantised(policy.module) or is_stateful(policy.module):
-        raise ConfigError(f"{how} trains all weights of models without a recurrent state, and {name} is none")
+        raise ConfigError(f"{cutting} trains all weights of models without a recurrent state, and {name} is none")
 
 
 def columns_and_rows(policy: Policy, world: int) -> dict[str, str]:

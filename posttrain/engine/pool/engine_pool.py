@@ -94,13 +94,13 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         self._attend()
         turn = PooledTurn(ids, sampling, place, asker())
         while True:
-            engine = await self._given(turn)
+            engine = await self._engine_for(turn)
             try:
-                answer = await self._asked(engine, turn)
+                answer = await self._ask(engine, turn)
             except EngineDied as death:
                 self._survive(turn, str(death))
                 continue
-            self._delivered(engine, turn, answer)
+            self._count_answer(engine, turn, answer)
             return answer
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
@@ -115,7 +115,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         # the engines.
         early_scores = [engine.scored(ids) for engine in self.processes]
         coming = [
-            self._of(e, "score", ids) for e, early in zip(self.processes, early_scores, strict=True) if early is None
+            self._call(e, "score", ids) for e, early in zip(self.processes, early_scores, strict=True) if early is None
         ]
         new_scores = iter(await asyncio.gather(*coming))
         scores = [next(new_scores) if early is None else early for early in early_scores]
@@ -147,7 +147,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             # The new parcel is known before any engine has it: an engine that dies now is started with it.
             before, self._parcel = self._parcel, self._sender.publish(version, tensors)
             await asyncio.gather(*(self._install(engine, self._parcel) for engine in self.processes))
-            self._agree()
+            self._check_agree()
             # Last, when all engines have said that they serve the same.
             self._version = version
             # No engine can want the previous parcel any more: an engine that starts anew takes the newest one.
@@ -189,7 +189,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
-    async def _given(self, turn: PooledTurn) -> PooledEngine:
+    async def _engine_for(self, turn: PooledTurn) -> PooledEngine:
         """The engine that says the turn. It is the turn's from here on."""
         # A turn that may cause n deaths and has seen n - 1 is asked alone, so that the last death tells whether it was
         # the turn or a neighbour. With n = 1 that cannot be told.
@@ -203,8 +203,8 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
                 on = "new weights on every engine" if self._loads else "an engine that can be asked"
                 await self._waits.change(turn, on)
             # No await lies between the choice of an engine and `take`, unless the turn is asked alone: then the engine
-            # is reserved, and `_emptied` has looked again at what may have changed.
-            elif not turn.alone or await self._emptied(turn, self.processes[at]):
+            # is reserved, and `_reserve` has looked again at what may have changed.
+            elif not turn.alone or await self._reserve(turn, self.processes[at]):
                 engine = self.processes[at]
                 engine.take(turn)
                 turn.version, turn.since, turn.during = self._version, time.monotonic(), self._loads > 0
@@ -214,7 +214,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         """Returns whether new turns wait, because engines may serve different versions now."""
         return self._loads > 0
 
-    async def _emptied(self, turn: PooledTurn, engine: PooledEngine) -> bool:
+    async def _reserve(self, turn: PooledTurn, engine: PooledEngine) -> bool:
         """Reserve an engine and wait until its other turns have ended. False: it died, or new weights came."""
         # Reserved first and waited for then, or new turns would keep it busy for ever.
         engine.reserved = True
@@ -224,13 +224,13 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
                 self._waits.check()
             empty = engine.ready and not self._loads
         except BaseException:
-            self._free(engine)
+            self._end_reservation(engine)
             raise
         if not empty:
-            self._free(engine)
+            self._end_reservation(engine)
         return empty
 
-    async def _asked(self, engine: PooledEngine, turn: PooledTurn) -> SampledTurn:
+    async def _ask(self, engine: PooledEngine, turn: PooledTurn) -> SampledTurn:
         """The engine's answer to the turn. EngineDied where the engine dies first."""
         try:
             future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
@@ -241,7 +241,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         finally:
             engine.leave(turn)
             if turn.alone:
-                self._free(engine)
+                self._end_reservation(engine)
             # Somebody waits until this engine has no turn.
             elif engine.reserved:
                 self._waits.notify()
@@ -252,7 +252,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         if turn.deaths >= self._deaths and (turn.alone or self._deaths == 1):
             raise UnanswerableTurn(turn.who, turn.deaths, cause)
 
-    def _delivered(self, engine: PooledEngine, turn: PooledTurn, said: SampledTurn) -> None:
+    def _count_answer(self, engine: PooledEngine, turn: PooledTurn, said: SampledTurn) -> None:
         """Count an answer, whose tokens must be of versions that the pool served meanwhile."""
         first, last = (int(said.version.min()), int(said.version.max())) if len(said.ids) else (turn.version,) * 2
         # While new weights come, a turn may end with tokens of the version that its engine has just installed.
@@ -273,13 +273,13 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         """Make an engine serve a parcel. One that is started anew meanwhile has it already."""
         while engine.version != parcel.version:
             arguments = parcel, self._probe
-            answer = await self._of(engine, "install", *arguments, unless=lambda: engine.version == parcel.version)
+            answer = await self._call(engine, "install", *arguments, unless=lambda: engine.version == parcel.version)
             if answer is not None:
                 engine.serves(parcel.version, answer.served, answer.probe, answer.scores)
 
-    async def _of(self, engine: PooledEngine, method: str, *given: Any, unless: Callable[[], bool] = bool) -> Any:
+    async def _call(self, engine: PooledEngine, method: str, *arguments: Any, unless: Callable[[], bool] = bool) -> Any:
         """The answer of one engine. Where it dies, the new one in its place is asked. None where `unless` is true when
-        the engine could be asked."""
+        the engine could be asked; its default, `bool`, gives False."""
         while True:
             self._revive()
             # `_restart` holds the lock, but waiting for a lock is no wait that `WaitList` knows of. So it is waited for
@@ -292,12 +292,12 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
                 if unless():
                     return None
                 try:
-                    coming = engine.host.call(method, *given)
+                    coming = engine.host.call(method, *arguments)
                     return await self._waits.until(coming, "the run", f"{method} of {engine.name}")
                 except EngineDied:
                     self._waits.check()
 
-    def _agree(self) -> None:
+    def _check_agree(self) -> None:
         """InvariantError where the engines do not all serve the same weights."""
         if len({e.served for e in self.processes}) != 1:
             served = ", ".join(f"{e.name} {e.served}" for e in self.processes)
@@ -307,7 +307,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             )
 
     async def _restart(self, number: int, process: PooledEngine) -> None:
-        # A call of `_of` may have the lock: it raises EngineDied at once, and waits then for the new process.
+        # `_call` may have the lock: it raises EngineDied at once, and waits then for the new process.
         async with process.lock:
             await super()._restart(number, process)
 
@@ -321,9 +321,9 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         process.serves(parcel.version, answer.served)
         # While new weights come, others may still serve the version before; `load` compares all of them at its end.
         if not self._loads:
-            self._agree()
+            self._check_agree()
 
-    def _free(self, engine: PooledEngine) -> None:
+    def _end_reservation(self, engine: PooledEngine) -> None:
         """End the reservation of an engine."""
         engine.reserved = False
         self._waits.notify()

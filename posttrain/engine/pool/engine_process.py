@@ -37,6 +37,7 @@ LOG_LINES = 12
 END_SECONDS = 10.0
 """Seconds that a process has to end after its connection was closed."""
 CANCEL, START = "cancel", "start"
+"""Messages that are no calls: cancel the call of this number; make the engine. The number of a cancel is 0."""
 COMMAND = "from {module} import serve; serve({fd})  # {name}"
 """The Python program of the process. The comment shows the engine's name in a list of processes."""
 
@@ -80,10 +81,10 @@ async def _serve(connection: Connection) -> None:
         calls[number].add_done_callback(lambda _, n=number: calls.pop(n))
 
 
-async def _answer(hosted: WorkerMethods, connection: Connection, number: int, method: str, given: Any) -> None:
+async def _answer(hosted: WorkerMethods, connection: Connection, number: int, method: str, arguments: Any) -> None:
     """Make one call and send its answer, or the error of an answer that cannot be sent. A cancelled call has none."""
     try:
-        _send(connection, number, *await hosted.answer(method, given))
+        _send(connection, number, *await hosted.answer(method, arguments))
     # Nobody waits for the answer of a call that was cancelled.
     except asyncio.CancelledError:
         return
@@ -91,24 +92,25 @@ async def _answer(hosted: WorkerMethods, connection: Connection, number: int, me
         _send(connection, number, None, error)
 
 
-def _send(connection: Connection, number: int, value: Any, last: EngineReport | BaseException | None) -> None:
-    """Send the answer to call `number`: its value with a report, or its error."""
-    failed = isinstance(last, BaseException)
-    message = (number, value, portable(last) if failed else None, None if failed else last)
+def _send(connection: Connection, number: int, value: Any, outcome: EngineReport | BaseException | None) -> None:
+    """Send the answer to call `number`: its value with a report, or its error. `outcome` is the report or the error."""
+    failed = isinstance(outcome, BaseException)
+    message = (number, value, portable(outcome) if failed else None, None if failed else outcome)
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, asked: asyncio.Queue[Any]) -> None:
+def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[Any]) -> None:
     """Pass on what comes. When the learner's process is gone, this one has nothing left to do."""
     while True:
         try:
             message = pickle.loads(connection.recv_bytes())
+        # `os._exit`, because `sys.exit` would end this thread alone.
         except (EOFError, OSError):
             os._exit(0)
         except BaseException:  # else this process would live and answer nothing any more
             tell(traceback.format_exc(), file=sys.stderr)
             os._exit(1)
-        loop.call_soon_threadsafe(asked.put_nowait, message)
+        loop.call_soon_threadsafe(messages.put_nowait, message)
 
 
 # --- in the learner's process ----------------------------------------------------------------------------------------
@@ -147,9 +149,9 @@ class ProcessHost(CallingHost):
         atexit.register(self.close)
         self._connection = Connection(ours.detach())
         # A thread writes: a socket whose other side does not read would else block the event loop of the learner.
-        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         number, self.started = self._calls.begin()
-        self._out.put(pickle.dumps((number, START, start)))
+        self._outgoing.put(pickle.dumps((number, START, start)))
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._write, self._read)]
         for thread in self._threads:
             thread.start()
@@ -158,17 +160,17 @@ class ProcessHost(CallingHost):
     def pid(self) -> int | None:
         return self._process.pid
 
-    def call(self, method: str, *given: Any) -> Future[Any]:
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
         number, future = self._calls.begin()
         if not future.done():
             future.add_done_callback(lambda f: self._cancelled(number) if f.cancelled() else None)
-            self._out.put(pickle.dumps((number, method, given), pickle.HIGHEST_PROTOCOL))
+            self._outgoing.put(pickle.dumps((number, method, arguments), pickle.HIGHEST_PROTOCOL))
         return future
 
     def _cancelled(self, number: int) -> None:
         """Tell the process that nobody waits for this call any more."""
         self._calls.drop(number)
-        self._out.put(pickle.dumps((0, CANCEL, number)))
+        self._outgoing.put(pickle.dumps((0, CANCEL, number)))
 
     def kill(self, why: str) -> None:
         # Before the end, which the reader may see first.
@@ -181,7 +183,7 @@ class ProcessHost(CallingHost):
         atexit.unregister(self.close)
         # Before the connection ends, so that calls that still wait get this cause and not the end of the stream.
         self._calls.die("it was closed at the end of the run")
-        self._out.put(None)
+        self._outgoing.put(None)
         self._shut()
         try:
             self._process.wait(END_SECONDS)
@@ -201,12 +203,12 @@ class ProcessHost(CallingHost):
             return
         # close() does not wake a thread that reads or writes on the same descriptor; shutdown does. It is done on a
         # copy of it, because the socket object closes what it was given.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both:
-            both.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
         """What a thread runs: sends the messages in their order, until None comes."""
-        while (message := self._out.get()) is not None:
+        while (message := self._outgoing.get()) is not None:
             try:
                 self._connection.send_bytes(message)
             except OSError:

@@ -64,18 +64,18 @@ class PlayedElsewhere:
     def __str__(self) -> str:
         return str(self.who or f"task {self.task.id!r}")
 
-    def does(self, move: Move, told: int) -> None:
-        """Do a move to the conversation, unless it was done before. `told` is its number, from 0, in the present play.
+    def does(self, move: Move, index: int) -> None:
+        """Do a move to the conversation, unless it was done before. `index` is its number, from 0, in the present play.
 
         Raises:
             PlayedDifferentlyError: another one was done before.
         """
         # Played again: up to here the conversation has everything already, so the move is compared and not done twice.
-        if told < len(self.done):
-            if self.done[told] != move:
+        if index < len(self.done):
+            if self.done[index] != move:
                 raise PlayedDifferentlyError(
-                    f"{self}: its process died, and played again the environment did another thing at move {told + 1}"
-                    f" ({type(move).__name__} for {type(self.done[told]).__name__}, or with other words). Let what it"
+                    f"{self}: its process died, and played again the environment did another thing at move {index + 1}"
+                    f" ({type(move).__name__} for {type(self.done[index]).__name__}, or with other words). Let what it"
                     " writes follow from the task and what was said, or set placement.environments=0"
                 )
             return
@@ -156,7 +156,9 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
             while True:
                 alone = episode.deaths >= self._deaths - 1 > 0
                 try:
-                    ended = await (self._by_itself(episode, others) if alone else self._among(episode, others))
+                    ended = await (
+                        self._play_alone(episode, others) if alone else self._play_among_others(episode, others)
+                    )
                     same_account(str(episode), accounted.account(), ended.account)
                     assert ended.stop is not None
                     return ended.stop
@@ -185,7 +187,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
 
     # --- episodes ----------------------------------------------------------------------------------------------------
 
-    async def _among(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
+    async def _play_among_others(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in the process that plays the fewest."""
         while True:
             self._waits.check()
@@ -193,10 +195,10 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
             ready = [p for p in self.processes if p.ready]
             if ready:
                 process = min(ready, key=lambda p: len(p.held))
-                return await self._driven(process, episode, others)
+                return await self._drive(process, episode, others)
             await self._waits.change(episode, "a process that plays environments")
 
-    async def _by_itself(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
+    async def _play_alone(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Play it in a process of its own, one such episode after the other."""
         async with self._alone:
             new = in_thread(self._new, len(self.processes))
@@ -205,13 +207,13 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
             try:
                 await self._waits.until(started, episode, "a process of its own")
                 self._besides.append(process)
-                return await self._driven(process, episode, others)
+                return await self._drive(process, episode, others)
             finally:
                 self._besides = [p for p in self._besides if p is not process]
                 self._lost = self._lost + host.take_report()
                 await self._waits.until(in_thread(host.close), episode, "the end of its own process")
 
-    async def _driven(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
+    async def _drive(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
         """Do to the conversation what the process does, until the episode has ended there."""
         self._number += 1
         number, host, moves_done = self._number, process.host, 0
@@ -243,7 +245,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                             host.call("said", number, move.number, episode.said[move.number])
                         await asyncio.sleep(0)  # the turn begins before what comes after it
                     if isinstance(move, EndedMove):
-                        return _ended(move)
+                        return _last_move(move)
         finally:
             process.held.pop(episode, None)  # `rest` may have forgotten it
             if coming is not None and not coming.cancel() and not coming.cancelled():
@@ -260,7 +262,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
         return [episode for process in self._everyone() for episode in process.held if episode.turns]
 
 
-def _ended(move: EndedMove) -> EndedMove:
+def _last_move(move: EndedMove) -> EndedMove:
     """The last move; raises the error with which its episode ended."""
     if move.error is not None:
         raise move.error

@@ -29,7 +29,7 @@ class EngineHost(Protocol):
         """The process that computes; None before it is known."""
         ...
 
-    def call(self, method: str, *given: Any) -> Future[Any]:
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the engine (`worker_side.HostedEngine`). The future raises EngineDied where the engine dies
         first. Cancelling the future cancels the call in the engine."""
         ...

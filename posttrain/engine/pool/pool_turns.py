@@ -54,7 +54,7 @@ class BusyMeter:
         self._lock = threading.Lock()
         self._open: dict[object, int] = {}
         self._tokens = 0
-        self._seen = time.monotonic()
+        self._last_event = time.monotonic()
         self._counted = self._taken = BusyTime(0.0, 0.0, 0.0)
 
     def begin(self, turn: object, tokens: int) -> None:
@@ -94,7 +94,7 @@ class BusyMeter:
         now = time.monotonic()
         # The state since the last event was constant, so time and tokens x time of the interval can be added when the
         # next event comes.
-        spent, self._seen = max(0.0, now - self._seen), now
+        spent, self._last_event = max(0.0, now - self._last_event), now
         idle = 0.0 if self._open else spent
         c = self._counted
         self._counted = BusyTime(c.seconds + spent, c.idle + idle, c.flight + self._tokens * spent)
@@ -160,8 +160,8 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
     def scored(self, ids: np.ndarray) -> np.ndarray | None:
         """The log-probs of these ids that came with the weights that it serves; None where it has to be asked. They are
         given once, so that later calls ask the engine."""
-        known, self.foretold = self.foretold, None
-        return known[1] if known is not None and np.array_equal(known[0], ids) else None
+        foretold, self.foretold = self.foretold, None
+        return foretold[1] if foretold is not None and np.array_equal(foretold[0], ids) else None
 
     def begin(self, host: EngineHost) -> None:
         super().begin(host)

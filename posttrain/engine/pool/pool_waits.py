@@ -46,8 +46,11 @@ class WaitList:
     timeout: float
     _waits: dict[int, Wait] = field(default_factory=dict[int, Wait])
     _changed: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
+    """One for each wait in `change`."""
     _seen: float = 0.0
+    """When `look` was called last; 0: never."""
     _lost: Exception | None = None
+    """The error by which the pool was lost."""
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -142,7 +145,7 @@ def attended(work: Coroutine[Any, Any, None], lost: Callable[[Exception], None])
     return task
 
 
-def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> Future[T]:
+def in_thread(function: Callable[..., T], *arguments: Any, **keywords: Any) -> Future[T]:
     """Returns the future of a call that may never return. A thread makes the call, and the end of the process does not
     wait for it."""
     future: Future[T] = Future()
@@ -151,7 +154,7 @@ def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> Future[T
         if not future.set_running_or_notify_cancel():
             return
         try:
-            future.set_result(function(*given, **named))
+            future.set_result(function(*arguments, **keywords))
         except BaseException as error:
             future.set_exception(error)
 
@@ -163,5 +166,5 @@ def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> Future[T
 async def briefly(future: Future[Any], seconds: float) -> None:
     """Wait for the future, at most `seconds`. Raises what it raises."""
     ended, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=seconds)
-    for one in ended:
-        one.result()
+    for task in ended:
+        task.result()

@@ -23,7 +23,7 @@ from posttrain.system.errors import ConfigError, EngineError
 AT_ONCE = 100_000
 """Calls that an actor takes at once. What it computes at once is the engine's own decision."""
 LOOK_SECONDS = 2.0
-"""Between two looks which nodes of the cluster live. Ray itself needs about 15 s to see that one is gone."""
+"""Seconds between two looks at which nodes of the cluster live. Ray itself needs about 15 s to see that one is gone."""
 CLOSE_SECONDS = 10.0
 """Seconds that Ray has to end an actor or the connection. Ray may never answer where its own processes are gone."""
 
@@ -35,14 +35,14 @@ class RayEngine:
         self._start: bytes | None = start
         self._hosted: WorkerMethods | None = None
 
-    async def answer(self, method: str, given: Any) -> tuple[Any, BaseException | None, EngineReport | None]:
+    async def answer(self, method: str, arguments: Any) -> tuple[Any, BaseException | None, EngineReport | None]:
         """(value, error, report) of one call. The first one makes what answers."""
         try:
             if self._hosted is None:
                 assert self._start is not None
                 self._hosted, self._start = pickle.loads(self._start).host(), None
                 assert self._hosted is not None
-            value, report = await self._hosted.answer(method, given)
+            value, report = await self._hosted.answer(method, arguments)
         except Exception as error:
             return None, portable(error), None
         return value, None, report
@@ -66,13 +66,13 @@ class RayCluster:
         import ray
 
         # A connection that the user's program has made is used and left open.
-        self._own = not ray.is_initialized()
+        self._connected_here = not ray.is_initialized()
         self.cpus = cpus
         # Actors must find the modules that this process finds, the user's own ones too.
         path = os.pathsep.join(p for p in sys.path if p)
-        if self._own and address is not None:
+        if self._connected_here and address is not None:
             must_answer(address, min(timeout, 5.0))
-        if self._own:
+        if self._connected_here:
             try:
                 ray.init(
                     address="local" if address is None else address,
@@ -80,6 +80,7 @@ class RayCluster:
                     log_to_driver=False,
                     logging_level="ERROR",
                     runtime_env={"env_vars": {"PYTHONPATH": path}},
+                    # Ray refuses a number of CPUs for a cluster that runs already.
                     **({} if address is not None else {"num_cpus": max(engines * cpus, 1)}),
                 )
             except ConnectionError as error:
@@ -110,14 +111,14 @@ class RayCluster:
             from ray.util.placement_group import remove_placement_group
 
             within(CLOSE_SECONDS, remove_placement_group, self.group)
-        if self._own:
+        if self._connected_here:
             within(CLOSE_SECONDS, ray.shutdown)
 
 
-def within(seconds: float, function: Callable[..., Any], *given: Any, **named: Any) -> None:
+def within(seconds: float, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
     """Call a function of Ray, which may fail or never return where its processes are gone."""
     with contextlib.suppress(Exception):
-        in_thread(function, *given, **named).result(seconds)
+        in_thread(function, *arguments, **keywords).result(seconds)
 
 
 class NodeWatch:
@@ -132,7 +133,7 @@ class NodeWatch:
     def __init__(self) -> None:
         import ray
 
-        self._ray, self._own, self.over = ray, ray.get_runtime_context().get_node_id(), threading.Event()
+        self._ray, self._node_id, self.over = ray, ray.get_runtime_context().get_node_id(), threading.Event()
         NodeWatch.gone = ""
         threading.Thread(target=self._look, name="looks whether its node lives", daemon=True).start()
 
@@ -140,7 +141,7 @@ class NodeWatch:
         """What the thread runs: looks until the node is gone or the connection ends."""
         while not self.over.wait(LOOK_SECONDS) and not self.gone:
             with contextlib.suppress(Exception):  # asked again; a run that waits has its own deadline
-                if self._own in {n["NodeID"] for n in self._ray.nodes() if not n["Alive"]}:
+                if self._node_id in {n["NodeID"] for n in self._ray.nodes() if not n["Alive"]}:
                     NodeWatch.gone = (
                         "the Ray node of this machine is gone: it was killed, or ran out of memory. Start it again"
                         " (without placement.address the run does), and go on from the last checkpoint with --resume"
@@ -223,17 +224,17 @@ class RayHost(CallingHost):
         self._pid: int | None = None
         # The actor makes its engine within the first call, so errors of the start come back as this answer.
         self.started: Future[EngineFacts] = self.call("facts")
-        self.started.add_done_callback(self._known)
+        self.started.add_done_callback(self._keep_pid)
         NodeWatch.hosts.add(self)
 
     @property
     def pid(self) -> int | None:
         return self._pid
 
-    def call(self, method: str, *given: Any) -> Future[Any]:
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
         number, future = self._calls.begin()
         if not future.done():
-            ref = self._actor.answer.remote(method, given)
+            ref = self._actor.answer.remote(method, arguments)
             future.add_done_callback(lambda f: self._cancelled(number, ref) if f.cancelled() else None)
             ref.future().add_done_callback(lambda done: self._answered(number, done))
         return future
@@ -272,7 +273,7 @@ class RayHost(CallingHost):
                 self.kill(str(error))
             self._calls.end(number, value, error, report)
 
-    def _known(self, started: Future[EngineFacts]) -> None:
+    def _keep_pid(self, started: Future[EngineFacts]) -> None:
         """Keep the process id that came with the facts of the start."""
         if not started.cancelled() and started.exception() is None:
             self._pid = started.result().pid

@@ -214,9 +214,9 @@ class HostedEnvironments:
         self._talks: dict[int, PlayedTalk] = {}
         self._reported = time.monotonic()
 
-    async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
+    async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
         """The value of one call, with a report where one is due."""
-        value = await getattr(self, method)(*given)
+        value = await getattr(self, method)(*arguments)
         if method != "report" and time.monotonic() - self._reported < REPORT_EVERY:
             return value, None
         self._reported = time.monotonic()
@@ -243,9 +243,9 @@ class HostedEnvironments:
         """A seat has spoken."""
         talk = self._talks.get(number)
         # The turn may have been given up, or the episode dropped, while the words were on their way.
-        waits = talk.turns.get(turn) if talk is not None else None
-        if waits is not None and not waits.done():
-            waits.set_result(said)
+        waiting = talk.turns.get(turn) if talk is not None else None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(said)
 
     async def drop(self, number: int) -> None:
         """Nobody asks for this episode any more. One that still plays is cancelled, and cleans up."""

@@ -129,12 +129,13 @@ def same_account(
     nothing = SeatAccount(hashlib.blake2b(digest_size=8).hexdigest(), ())
     for seat in {**here, **(there or {})}:
         ours, theirs = here.get(seat, nothing), (there or {}).get(seat, nothing)
-        if wrong := _differs(ours, theirs):
+        if difference := _differs(ours, theirs):
             name = "the trained seat" if seat is None else f"seat {seat!r}"
             raise InvariantError(
-                f"{who}: {wrong} at {name}. Messages between the two were lost, doubled or given to another episode, or"
-                " an episode whose process died was not taken up where it was. What was judged and learned would not be"
-                " what was said. Set placement.environments=0, or go on from the last checkpoint (--resume)"
+                f"{who}: {difference} at {name}. Messages between the two were lost, doubled or given to another"
+                " episode, or an episode whose process died was not taken up where it was. What was judged and learned"
+                " would not be what was said. Set placement.environments=0, or go on from the last checkpoint"
+                " (--resume)"
             )
 
 

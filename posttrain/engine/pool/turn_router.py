@@ -69,15 +69,15 @@ class Beginnings:
 
     def cached(self, ids: np.ndarray) -> int:
         """Returns the number of first tokens of `ids` that the engine has computed."""
-        known = 0
+        cached_tokens = 0
         for length, digest in _blocks(ids):
             if digest in self._known:
-                known = length
+                cached_tokens = length
             # Each beginning was added together with its shorter ones, so the first unknown block ends the search. The
             # last piece may be shorter than a block and is known only to the turn that had exactly these ids.
             elif length % BLOCK == 0:
                 break
-        return known
+        return cached_tokens
 
     def forget(self) -> None:
         self._known.clear()

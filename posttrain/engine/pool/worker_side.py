@@ -70,7 +70,7 @@ class EngineEnded(Exception):
 class WorkerMethods(Protocol):
     """An object in a process that answers calls by the names of its methods."""
 
-    async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
+    async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
         """The value of one call, with a report where one is due."""
         ...
 
@@ -102,14 +102,14 @@ class HostedEngine:
         self._engine, self._receiver = start.engine(), start.receiver()
         self._reported = self._installed = 0.0
 
-    async def answer(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
+    async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
         """The value of one call, with a report where one is due.
 
         Raises:
             EngineEnded: the engine can never answer again.
         """
         try:
-            value = await getattr(self, method)(*given)
+            value = await getattr(self, method)(*arguments)
         except Exception as error:
             # The cause is the engine's end, and not what this call raised because of it.
             if why := self._ended():

@@ -105,7 +105,7 @@ class CollectiveCarrier:
         self.store = _store(self.address, seconds, listening.detach())
         self._count = 0
         self._open: dict[str, CollectiveSink] = {}
-        atexit.register(self.close)  # a thread that waits in torch when Python ends takes the process along
+        atexit.register(self.close)  # a thread that still waits in torch when Python ends would crash the process
 
     def begin(self, version: int) -> CollectiveSink:
         self._count += 1
@@ -149,7 +149,7 @@ class CollectiveSink:
         return place
 
     def drop(self) -> None:
-        return None
+        return None  # the block is memory of this object alone until it is announced
 
     def end(self) -> None:
         """End the thread and remove the keys of this version."""
@@ -167,13 +167,13 @@ class CollectiveSink:
         with suppress(RuntimeError):  # the store is gone, and the run with it
             # A connection of its own: while a thread uses a connection, other threads must wait for it.
             keys = C10D.PrefixStore(str(self._number), _store(c.address, c.seconds))
-            while last := self._come(keys, served, wanted):
+            while last := self._await_tickets(keys, served, wanted):
                 # The first round waits for all engines. Later rounds serve receivers that came late or whose round
                 # broke, as soon as there is one.
                 self._round(keys, range(served + 1, last + 1))
                 served, wanted = last, 1
 
-    def _come(self, keys: Any, served: int, wanted: int) -> int:
+    def _await_tickets(self, keys: Any, served: int, wanted: int) -> int:
         """Wait for tickets after `served`; returns the last one, 0 when the version was retired."""
         last, until = served, float("inf")
         for pause in _pauses():
@@ -189,11 +189,11 @@ class CollectiveSink:
     def _round(self, keys: Any, tickets: Sequence[int]) -> None:
         """One broadcast to the receivers with these tickets. Those that it does not reach take a new ticket."""
         # The first ticket names the round, and no two rounds have the same. The sender is rank 0.
-        c, name, world = self._carrier, tickets[0], len(tickets) + 1
+        c, round_number, world = self._carrier, tickets[0], len(tickets) + 1
         for rank, ticket in enumerate(tickets, 1):
-            keys.set(_go(ticket), f"{name} {rank} {world}")
+            keys.set(_go(ticket), f"{round_number} {rank} {world}")
         with suppress(RuntimeError):
-            group = _group(keys, name, 0, world, c.address, c.seconds)
+            group = _group(keys, round_number, 0, world, c.address, c.seconds)
             for _, bucket in _buckets(self._block, c.bucket):
                 _broadcast(group, bucket, c.seconds)
             _meet(group, c.seconds)
@@ -215,10 +215,10 @@ class CollectiveFetch:
         place = BroadcastPlace.of(parcel)
         block, done, why = bytearray(place.size), 0, ""
         try:
-            keys = C10D.PrefixStore(str(place.number), self._reach(place))
+            keys = C10D.PrefixStore(str(place.number), self._connection(place))
             for _ in range(ROUNDS):
                 # Each round has a new ticket: the group of the broken one cannot be used again.
-                called = _called(keys, parcel, 2 * place.seconds)
+                called = _wait_for_call(keys, parcel, 2 * place.seconds)
                 if called is None:
                     why = f"it did not call this engine within {2 * place.seconds:g} s"
                     break
@@ -257,7 +257,7 @@ class CollectiveFetch:
             _meet(group, place.seconds)
         return place.size, ""
 
-    def _reach(self, place: BroadcastPlace) -> Any:
+    def _connection(self, place: BroadcastPlace) -> Any:
         """The connection to the sender's store, made once for each address."""
         if self._store is None or self._store[0] != place.address:
             self._store = place.address, _store(place.address, place.seconds)
@@ -282,7 +282,7 @@ def _pauses() -> Iterator[float]:
     return chain(repeat(OFTEN, LOOKS), repeat(SELDOM))
 
 
-def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] | None:
+def _wait_for_call(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] | None:
     """Take a ticket and wait: (round, rank, members). None where nobody calls.
 
     Raises:
@@ -296,8 +296,8 @@ def _called(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] |
             break
         ticket = ticket or int(keys.add(CAME, 1))
         if keys.check([_go(ticket)]):
-            name, rank, members = map(int, keys.get(_go(ticket)).decode().split())
-            return name, rank, members
+            round_number, rank, members = map(int, keys.get(_go(ticket)).decode().split())
+            return round_number, rank, members
         if time.monotonic() > until:
             return None
         time.sleep(pause)
@@ -328,9 +328,9 @@ def _store(address: str, seconds: float, listening: int | None = None) -> Any:
     )
 
 
-def _group(keys: Any, name: int, rank: int, members: int, address: str, seconds: float) -> Any:
+def _group(keys: Any, round_number: int, rank: int, members: int, address: str, seconds: float) -> Any:
     """The processes of one round: none of torch.distributed's named groups, which a learner may use itself."""
-    keys = C10D.PrefixStore(f"round/{name}", keys)
+    keys = C10D.PrefixStore(f"round/{round_number}", keys)
     options = C10D.ProcessGroupGloo._Options()
     # Short, because members that died after they were called never connect, and the others should take new tickets
     # soon.
@@ -344,10 +344,10 @@ def _own_address(address: str) -> str:
     """The address of this machine on the way to that one. Nothing is sent."""
     host, _, port = address.rpartition(":")
     family, kind, protocol, _, address_there = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as way:
+    with socket.socket(family, kind, protocol) as probe:
         # A datagram socket sends nothing when it connects: the system only chooses the way, and with it the address.
-        way.connect(address_there)
-        return str(way.getsockname()[0])
+        probe.connect(address_there)
+        return str(probe.getsockname()[0])
 
 
 def _broadcast(group: Any, bucket: torch.Tensor, seconds: float) -> None:

@@ -212,10 +212,10 @@ class ParcelWriteError(ParcelError):
 def write_at(fd: int, data: memoryview | bytes, at: int) -> None:
     """Write all of the data at a place of a file, in as many pieces as the kernel needs."""
     # pwrite takes at most about 2 GiB at once on Linux.
-    rest = memoryview(data)
-    while len(rest):
-        done = os.pwrite(fd, rest, at)
-        rest, at = rest[done:], at + done
+    remaining = memoryview(data)
+    while len(remaining):
+        done = os.pwrite(fd, remaining, at)
+        remaining, at = remaining[done:], at + done
 
 
 @contextmanager

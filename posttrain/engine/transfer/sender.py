@@ -131,9 +131,9 @@ class ParcelSender:
 
     def retire(self, version: int) -> None:
         """See `WeightSender.retire`. Of a version that was published twice, the first call removes the first one."""
-        if times := self._places.get(version):
-            places = times.pop(0)
-            if not times:
+        if publications := self._places.get(version):
+            places = publications.pop(0)
+            if not publications:
                 del self._places[version]
             for place in places:
                 self._carrier.remove(place)
@@ -150,7 +150,7 @@ class ParcelSender:
         tensors_to_keep = dict[str, Tensor]()
         sink = self._carrier.begin(parcel.version)
         try:
-            parcel = replace(parcel, entries=tuple(self._entries(sink, parcel, tensors, tensors_to_keep)))
+            parcel = replace(parcel, entries=tuple(self._write_tensors(sink, parcel, tensors, tensors_to_keep)))
             with self._clock.of("sync/transfer"):
                 end = max((e.offset + e.size for e in parcel.entries), default=HEAD.size)
                 table = table_bytes(parcel)
@@ -166,7 +166,7 @@ class ParcelSender:
         self._kept = tensors_to_keep
         return replace(parcel, place=place)
 
-    def _entries(
+    def _write_tensors(
         self, sink: Sink, parcel: Parcel, tensors: Iterable[tuple[str, Tensor]], kept: dict[str, Tensor]
     ) -> Iterator[ParcelEntry]:
         """Write the tensors; where deltas may follow, `kept` then holds them."""
@@ -188,7 +188,7 @@ class ParcelSender:
                 coding, data = encode(tensor, None if parcel.base is None else self._kept.get(name))
                 if self._deltas:
                     # Where nothing changed the old copy is kept on, and no second one is made.
-                    kept[name] = self._kept[name] if coding == SAME else _own(tensor, incoming)
+                    kept[name] = self._kept[name] if coding == SAME else _apart_from(tensor, incoming)
             with self._clock.of("sync/transfer"):
                 sink.write(data, at, name)
             yield ParcelEntry(name, dtype_name(tensor), tuple(tensor.shape), at, checksum, coding, len(data))
@@ -216,6 +216,6 @@ def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return converted
 
 
-def _own(tensor: Tensor, given: Tensor) -> Tensor:
-    """The tensor, copied where it lies in the memory of the given one, which an optimizer will change."""
-    return tensor.clone() if tensor.device == given.device and tensor.data_ptr() == given.data_ptr() else tensor
+def _apart_from(tensor: Tensor, incoming: Tensor) -> Tensor:
+    """The tensor, copied where it lies in the memory of `incoming`, which an optimizer will change."""
+    return tensor.clone() if tensor.device == incoming.device and tensor.data_ptr() == incoming.data_ptr() else tensor

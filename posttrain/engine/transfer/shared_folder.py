@@ -44,6 +44,7 @@ class FolderCarrier:
         # The lock first: only its holder may take files that it finds for left over.
         self._lock = Lock(folder)
         self._held = set[Path]()
+        """Files of this sender that are there, under the names that they have."""
         _remove_left(self.folder)
         # It holds the set and not the object, so the object can be collected, and it runs at the end of Python too.
         self._finalizer = weakref.finalize(self, _remove_all, self._held, self._lock, os.getpid())

@@ -49,6 +49,7 @@ class SharedCarrier:
     def __init__(self) -> None:
         remove_orphans()
         self._held: dict[str, int] = {}
+        """The locked descriptor of each block that is there, by the block's name."""
         self._finalizer = weakref.finalize(self, _remove_all, self._held, os.getpid())
 
     def begin(self, version: int) -> SharedSink:

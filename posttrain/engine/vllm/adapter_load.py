@@ -65,14 +65,14 @@ class HotLoad:
             {n: tuple(t.shape) for n, t in adapter.items()},
             fingerprints(base.items()),
             fingerprints((n, without_negative_zeros(t)) for n, t in base.items()),
-            {n: (_word(t.dtype), tuple(t.shape)) for n, t in base.items()},
+            {n: (_dtype_name(t.dtype), tuple(t.shape)) for n, t in base.items()},
             {n: t.detach() for n, t in base.items()},
         )
 
-    def write(self, folder: Path, given: Iterable[tuple[str, Tensor]]) -> int:
+    def write(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Write the files of one adapter, which only this user can read. Returns the bytes of its weights."""
         folder.mkdir(mode=0o700)
-        sent = {PREFIX + written_name(n): t.contiguous().cpu() for n, t in self.sent(given).items()}
+        sent = {PREFIX + written_name(n): t.contiguous().cpu() for n, t in self.sent(tensors).items()}
         save_file(sent, folder / WEIGHTS, metadata={"format": "pt"})
         # alpha = rank makes vLLM's own scale 1, because the scale is in B already.
         rank = self.lora.rank
@@ -80,15 +80,15 @@ class HotLoad:
         (folder / CONFIG).write_text(json.dumps(config))
         return sum(t.nbytes for t in sent.values())
 
-    def sent(self, given: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def sent(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """The adapter as the engine should hold it: the scale is in B, in the engine's dtype."""
         scale = self.lora.scale
         # Scaled in float32 and then rounded, so that each number of B is rounded once.
-        return {n: (t.detach() * scale if ".lora_B." in n else t.detach()).to(self.dtype) for n, t in given}
+        return {n: (t.detach() * scale if ".lora_B." in n else t.detach()).to(self.dtype) for n, t in tensors}
 
     def wanted(self) -> ReadBack:
         """Every tensor that is read back from the engine."""
-        adapter = [(n, _word(self.dtype), list(shape)) for n, shape in self.shapes.items()]
+        adapter = [(n, _dtype_name(self.dtype), list(shape)) for n, shape in self.shapes.items()]
         return [*((n, dtype, list(shape)) for n, (dtype, shape) in self.shape_beneath.items()), *adapter]
 
     def refuse(self, missing: list[str]) -> None:
@@ -100,17 +100,17 @@ class HotLoad:
                 " model.lora.targets, or set engine=embedded"
             )
 
-    def confirm(self, told: Sequence[Mapping[str, Any]], given: list[tuple[str, Tensor]]) -> str:
+    def confirm(self, answers: Sequence[Mapping[str, Any]], tensors: list[tuple[str, Tensor]]) -> str:
         """Check what the engine serves. Returns the fingerprint of the learner's weights.
 
         Args:
-            told: the digests that were read back, of each worker.
+            answers: the digests that were read back, of each worker.
 
         Raises:
             EngineError: the engine serves other weights.
         """
         # What should be served is computed here again from what was given, not taken from the files that were written.
-        adapter = {n: without_negative_zeros(t) for n, t in self.sent(given).items()}
+        adapter = {n: without_negative_zeros(t) for n, t in self.sent(tensors).items()}
 
         def expected(name: str) -> Tensor | None:
             """The tensor that should be served under a name."""
@@ -118,7 +118,7 @@ class HotLoad:
             return adapter.get(name) if beneath is None else without_negative_zeros(beneath)
 
         wanted = {**self.served_beneath, **fingerprints(adapter.items())}
-        read_back, workers = served(told, expected, wanted)
+        read_back, workers = served(answers, expected, wanted)
         wrong = sorted(n for n, digest in wanted.items() if read_back.get(n) != digest)
         if wrong:
             kind = "adapter" if set(wrong) <= set(adapter) else "weights beneath the adapter"
@@ -128,7 +128,7 @@ class HotLoad:
             )
         # The fingerprint covers the learner's own tensors, because the trainer compares it with its own fingerprint.
         # The lines above have shown that the engine serves what follows from these tensors.
-        return digest_of({**self.beneath, **fingerprints(given)})
+        return digest_of({**self.beneath, **fingerprints(tensors)})
 
 
 def lora_arguments(lora: Lora | None) -> dict[str, Any]:
@@ -179,6 +179,6 @@ def without_negative_zeros(tensor: Tensor) -> Tensor:
     return tensor.detach() + 0.0 if tensor.is_floating_point() else tensor.detach()
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -84,12 +84,15 @@ class VLLMEngine(VLLMSampler):
         super().__init__(policy, limits(policy), workers, inflight)
         self._timeout = timeout
         self._asked: dict[str, _Turn] = {}
+        """The turns that are in vLLM, by the id of their request."""
         self._scored: dict[str, Future[np.ndarray]] = {}
-        self._names = itertools.count()
+        """The prompts that vLLM scores, by the id of their request."""
+        self._request_numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: list[_Turn] = []
         """Turns that came while an update was pending."""
         self._updates: list[Callable[[], None]] = []
+        """New weights that wait until they can be loaded, in their order."""
         self._last_activity = time.monotonic()
         self._failure: BaseException | None = None
         self._eager = eager
@@ -264,23 +267,25 @@ class VLLMEngine(VLLMSampler):
 
     def _deliver(self, asked: _Turn, output: Any) -> None:
         """Deliver a request's new tokens, and its turn once it has ended."""
-        turn = output.outputs[0]
-        if asked.heard is not None and len(turn.token_ids) > asked.delivered:
+        completion = output.outputs[0]
+        if asked.heard is not None and len(completion.token_ids) > asked.delivered:
             # Outputs are cumulative for turns that are listened to, so the callback gets what is new.
-            rows = _rows(turn.logprobs)[asked.delivered :]
+            rows = _rows(completion.logprobs)[asked.delivered :]
             asked.heard(
-                np.array(turn.token_ids[asked.delivered :], np.int32),
+                np.array(completion.token_ids[asked.delivered :], np.int32),
                 np.array([logp[0] for _, logp in rows], np.float32),
             )
-            asked.delivered = len(turn.token_ids)
+            asked.delivered = len(completion.token_ids)
         if not output.finished:
             return
         del self._asked[output.request_id]
-        o = asked.request
-        spans = [(s.version, s.start, s.end) for s in turn.weight_versions or ()]
-        answer = Answer(turn.token_ids, _rows(turn.logprobs), turn.finish_reason, turn.stop_reason, spans)
-        result = said(answer, o.sampling, o.limit, o.end, self._limits)
-        self._counters.delivered(result, o.ids, output.num_cached_tokens)
+        request = asked.request
+        spans = [(s.version, s.start, s.end) for s in completion.weight_versions or ()]
+        answer = Answer(
+            completion.token_ids, _rows(completion.logprobs), completion.finish_reason, completion.stop_reason, spans
+        )
+        result = said(answer, request.sampling, request.limit, request.end, self._limits)
+        self._counters.delivered(result, request.ids, output.num_cached_tokens)
         asked.future.set_result(result)
 
     def _add(self, asked: _Turn) -> None:
@@ -293,50 +298,50 @@ class VLLMEngine(VLLMSampler):
             return
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        o, name = asked.request, str(next(self._names))
+        request, request_id = asked.request, str(next(self._request_numbers))
         try:
             params = SamplingParams(
-                **fields(o.sampling, o.place, o.limit, self._limits),
+                **fields(request.sampling, request.place, request.limit, self._limits),
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY if asked.heard is None else RequestOutputKind.CUMULATIVE,
             )
-            if o.sampling.bad_ids:
+            if request.sampling.bad_ids:
                 # vLLM takes bad words as texts only and tokenises them itself. The contract has ids, so its private
                 # field is set.
-                params._bad_words_token_ids = [list(b) for b in o.sampling.bad_ids]
-            self._submit(name, o.ids, params)
-            self._asked[name] = asked
+                params._bad_words_token_ids = [list(b) for b in request.sampling.bad_ids]
+            self._submit(request_id, request.ids, params)
+            self._asked[request_id] = asked
         except Exception as error:
             asked.future.set_exception(EngineError(f"{ROLE} refused a request: {error}"))
 
-    def _submit(self, name: str, ids: list[int], params: Any) -> None:
+    def _submit(self, request_id: str, ids: list[int], params: Any) -> None:
         """Add a request to vLLM, with the salt of this version and the adapter."""
         from vllm.inputs import tokens_input
 
         self._engine.add_request(
-            name, tokens_input(ids, cache_salt=self._salt()), params, lora_request=self._weights.adapter
+            request_id, tokens_input(ids, cache_salt=self._salt()), params, lora_request=self._weights.adapter
         )
 
     def _abort(self, asked: _Turn) -> None:
         """Take a cancelled turn out of the waiting ones and out of vLLM."""
         if asked in self._waiting:
             self._waiting.remove(asked)
-        for name in [n for n, a in self._asked.items() if a is asked]:
-            del self._asked[name]
-            self._engine.abort_request([name])
+        for request_id in [n for n, a in self._asked.items() if a is asked]:
+            del self._asked[request_id]
+            self._engine.abort_request([request_id])
 
     def _score(self, ids: list[int], future: Future[np.ndarray]) -> None:
         """Ask vLLM for the log-probs of a prompt. It also draws one token, which nobody reads."""
         from vllm.sampling_params import SamplingParams
 
-        name = f"score-{next(self._names)}"
+        request_id = f"score-{next(self._request_numbers)}"
         try:
             self._submit(
-                name,
+                request_id,
                 ids,
                 SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False),
             )
-            self._scored[name] = future
+            self._scored[request_id] = future
         except Exception as error:
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
 
@@ -345,7 +350,7 @@ class VLLMEngine(VLLMSampler):
         rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
 
-    def _update(self, version: int, given: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
+    def _update(self, version: int, tensors: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
         """Load new weights while no step runs. If it fails half way, the engine is not used again."""
         begun = time.perf_counter()
         try:
@@ -354,7 +359,7 @@ class VLLMEngine(VLLMSampler):
             future.set_exception(error)
             return
         try:
-            fingerprint = self._weights.load(version, given, running=bool(self._asked))
+            fingerprint = self._weights.load(version, tensors, running=bool(self._asked))
         except Exception as error:
             # Nobody knows which weights the layers hold, so nothing is generated with them, and the error ends the
             # thread.

@@ -202,7 +202,9 @@ class ClientCounters:
     turns: int = 0
     longest: int = 0
     found: int = 0
+    """Prompt tokens that were found in vLLM's prefix cache."""
     prompts: int = 0
+    """Prompt tokens."""
     sent: int = 0
     """Bytes of pushed weights."""
     pushes: int = 0

@@ -90,9 +90,9 @@ class SpawnedServer:
     def close(self) -> None:
         """End the process group and remove the folder. A second call does nothing."""
         atexit.unregister(self.close)
-        for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+        for signal_number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, sign)
+                os.killpg(self._process.pid, signal_number)
             if self._gone(seconds):
                 break
         self._folder.cleanup()

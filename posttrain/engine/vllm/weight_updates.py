@@ -42,7 +42,7 @@ class Updates:
             # The worker answers which of the adapter's tensors vLLM has no layer for.
             hot.refuse(self._ask("posttrain_places", list(hot.shapes))[0]["missing"])
 
-    def load(self, version: int, given: list[tuple[str, Tensor]], *, running: bool = False) -> str:
+    def load(self, version: int, tensors: list[tuple[str, Tensor]], *, running: bool = False) -> str:
         """Serve these tensors as `version`; returns the fingerprint of what is then served.
 
         Where all weights train and other ones are served than were sent, it is a text that equals no fingerprint, and
@@ -59,13 +59,13 @@ class Updates:
         if hot is None:
             engine.collective_rpc("start_weight_update")
             if self._workers == 1:
-                engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": given}})
+                engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": tensors}})
             else:
-                self._send_files(given)
+                self._send_files(tensors)
             engine.collective_rpc("finish_weight_update")
-            self._counters.pushed(sum(t.nbytes for _, t in given))
+            self._counters.pushed(sum(t.nbytes for _, t in tensors))
         else:
-            self._load_adapter(version, hot, given)
+            self._load_adapter(version, hot, tensors)
         # The cache is emptied first: no key or value of the old weights is left when tokens are counted as tokens of
         # the new version. Weights are read back last, so they are what the next step computes with.
         if not engine.reset_prefix_cache(reset_running_requests=running):
@@ -73,20 +73,20 @@ class Updates:
         engine.set_weight_version(str(version))
         answers = self._ask("posttrain_digests", (hot or self._expected).wanted())
         if hot is not None:
-            return hot.confirm(answers, given)
-        return fingerprint_served(answers, dict(given).get, lambda: fingerprints(given))
+            return hot.confirm(answers, tensors)
+        return fingerprint_served(answers, dict(tensors).get, lambda: fingerprints(tensors))
 
-    def _send_files(self, given: list[tuple[str, Tensor]]) -> None:
+    def _send_files(self, tensors: list[tuple[str, Tensor]]) -> None:
         """Files in memory, one bucket at a time: each worker maps them and takes its own part of every tensor."""
         with tempfile.TemporaryDirectory(prefix="posttrain-weights-", dir=memory_folder()) as folder:
-            for number, bucket in enumerate(buckets(given)):
+            for number, bucket in enumerate(buckets(tensors)):
                 path = Path(folder) / f"{number}.safetensors"
                 save_file(bucket, path)
                 self._engine.collective_rpc("update_weights", kwargs={"update_info": {"path": str(path)}})
                 # Unlinked when all workers have read it: one bucket is in memory at a time.
                 path.unlink()
 
-    def _load_adapter(self, version: int, hot: HotLoad, given: list[tuple[str, Tensor]]) -> None:
+    def _load_adapter(self, version: int, hot: HotLoad, tensors: list[tuple[str, Tensor]]) -> None:
         """Load the adapter in the place of the last one. Its name and the path of its files are new, because both are
         parts of the keys of the prefix cache."""
         from vllm.lora.request import LoRARequest
@@ -95,7 +95,7 @@ class Updates:
         number = 1 if last is None else last.lora_int_id + 1
         with tempfile.TemporaryDirectory(prefix="posttrain-adapter-", dir=memory_folder()) as folder:
             path = Path(folder) / "adapter"
-            self._counters.pushed(hot.write(path, given))
+            self._counters.pushed(hot.write(path, tensors))
             self.adapter = LoRARequest(f"version {version}", number, str(path))
             if not self._engine.add_lora(self.adapter):
                 raise EngineError("it did not take the adapter")
@@ -108,7 +108,7 @@ class Updates:
     def _ask(self, method: str, argument: Any) -> list[dict[str, Any]]:
         """Returns the answers of a method of `vllm_worker.ServedWeights`, one of each worker."""
         answers = self._engine.collective_rpc(method, args=(json.dumps(argument),))
-        for one in answers:
-            if "error" in one:
-                raise EngineError(one["error"])
+        for answer in answers:
+            if "error" in answer:
+                raise EngineError(answer["error"])
         return answers

@@ -60,50 +60,55 @@ class WorkerPart:
 
 
 def served(
-    told: Sequence[Mapping[str, Any]], sent: Callable[[str], Tensor | None], whole: Mapping[str, str]
+    answers: Sequence[Mapping[str, Any]], sent: Callable[[str], Tensor | None], sent_digests: Mapping[str, str]
 ) -> tuple[dict[str, str], str]:
     """(the digest of each tensor that the workers serve together, words about what differs from what was sent).
 
     Args:
-        told: what `vllm_worker.ServedWeights.posttrain_digests` answered, one for each worker.
+        answers: what `vllm_worker.ServedWeights.posttrain_digests` answered, one for each worker.
         sent: returns the tensor that was sent under a name; None where there was none.
-        whole: the digests of the tensors that were sent.
+        sent_digests: of the tensors that were sent.
 
-    Returns: where all is well, the digests of `whole` and ''. The digests of a single worker are returned as they are.
+    Returns: where all is well, `sent_digests` and ''. The digests of a single worker are returned as they are.
     """
-    if len(told) == 1:
-        return dict(told[0]["digests"]), ""
-    parts = [{n: WorkerPart.read(p) for n, p in one["parts"].items()} for one in told]
+    if len(answers) == 1:
+        return dict(answers[0]["digests"]), ""
+    parts = [{n: WorkerPart.read(p) for n, p in answer["parts"].items()} for answer in answers]
     digest_of_tensor, wrong = dict[str, str](), dict[int, list[str]]()
     # What each worker should have told, computed from what was sent by the parts that the worker itself names. That
     # these parts leave no gap is checked apart, or a worker that names an empty part would always be right.
     expected = [
-        _wanted(one["digests"], parts_of_worker, sent, whole) for one, parts_of_worker in zip(told, parts, strict=True)
+        _wanted(answer["digests"], parts_of_worker, sent, sent_digests)
+        for answer, parts_of_worker in zip(answers, parts, strict=True)
     ]
-    for name in told[0]["digests"]:
-        digests = [one["digests"][name] for one in told]
+    for name in answers[0]["digests"]:
+        digests = [answer["digests"][name] for answer in answers]
         for worker, digest in enumerate(digests):
             if digest != expected[worker].get(name):
                 wrong.setdefault(worker, []).append(name)
         same = all(digest == w.get(name) for digest, w in zip(digests, expected, strict=True))
         tensor = sent(name)
-        if tensor is not None and not _whole([parts_of_worker.get(name) for parts_of_worker in parts], tensor.shape):
+        if tensor is not None and not _leaves_no_gap(
+            [parts_of_worker.get(name) for parts_of_worker in parts], tensor.shape
+        ):
             raise EngineError(f"no worker of vLLM serves some rows or columns of {name!r}: set engine.workers=1")
-        digest_of_tensor[name] = whole[name] if same else f"parts {' '.join(digests)}"
-    return digest_of_tensor, "; ".join(_words(worker, len(told), names) for worker, names in sorted(wrong.items()))
+        digest_of_tensor[name] = sent_digests[name] if same else f"parts {' '.join(digests)}"
+    return digest_of_tensor, "; ".join(_words(worker, len(answers), names) for worker, names in sorted(wrong.items()))
 
 
 def fingerprint_served(
-    told: Sequence[Mapping[str, Any]], sent: Callable[[str], Tensor | None], whole: Callable[[], Mapping[str, str]]
+    answers: Sequence[Mapping[str, Any]],
+    sent: Callable[[str], Tensor | None],
+    sent_digests: Callable[[], Mapping[str, str]],
 ) -> str:
     """The fingerprint of what the workers serve together. Where some do not serve what was sent, words behind it name
     them, so that the text equals no fingerprint.
 
     Args:
-        told, sent: as in `served`.
-        whole: returns the digests of the tensors that were sent. It is called only where there are several workers.
+        answers, sent: as in `served`.
+        sent_digests: returns the digests of the tensors that were sent. It is called only for several workers.
     """
-    digests, wrong = served(told, sent, whole() if len(told) > 1 else {})
+    digests, wrong = served(answers, sent, sent_digests() if len(answers) > 1 else {})
     return digest_of(digests) + (f" ({wrong})" if wrong else "")
 
 
@@ -111,7 +116,7 @@ def _wanted(
     digests: Iterable[str],
     parts: Mapping[str, WorkerPart],
     sent: Callable[[str], Tensor | None],
-    whole: Mapping[str, str],
+    sent_digests: Mapping[str, str],
 ) -> dict[str, str]:
     """The digests that a worker should have told, by name; none of a tensor that was not sent."""
 
@@ -120,10 +125,10 @@ def _wanted(
             if (tensor := sent(name)) is not None:
                 yield name, part.of(tensor)
 
-    return {n: whole[n] for n in digests if n in whole and n not in parts} | fingerprints(cut())
+    return {n: sent_digests[n] for n in digests if n in sent_digests and n not in parts} | fingerprints(cut())
 
 
-def _whole(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> bool:
+def _leaves_no_gap(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> bool:
     """Returns whether these parts, one for each worker, leave nothing of a tensor out. None as a part: all of the
     tensor."""
     if None in parts:
@@ -145,11 +150,11 @@ def _words(worker: int, count: int, names: Sequence[str]) -> str:
     return f"worker {worker} of {count} serves {len(names)} tensors otherwise than they were sent, such as {names[0]!r}"
 
 
-def buckets(given: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[dict[str, Tensor]]:
+def buckets(tensors: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[dict[str, Tensor]]:
     """The tensors in their order, on the CPU, in buckets of at most `most` bytes (0: `BUCKET`). A larger tensor is a
     bucket of its own."""
     most, bucket, size = most or BUCKET, dict[str, Tensor](), 0
-    for name, tensor in given:
+    for name, tensor in tensors:
         if bucket and size + tensor.nbytes > most:
             yield bucket
             bucket, size = {}, 0
@@ -186,7 +191,7 @@ class StagedTensors:
         """In the order of the tensors."""
         self.bytes = 0
         """Bytes of all tensors."""
-        self._of: dict[str, Path] = {}
+        self._file_of: dict[str, Path] = {}
         self._digests: dict[str, str] = {}
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -200,22 +205,22 @@ class StagedTensors:
             with written_in(self._folder):
                 self.files.append(path)
                 save_file(bucket, path)
-            self._of |= dict.fromkeys(bucket, path)
+            self._file_of |= dict.fromkeys(bucket, path)
             # Digests are taken while the tensors are here; the files are read again only where workers hold parts.
             self._digests |= fingerprints(bucket.items())
             self.bytes += sum(t.nbytes for t in bucket.values())
 
     def sent(self, name: str) -> Tensor | None:
         """One tensor as it was written; None where none has this name."""
-        path = self._of.get(name)
+        path = self._file_of.get(name)
         if path is None:
             return None
         with safe_open(path, framework="pt") as file:
             return file.get_tensor(name)
 
-    def fingerprint_served(self, told: Sequence[Mapping[str, Any]]) -> str:
+    def fingerprint_served(self, answers: Sequence[Mapping[str, Any]]) -> str:
         """`worker_parts.fingerprint_served` of what was written."""
-        return fingerprint_served(told, self.sent, lambda: self._digests)
+        return fingerprint_served(answers, self.sent, lambda: self._digests)
 
     def remove(self) -> None:
         """Remove what is left of its files."""

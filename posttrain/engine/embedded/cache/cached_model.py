@@ -51,18 +51,19 @@ class CachedModel:
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, shapes = accept(module, context)
         prove_logits(self.read_out)
+        # Only a draft model comes here: what an engine samples from becomes a `RecomputedModel` (`served_model`).
         if not shapes:
             raise EngineError(
                 f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"
             )
         if rows is not None:
             refuse_same_bits(module.config.to_dict())
-        where = self.read_out.weight.device
+        weight_device = self.read_out.weight.device
         self.kernels: KernelChoice = kernels
-        mixture = routers_of(module) is not None
-        self.pool = (RoutedPool if mixture else CachePool)(shapes, module.dtype, where, kernels)
+        has_experts = routers_of(module) is not None
+        self.pool = (RoutedPool if has_experts else CachePool)(shapes, module.dtype, weight_device, kernels)
         # A model of another family runs its own decoder, which is the reference form here.
-        form = kernel("decoder", where, module.dtype, kernels if fusable(module) else "reference")
+        form = kernel("decoder", weight_device, module.dtype, kernels if fusable(module) else "reference")
         self._decoder = decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
         self.fused = isinstance(decoder, FusedDecoder)

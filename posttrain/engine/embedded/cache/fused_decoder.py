@@ -88,7 +88,7 @@ class FusedDecoder:
         decoder: Any = read_out.decoder
         config = module.config
         self._memory = none = torch.zeros(0)
-        self._heads_made = none, none, none, none
+        self._head_memory = none, none, none, none
         self._merged: list[tuple[nn.Module, Tensor]] = []
         self._embed, self._norm = decoder.embed_tokens, decoder.norm
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -102,6 +102,7 @@ class FusedDecoder:
         self._sizes = compile_native.Sizes(
             read_out.weight.shape[1], self._features, self._heads, self._kv_heads, self._width
         )
+        # C gets the addresses alone, and they are valid as long as the structures live.
         self._structures = [self._address(layer) for layer in self._layers]
         self._addresses = [ctypes.addressof(x) for x in self._structures]
         half = self._width // 2
@@ -180,12 +181,12 @@ class FusedDecoder:
     def _head_room(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Memory [N, heads, D] for all heads of a pass, and its views: queries, keys and values [1, heads, N, D]. The
         memory is reused where the last pass had as many positions."""
-        if len(self._heads_made[0]) != count:
+        if len(self._head_memory[0]) != count:
             h, k, d = self._heads, self._kv_heads, self._width
             heads = torch.empty(count, h + 2 * k, d)
             query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in heads.split([h, k, k], 1))
-            self._heads_made = heads, query, key, value
-        return self._heads_made
+            self._head_memory = heads, query, key, value
+        return self._head_memory
 
     def _room(self, features: tuple[int, ...], wide: int) -> list[int]:
         """Addresses of matrices [features, wide]. Their memory is reused from pass to pass, because new memory costs
@@ -223,17 +224,17 @@ class FusedDecoder:
             scaling=a.scaling,
             window=window_of(a),
             before=layer.input_layernorm,
-            qkv=self._one(qkv),
+            qkv=self._join_weights(qkv),
             qkv_bias=_biases(qkv),
             q_norm=getattr(a, "q_norm", None),
             k_norm=getattr(a, "k_norm", None),
             out=self._plain(a.o_proj),
             after=layer.post_attention_layernorm,
-            gate_up=self._one([m.gate_proj, m.up_proj]),
+            gate_up=self._join_weights([m.gate_proj, m.up_proj]),
             down=self._plain(m.down_proj),
         )
 
-    def _one(self, layers: list[Any]) -> Tensor:
+    def _join_weights(self, layers: list[Any]) -> Tensor:
         """The weights of several layers as one. Without adapters the layers' own parameters become views of it."""
         if not any(map(is_adapted, layers)):
             return _joined([layer.weight for layer in layers])

@@ -63,8 +63,8 @@ class CachePool:
         self.kernel = kernel("paged_attention", device, self.dtype, kernels)
         self.device = device
         self.rows = 0
-        self._reserved = 0
-        self._wholes: list[tuple[Tensor, Tensor]] = []
+        self._reserved_rows = 0
+        self._reserved_memory: list[tuple[Tensor, Tensor]] = []
         self.keys = [self._rows(0, s.key) for s in shapes]
         self.values = [self._rows(0, s.value) for s in shapes]
         # torch warns once a process, at its first CSR tensor. That first one is made here, where the warning can be
@@ -89,23 +89,23 @@ class CachePool:
         rows = blocks * BLOCK
         # A block's place does not depend on how many there are, so growing keeps every row where it is. Views of the
         # reserved memory grow without a copy.
-        if rows > self._reserved:
-            self._reserved = rows * RESERVE if self.device.type == "cpu" else rows
-            self._wholes = [
-                (self._rows(self._reserved * s.heads, s.key), self._rows(self._reserved * s.heads, s.value))
+        if rows > self._reserved_rows:
+            self._reserved_rows = rows * RESERVE if self.device.type == "cpu" else rows
+            self._reserved_memory = [
+                (self._rows(self._reserved_rows * s.heads, s.key), self._rows(self._reserved_rows * s.heads, s.value))
                 for s in self.shapes
             ]
-            for reserved, *pools in zip(self._wholes, self.keys, self.values, strict=True):
+            for reserved, *pools in zip(self._reserved_memory, self.keys, self.values, strict=True):
                 for fresh, old in zip(reserved, pools, strict=True):
                     fresh[: len(old)] = old
-        for i, (shape, (keys, values)) in enumerate(zip(self.shapes, self._wholes, strict=True)):
+        for i, (shape, (keys, values)) in enumerate(zip(self.shapes, self._reserved_memory, strict=True)):
             self.keys[i], self.values[i] = keys[: rows * shape.heads], values[: rows * shape.heads]
         self.rows = rows
 
     def release(self) -> None:
         """Free all memory of the pool. It holds nothing until it grows again."""
-        self.rows = self._reserved = 0
-        self._wholes = []
+        self.rows = self._reserved_rows = 0
+        self._reserved_memory = []
         self.keys = [self._rows(0, s.key) for s in self.shapes]
         self.values = [self._rows(0, s.value) for s in self.shapes]
 
@@ -313,6 +313,7 @@ class CachedLayout:
         visible_T = self._visible_T[np.repeat(before_B, lengths_B) + ragged_arange(lengths_B)]
         starts_B = np.cumsum(lengths_B) - lengths_B
         total, count = len(visible_T), len(lengths_B)
+        # The indices below are int32.
         if max(total * heads, self.pool.rows * kv_heads) >= 2**31:
             raise EngineError(f"a step attends to {total * heads} entries: use fewer slots or a shorter context")
         # Rounded up, since -(-a // b) rounds up: the softmax then sums rows of few different widths.

@@ -81,15 +81,15 @@ class PrefixTree:
         # be shared only as a whole, since two sequences write behind its rows.
         path, at = self._walk(ids, most // BLOCK)
         done = len(path) * BLOCK
-        begun = self._begun(at, ids[done : min(most, done + BLOCK)])
-        if begun is None:
+        partial = self._partial_match(at, ids[done : min(most, done + BLOCK)])
+        if partial is None:
             self._touch(path)
             return Match(np.array([n.block for n in path], np.int64))
-        node, extra = begun
+        node, extra = partial
         self._touch([*path, node])
         return Match(np.array([n.block for n in path], np.int64), node.block, extra)
 
-    def _begun(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
+    def _partial_match(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
         """(the block below node `at` that begins with most tokens of `wanted`, how many these are); None where no block
         begins with the first of them.
 
@@ -118,7 +118,7 @@ class PrefixTree:
         new: list[int] = []
         for i in range(len(path), len(blocks)):
             # The last edge may be shorter than a block. `_walk` asks for
-            # whole blocks only, so such a leaf is found by `_begun` alone.
+            # whole blocks only, so such a leaf is found by `_partial_match` alone.
             edge = (at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes())
             node = self._nodes.get(edge)
             if node is None:

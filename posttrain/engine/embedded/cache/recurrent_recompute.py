@@ -55,6 +55,7 @@ class RecomputedModel(CachedModel):
         if self.vocabulary > MOST_IDS:
             raise EngineError(f"a vocabulary of {self.vocabulary:,} ids: at most {MOST_IDS:,} can be cached")
         self.kernels = kernels
+        # No attention runs over this pool, so it needs no compiled kernels.
         self.pool = CachePool([TOKEN], torch.float32, self.read_out.weight.device, "torch")
         self.fused, self.lanes, self._rows = False, 1, None
         self._layout = RowLayout(kernels)
@@ -78,12 +79,14 @@ class RecomputedModel(CachedModel):
         for n in plan.dense:
             seqs.append((plan.rows[at : at + n], n))
             at += n
-        return self._ends([*seqs, *plan.chunks]), None
+        return self._last_states([*seqs, *plan.chunks]), None
 
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
         """[n, H]: hidden states of one token for each slot of `at`."""
         self._keep(slots.table[at, position], ids)
-        return self._ends([(slots.table[i, : p + 1], 1) for i, p in zip(at.tolist(), position.tolist(), strict=True)])
+        return self._last_states(
+            [(slots.table[i, : p + 1], 1) for i, p in zip(at.tolist(), position.tolist(), strict=True)]
+        )
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """[N, H]: hidden states of whole sequences back to back. Each sequence begins at position 0."""
@@ -92,11 +95,11 @@ class RecomputedModel(CachedModel):
         return rows_alone(self.read_out, ids.cpu().numpy(), lengths, np.arange(len(ids)), self._layout, BATCH)
 
     def _keep(self, rows: np.ndarray, ids: np.ndarray) -> None:
-        """Store these ids in the pool rows, as keys of width 1."""
+        """Store these ids in the pool rows, as keys of width 1. The values are the same ids, and nobody reads them."""
         key = torch.from_numpy(np.asarray(ids, np.float32)).to(self.pool.device)[None, :, None]
         self.pool.write(0, torch.from_numpy(rows).to(self.pool.device), key, key)
 
-    def _ends(self, seqs: list[tuple[np.ndarray, int]]) -> Tensor:
+    def _last_states(self, seqs: list[tuple[np.ndarray, int]]) -> Tensor:
         """The last hidden states of sequences, each given by the pool rows of its ids and how many of them are
         wanted."""
         if not seqs:

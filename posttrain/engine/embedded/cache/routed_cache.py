@@ -18,8 +18,8 @@ from posttrain.engine.layers.expert_routing import Routing, as_array
 class RoutedPool(CachePool):
     """`CachePool` of a mixture of experts, with the choices of its routers for each row."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._routed = np.zeros((0, 0, 0), np.int16)
         """int16 [rows, R, K]."""
 

@@ -239,10 +239,12 @@ class SlotRules:
             known = self._known[id(sampling)] = _ContractMask(sampling, banned_always(sampling, vocabulary))
         return known.never_V
 
-    def _dead_ends(self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, more: np.ndarray | None) -> np.ndarray:
+    def _dead_ends(
+        self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, drafted: np.ndarray | None
+    ) -> np.ndarray:
         """The rows among `touched` in which every token is banned. Their logits become 0.
 
-        `more` is the number of drafted tokens of each row; None: no row has any. NothingLeft where a row without
+        `drafted` is the number of drafted tokens of each row; None: no row has any. NothingLeft where a row without
         drafted tokens is dead.
         """
         dead = touched
@@ -251,11 +253,11 @@ class SlotRules:
         if not len(dead):
             return dead
         # After a draft a dead row is no error yet: the draft may be rejected, and then the row is not used.
-        now = dead if more is None else dead[more[dead] == 0]
-        if len(now):
-            s = int(rows[now[0]])
+        without_drafts = dead if drafted is None else dead[drafted[dead] == 0]
+        if len(without_drafts):
+            s = int(rows[without_drafts[0]])
             raise NothingLeft(
-                now,
+                without_drafts,
                 f"after {self.said[s]} tokens of a turn the contract bans every token of the vocabulary, so nothing can"
                 f" be sampled: allow more in allowed_ids, or ban less in bad_ids or min_tokens ({self._samplings[s]})",
             )

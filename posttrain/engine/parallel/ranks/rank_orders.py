@@ -28,12 +28,13 @@ from posttrain.system.errors import EngineError
 LONG = timedelta(days=365)
 """How long a rank waits for its next order. It ends with the store, or with torchrun."""
 END = "end"
+"""Stands in place of an order when there will be none any more."""
 HERE = "here/{}"
 """The key by which a rank says that it has begun."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable: the network interface at which gloo listens."""
 LOOK_SECONDS = 0.05
-"""Between two looks whether a rank is gone, while ranks meet."""
+"""Seconds between two looks whether a rank is gone, while ranks meet."""
 MEET_SECONDS = 120.0
 """Least seconds that ranks have to meet, also where an exchange may take fewer."""
 
@@ -65,7 +66,7 @@ def met(
         replicas: copies of the weights; see `ProcessRanks.part`.
         key: with which ranks sign what they send each other as pickles.
         local: all ranks are on this machine: listen at its loopback address alone.
-        gone: which rank has ended, in words; '' while all live.
+        gone: returns which rank has ended, in words; '' while all live, as its default, `str`, always does.
 
     Raises:
         RankLost: the ranks did not meet.
@@ -73,7 +74,9 @@ def met(
     with signed(key):
         # Only while they meet, which is when gloo reads the variable.
         with _loopback() if local else contextlib.nullcontext():
-            ranks = _meeting(lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone)
+            ranks = _meet_watched(
+                lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone
+            )
         try:
             yield ranks
         finally:
@@ -87,26 +90,29 @@ def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) ->
     store.set(HERE.format(rank), "1")
     store.wait([HERE.format(r) for r in range(world)], timedelta(seconds=max(seconds, MEET_SECONDS)))
     # A prefix, so that torch's keys and the keys of the orders do not meet in the same store.
-    within = PrefixStore("exchange", store)
-    c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]  # it counts meetings that failed, and names groups
-    dist.init_process_group("gloo", store=within, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    exchange_store = PrefixStore("exchange", store)
+    # torch names groups by this count. A process that met before, or failed to, would name them otherwise than others.
+    c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
+    dist.init_process_group(
+        "gloo", store=exchange_store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
+    )
     return in_copies(seconds, replicas)
 
 
-def _meeting(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
+def _meet_watched(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
     """Returns the result of `work`, which a thread runs. RankLost where it takes too long or a rank is gone.
 
     While torch connects ranks, it can be interrupted neither by a signal nor by the end of a rank, and it waits for
     each rank in turn. So this thread looks for both.
     """
     future = in_thread(work)
-    last = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     try:
         while True:
             try:
                 return future.result(LOOK_SECONDS)
             except TimeoutError:
-                why = gone() or ("" if time.monotonic() < last else f"not all were there within {seconds:g} s")
+                why = gone() or ("" if time.monotonic() < deadline else f"not all were there within {seconds:g} s")
             except RuntimeError as error:
                 why = gone() or str(error)
             if why:

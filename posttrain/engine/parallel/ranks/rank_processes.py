@@ -47,7 +47,7 @@ class RankProcesses:
         self.store.set(KEY, self.key.decode())
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # A run that ends without `close` leaves no process behind.
-        atexit.register(self._killed)
+        atexit.register(self._kill_at_exit)
         for rank in range(1, world):
             arguments = {"rank": rank, "world": world, "path": path, "told": {"seconds": seconds, **told}}
             with self._log(rank).open("wb") as log:
@@ -89,20 +89,20 @@ class RankProcesses:
 
     def close(self, kill: bool = False) -> None:
         """End the processes: wait until they have ended by themselves, or `kill` them at once."""
-        atexit.unregister(self._killed)
-        last = time.monotonic() + END_SECONDS
+        atexit.unregister(self._kill_at_exit)
+        deadline = time.monotonic() + END_SECONDS
         for process in self._processes.values():
             # One deadline for all of them, not one for each. A process without any time left still gets a tenth of a
             # second, so that its end can be seen.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if not kill:
-                    process.wait(max(0.1, last - time.monotonic()))
+                    process.wait(max(0.1, deadline - time.monotonic()))
             if process.poll() is None:
                 process.kill()
                 process.wait()
         self._temporary.cleanup()
 
-    def _killed(self) -> None:
+    def _kill_at_exit(self) -> None:
         """End the processes at once: what runs at the exit of the interpreter."""
         self.close(kill=True)
 

@@ -44,18 +44,19 @@ def users_key() -> bytes:
         ConfigError: the key is too short, or there is no such file and none can be made.
     """
     try:
-        found = os.environ.get(VARIABLE, "").encode() or _of_file(notes_folder().parent / FILE)
-        if len(found) < SHORTEST:
-            raise PermissionError(f"this one has {len(found)} characters")
+        key = os.environ.get(VARIABLE, "").encode() or _key_of_file(notes_folder().parent / FILE)
+        if len(key) < SHORTEST:
+            raise PermissionError(f"this one has {len(key)} characters")
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"ranks need a key that nobody else can read, and {error}. Set {VARIABLE} to the same characters on all"
             f" machines, drawn at random, at least {SHORTEST} of them"
         ) from error
-    return found
+    return key
 
 
-def _of_file(path: Path) -> bytes:
+def _key_of_file(path: Path) -> bytes:
+    """The key in a file, which is made where it is not there. PermissionError where others can read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         # Written beside under another name and linked when it is whole: several ranks may start at once, the first link
@@ -112,8 +113,8 @@ class _Reader(_Writer):
         with self._file.getbuffer() as data:
             # The signature is checked over all bytes before the unpickler sees the first of them. compare_digest takes
             # the same time wherever the bytes differ, so that timing tells nothing about the right signature.
-            right = hmac.compare_digest(data[:SIGNED], _signature(self._key, data[SIGNED:]))
-        if not right:
+            genuine = hmac.compare_digest(data[:SIGNED], _signature(self._key, data[SIGNED:]))
+        if not genuine:
             raise EngineError(
                 "what came from another rank was not signed with the key of these ranks, so it was not read. Somebody"
                 f" else reached their ports, or machines have different keys: give all of them one {VARIABLE} (at least"
