@@ -112,9 +112,9 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
         _same_text(before, link, "template", "a conversation becomes other tokens", error)
         # Weights in two dtypes have two fingerprints although they are the same model, so only equal dtypes are
         # compared.
-        known = before.weights and link.began and before.dtype == link.dtype
+        comparable = before.weights and link.began and before.dtype == link.dtype
         # The link before must have ended with the weights with which this one began, or with those beneath its adapter.
-        if known and before.weights not in (link.began, link.base):
+        if comparable and before.weights not in (link.began, link.base):
             raise error(
                 f"{link.words} began with weights {link.began}, and {before.words} ended with {before.weights}: they"
                 " are not the same model. Give the weights that the record is about; or take the record away"

@@ -93,13 +93,13 @@ def run_file(folder: Path | str) -> RunFile:
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     known = known_pieces()
     with damage_is_named(str(path)):
-        own = own_pieces(facts)
+        recorded_pieces = own_pieces(facts)
     # The user's own pieces that this program has not defined. Their records stay in the tree as they are.
-    absent = tuple(p for p in own if p.name not in known)
+    absent = tuple(p for p in recorded_pieces if p.name not in known)
     # Any error here is reported as damage of the file. `_read_run` treats errors that a changed class may cause.
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
         return RunFile(
-            _read_run(path, data, [p.name for p in own if p.name in known]),
+            _read_run(path, data, [p.name for p in recorded_pieces if p.name in known]),
             data["lineages"],
             facts,
             data.get("identity"),

@@ -84,11 +84,11 @@ def own_pieces(facts: Mapping[str, Any]) -> tuple[OwnPiece, ...]:
     out: list[OwnPiece] = []
     # The file may be a stranger's, so the type of each entry is checked.
     for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
-        one = object_of(row)
+        entry = object_of(row)
         # Only identifiers: the name is looked up among classes.
-        if one.get("kind") == "piece" and str(one.get("name")).isidentifier():
-            digests = {k: str(v) for k, v in object_of(one.get("files")).items()}
-            out.append(OwnPiece(str(one["name"]), str(one.get("file") or ""), digests))
+        if entry.get("kind") == "piece" and str(entry.get("name")).isidentifier():
+            digests = {k: str(v) for k, v in object_of(entry.get("files")).items()}
+            out.append(OwnPiece(str(entry["name"]), str(entry.get("file") or ""), digests))
     if len(out) > MOST_PIECES:
         raise DataError(f"{OBJECTS!r} lists {len(out)} pieces; at most {MOST_PIECES} are read")
     return tuple(out)
@@ -172,12 +172,12 @@ class RuntimeObjects:
         return self.environments[short]
 
     def _missing(self, what: str, name: str, keyword: str, known: Mapping[str, Any]) -> str:
-        there = f" ({nearest(name, known)})" if known else ""
-        where = "FOLDER" if self.folder is None else repr(str(self.folder))
+        hint = f" ({nearest(name, known)})" if known else ""
+        folder = "FOLDER" if self.folder is None else repr(str(self.folder))
         return (
             f"{what} {name!r} was handed to this run by a Python program, and a run folder keeps its source text but"
-            f" runs no code of it{there}. Hand it again from Python: posttrain.run(resume={where}, {keyword}), or"
-            f" posttrain.evaluate({where}, {keyword}). To use it from the command line, put it into a file and name it"
+            f" runs no code of it{hint}. Hand it again from Python: posttrain.run(resume={folder}, {keyword}), or"
+            f" posttrain.evaluate({folder}, {keyword}). To use it from the command line, put it into a file and name it"
             " path.py:NAME"
         )
 

@@ -240,6 +240,7 @@ class Choices:
     def _longest(self) -> int | None:
         """A bound for the tokens of a sequence, since a token has at least one byte. None: not known, or not below the
         model's positions."""
+        # With tools a sequence also has their results, whose lengths the data does not show.
         if self.data is None or self.run.env.args.get("tools"):
             return None
         answers = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection | StepLabeling)]
