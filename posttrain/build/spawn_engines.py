@@ -256,7 +256,7 @@ class PlacedEnvironments:
         return EnvironmentPlayer(self.pool, next(i for i, e in enumerate(self.environments) if e is env))
 
     def close(self) -> None:
-        """End the processes, then the engines."""
+        """End the processes, then the engines, from which their episodes get turns."""
         if self.pool is not None:
             self.pool.close()
         self.engines()

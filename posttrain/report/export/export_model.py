@@ -143,7 +143,7 @@ def _placed(
     Args:
         links: the lineage of the weights, up to the checkpoint.
         write: fills a folder and returns its certificate.
-        card: makes the README from the lineage.
+        card: makes the README from the lineage. It is called after `write`.
     """
     target.mkdir(parents=True, exist_ok=True)
     # A refusal of an earlier attempt says nothing about this one.
