@@ -233,16 +233,20 @@ class RuntimeObjects:
         return (*notes, *(self._piece_note(name, cls) for name, cls in self.pieces.items()))
 
     def _piece_note(self, name: str, cls: type) -> ObjectNote:
-        own = source_file(cls)
-        words = [w.rpartition(":")[0] for w in self.algorithms]
-        # The file that was named, which may import the class from another one. Both can change.
-        imported = Path(words[0]).expanduser().resolve() if words else own
-        files = {str(p): file_digest(p) for p in (imported, own) if p is not None}
+        defined_in = source_file(cls)
+        words = [word for word, algorithm in self.algorithms.items() if cls in _piece_types(algorithm)]
+        # The file that was named for this piece's algorithm may import the class from another one. Both can change.
+        imported = Path(words[0].rpartition(":")[0]).expanduser().resolve() if words else defined_in
+        files = {str(p): file_digest(p) for p in (imported, defined_in) if p is not None}
         return replace(ObjectNote.of(name, "piece", cls), file=str(imported or ""), files=files)
 
     def write_data(self, folder: Path) -> None:
         for digest, text in self.data.items():
             (folder / f"{digest}.jsonl").write_bytes(text.encode())
+
+
+def _piece_types(algorithm: AnyAlgorithm) -> set[type]:
+    return {type(piece) for a in algorithm.lineage() for piece in a.pieces}
 
 
 def _word(name: str) -> str:
