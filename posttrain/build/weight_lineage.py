@@ -28,7 +28,7 @@ from posttrain.record.run_reader import RunFile, is_run, run_file, steps
 from posttrain.record.runtime_objects import file_digest, object_of
 from posttrain.system import files
 from posttrain.system.dataclass_json import to_plain
-from posttrain.system.errors import PosttrainError, RunFolderError
+from posttrain.system.errors import DataError, PosttrainError, RunFolderError
 from posttrain.system.version import VERSION
 
 if TYPE_CHECKING:
@@ -158,7 +158,11 @@ def _model_name(path: str) -> str:
 
 def tasks_digest(environment: Environment, info: bool = False) -> str:
     """Digest of the tasks of an environment: all rows of the user's data, and the held-out tasks. `info`: include their
-    other columns."""
+    other columns.
+
+    Raises:
+        DataError: a held-out task has an answer or info that JSON cannot have.
+    """
     h = hashlib.blake2b(digest_size=16)
     rows: Any = declared(environment).rows or ()
     for row in rows:
@@ -168,8 +172,15 @@ def tasks_digest(environment: Environment, info: bool = False) -> str:
             h.update(_text(row.judged))
         h.update(_text(row.task.info) if info else b"")
     for task in environment.heldout:
-        h.update(_text((task.id, task.prompt, task.answer)))
-        h.update(_text(task.info) if info else b"")
+        try:
+            h.update(_text((task.id, task.prompt, task.answer)))
+            h.update(_text(task.info) if info else b"")
+        except TypeError as error:
+            # Rows are JSON already. Tasks of the user's own environment may have other keys, such as (row, column).
+            raise DataError(
+                f"task {task.id!r}: its answer and info are recorded as JSON, which has texts alone as keys ({error})."
+                " Write them as texts"
+            ) from error
     return h.hexdigest()
 
 
