@@ -338,13 +338,13 @@ def write_lineage(folder: Path, begun_from: str | None = None) -> None:
     Args:
         begun_from: set where a session begins now: the name of the checkpoint from which it goes on, '' without one.
     """
-    known = sessions(folder)
+    kept = sessions(folder)
     if begun_from is not None:
         # Only the newest are kept, so that the file of a run that is resumed very often does not grow for ever.
-        known = [*known, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
+        kept = [*kept, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
     readable = scan(folder)
     links = lineage_of(folder, readable[-1] if readable else None)
-    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": known})
+    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": kept})
 
 
 def write_exported(folder: Path, links: Iterable[LineageLink]) -> None:

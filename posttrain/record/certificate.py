@@ -83,11 +83,12 @@ class ExportCertificate:
     def line(self) -> str:
         """The comparisons and their cost, as a line of text."""
         counted = [c for c in self.comparisons if c.unit == "tokens"]
-        said = ", ".join(f"{c.count:,} {c.unit} ({c.what})" for c in counted if c.count)
-        said += "".join(f"; {c.what}: not compared, {why}" for c in counted if (why := c.notes.get("not_compared")))
+        counts = ", ".join(f"{c.count:,} {c.unit} ({c.what})" for c in counted if c.count)
+        counts += "".join(f"; {c.what}: not compared, {why}" for c in counted if (why := c.notes.get("not_compared")))
         return (
             f"certified: read back with transformers {self.versions.get('transformers', '')} and compared with the run:"
-            f" {said}; {self.seconds:.1f} s, {self.second_copy / (1 << 20):,.1f} MiB for the second copy of the weights"
+            f" {counts}; {self.seconds:.1f} s, {self.second_copy / (1 << 20):,.1f} MiB for the second copy of the"
+            " weights"
         )
 
     def plain(self, digests: Mapping[str, str]) -> dict[str, Any]:

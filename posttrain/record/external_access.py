@@ -90,7 +90,7 @@ def code_of(name: str) -> Found:
 
 
 def _env(name: str) -> Found:
-    head, _, rest = name.partition(":")
+    head, _, package = name.partition(":")
     # Tasks of reasoning-gym come from the installed package.
     if head == "gym":
         return None
@@ -98,9 +98,9 @@ def _env(name: str) -> Found:
         return code_of(name)
     # Either a file that is run, or an installed package by its name.
     return (
-        code_of(f"{rest}:load_environment")
-        if rest.endswith(".py")
-        else (Kind.CODE, f"runs the installed Python package {rest}")
+        code_of(f"{package}:load_environment")
+        if package.endswith(".py")
+        else (Kind.CODE, f"runs the installed Python package {package}")
     )
 
 
@@ -316,32 +316,32 @@ def values(run: Run) -> dict[str, tuple[str, Any]]:
 def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
     """The class of every piece that the tree could have of another class, as `_walk` gives values."""
     for name, declared in dataclass_json.hints(cast("type[Any]", type(node))).items():
-        value, here = getattr(node, name), f"{path}{name}"
+        value, field_path = getattr(node, name), f"{path}{name}"
         items = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
         item = dataclass_json.tuple_item(declared) if isinstance(value, tuple) else declared
         for i, x in enumerate(items):
             if not dataclasses.is_dataclass(x):
                 continue
-            at = x.name if isinstance(x, Stage) else f"{here}.{i}" if isinstance(value, tuple) else here
+            x_path = x.name if isinstance(x, Stage) else f"{field_path}.{i}" if isinstance(value, tuple) else field_path
             # If only one class is possible, its name says nothing.
             if not isinstance(x, Stage) and len(dataclass_json.pieces(item)) > 1:
-                yield at, node, name, type(x).__name__
-            yield from _kinds(x, f"{at}.")
+                yield x_path, node, name, type(x).__name__
+            yield from _kinds(x, f"{x_path}.")
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
     for name in dataclass_json.hints(cast("type[Any]", type(node))):
-        value, here = getattr(node, name), f"{path}{name}"
+        value, field_path = getattr(node, name), f"{path}{name}"
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{here}.")
+            yield from _walk(value, f"{field_path}.")
         elif isinstance(value, Mapping):
             # Each entry of a mapping is a value of its own, so that each is asked about.
-            yield from ((f"{here}.{k}", node, name, v) for k, v in cast("Mapping[str, Any]", value).items())
+            yield from ((f"{field_path}.{k}", node, name, v) for k, v in cast("Mapping[str, Any]", value).items())
         elif isinstance(value, tuple) and any(dataclasses.is_dataclass(x) for x in cast("tuple[Any, ...]", value)):
             for i, x in enumerate(cast("tuple[Any, ...]", value)):
-                yield from _walk(x, f"{x.name}." if isinstance(x, Stage) else f"{here}.{i}.")
+                yield from _walk(x, f"{x.name}." if isinstance(x, Stage) else f"{field_path}.{i}.")
         else:
-            yield here, node, name, value
+            yield field_path, node, name, value
 
 
 def ask_of(path: str, found: Found) -> Ask | None:

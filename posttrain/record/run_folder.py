@@ -306,14 +306,14 @@ class RunFolder:
         # The amended record has another length, which the new checkpoint contains. `_finish_amendment` sees by it to
         # which of the two records a checkpoint belongs.
         position = Position(size, self._index.position)
-        made = self._checkpoints.replace(ended, name, state, position)
+        reopened = self._checkpoints.replace(ended, name, state, position)
         # Weights that are kept under a stage's name say that it has ended, and it goes on now.
         self._checkpoints.let_go(self.run.stages[-1].name)
         # The file is replaced on disk, so the handle of the old one must not be appended to.
         self._steps.close()
         self._finish_amendment()
         self._steps = files.Lines(self.folder / "steps.jsonl")
-        return made
+        return reopened
 
     def _finish_amendment(self) -> None:
         """Put an amended record in place if the newest checkpoint was made with it; else remove it."""

@@ -225,17 +225,17 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
 
     A file that is not listed yet is left out. A name that no run gives, such as a path out of the folder, is an error.
     """
-    where = Path(folder) / "episodes"
+    inner = Path(folder) / "episodes"
     out: list[EpisodeFile] = []
-    for number, d in files.read_lines(where / "index.jsonl"):
-        with damage_is_named(f"{where / 'index.jsonl'}:{number}"):
-            row = EpisodeFile(where / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
+    for number, d in files.read_lines(inner / "index.jsonl"):
+        with damage_is_named(f"{inner / 'index.jsonl'}:{number}"):
+            row = EpisodeFile(inner / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
             # The name must be the one that follows from the other entries, and have no folder in it. So it cannot lead
             # out of the run folder.
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
             raise RunFolderError(
-                f"{where / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
+                f"{inner / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
             )
         out.append(row)
     return out

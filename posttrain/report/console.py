@@ -38,9 +38,9 @@ def table(
     """
     grid, rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), list(rows)
     for i, head in enumerate(heads):
-        left = head in words
-        folds = left or any("[" in str(row[i]) for row in rows if i < len(row))
-        grid.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=one_line or not folds)
+        is_text = head in words
+        folds = is_text or any("[" in str(row[i]) for row in rows if i < len(row))
+        grid.add_column(head, justify="left" if is_text else "right", overflow="fold", no_wrap=one_line or not folds)
     for row in rows:
         grid.add_row(*row)
     return Group("", title, grid) if title else Group(grid)

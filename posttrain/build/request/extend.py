@@ -341,8 +341,8 @@ def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run)
         return
     # The user's note has what the user allowed before, and what this command adds, since the user wrote it. What the
     # folder asked for without permission does not get into the note.
-    known = {a.digest for a in asks(old)}
-    allowed: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in known]
+    asked_before = {a.digest for a in asks(old)}
+    allowed: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in asked_before]
     written = run_file(folder)
     allowed += [a for a in piece_asks(own_pieces(written.facts)) if a.digest in before.asked]
     provenance.remember(written.identity or "", written.digest, allowed)

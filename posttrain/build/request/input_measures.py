@@ -97,8 +97,8 @@ def _fetched(path: str) -> Path | None:
     import huggingface_hub as hub
 
     try:
-        known = hub.try_to_load_from_cache(path, "config.json")
-        return Path(known if isinstance(known, str) else hub.hf_hub_download(path, "config.json", etag_timeout=5))
+        cached = hub.try_to_load_from_cache(path, "config.json")
+        return Path(cached if isinstance(cached, str) else hub.hf_hub_download(path, "config.json", etag_timeout=5))
     except Exception:  # the network, the hub, a name that is no id: loading the model says which
         return None
 

@@ -329,9 +329,9 @@ def _same_words(
     # The last tokens of a long prompt: the answer must fit behind them.
     starts = [p.ids[-min(LONGEST, policy.context - most) :] for p in prompts]
     answers = [reread.answer(ids, most) for ids in starts]
-    whole = [np.concatenate([a, b]).astype(np.int32) for a, b in zip(starts, answers, strict=True)]
-    packed = Packed.of([_scored(ids) for ids in whole])
-    theirs = np.concatenate([reread.score(ids) for ids in whole])
+    sequences = [np.concatenate([a, b]).astype(np.int32) for a, b in zip(starts, answers, strict=True)]
+    packed = Packed.of([_scored(ids) for ids in sequences])
+    theirs = np.concatenate([reread.score(ids) for ids in sequences])
     ours = learner.score(packed)
     dtype, gap = str(policy.dtype).removeprefix("torch."), Gap.of(theirs, ours)
     # At temperature 1, at which both sides score.

@@ -125,8 +125,8 @@ def _reward_model(
         results: Any = checkpoint.state.get("results", ())
         agreement = next((r.get("agreement") for r in reversed(results) if r.get("name") == stage.name), None)
         # What was measured of the weights says nothing of their average.
-        known = None if agreement is None or choice.ema else tuple(agreement)
-        return reward_card(name, stage.shape, forms[0], known)
+        measured = None if agreement is None or choice.ema else tuple(agreement)
+        return reward_card(name, stage.shape, forms[0], measured)
 
     return _placed(target, checkpoint, links, write, card)
 
