@@ -89,7 +89,7 @@ def _checked(data: Mapping[str, Any], before: str, place: str, error: type[Postt
     """Returns the digest of a link, after checking that the link is as it was written."""
     texts = ("kind", "name", "weights", "tokenizer", "template", "dtype", "began", "base")
     # Exactly these entries, since each becomes a field of the link.
-    if {*data} != {*texts, "about", "digest"} or data["kind"] not in KINDS or not isinstance(data["about"], dict):
+    if {*data} != {*texts, "about", "digest"} or str(data["kind"]) not in KINDS or not isinstance(data["about"], dict):
         raise error(f"{place} is damaged, or of another version of posttrain")
     if not all(isinstance(data[n], str) and len(data[n]) < 1000 for n in texts):
         raise error(f"{place} is damaged: a text is wanted where it has none")
