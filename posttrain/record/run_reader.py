@@ -100,13 +100,21 @@ def run_file(folder: Path | str) -> RunFile:
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
         return RunFile(
             _read_run(path, data, [p.name for p in recorded_pieces if p.name in known]),
-            data["lineages"],
+            _lineages(data["lineages"]),
             facts,
             data.get("identity"),
             _edited(data),
             _digest(data),
             absent,
         )
+
+
+def _lineages(data: Any) -> dict[str, list[dict[str, Any]]]:
+    """The lineage of each stage's algorithm; an error where it has another form, since the file may be a stranger's."""
+    rows = [row for patches in data.values() for row in patches]
+    if not all(isinstance(row, dict) and isinstance(row.get("changes") or {}, dict) for row in rows):
+        raise ValueError("a patch in its lineages is no object")
+    return data
 
 
 def _read_run(path: Path, data: Mapping[str, Any], own: Sequence[str]) -> Run:
