@@ -152,9 +152,9 @@ def _line(name: str, reward: Reward, judging: Judging) -> str:
             f"verifier {name} ({paid}) reads each answer up to each step, votes {reward.votes}{meta}: {paid_by(reward)}"
         )
     rivals = "all others" if not reward.rivals else f"{2 * reward.rivals} others"
-    how = (
+    work = (
         "judges each answer"
         if judging.sides == 1
         else f"compares each answer with {rivals} of its group, in both orders"
     )
-    return f"judge {name} ({paid}) {how}, votes {reward.votes}{meta}"
+    return f"judge {name} ({paid}) {work}, votes {reward.votes}{meta}"

@@ -261,6 +261,7 @@ def check_trackers(run: Run) -> None:
 
 
 def make_trackers(run: Run, folder: Path) -> list[Tracker]:
+    """The trackers of a run, each guarded. ConfigError where a package is missing."""
     check_trackers(run)
     completions = CompletionTables(folder, run.log_completions)
     return [GuardedTracker(name, TRACKERS[name][1](run, folder), completions) for name in run.trackers]

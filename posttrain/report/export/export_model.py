@@ -161,7 +161,7 @@ def _placed(
             check_links(links, RunFolderError)
             write_exported(staged, links)
             (staged / "README.md").write_text(card(links), encoding="utf-8")
-            share(staged)
+            share(staged)  # libraries write files that only this user may read
             _into_place(staged, target, certificate)
     # Also where the user interrupts it: no half of a model may stay.
     except BaseException as error:
