@@ -111,14 +111,14 @@ def plan_against(
     base = stage_work(run, stage, shape, run.model.context or context)
     base = replace(base, ranks=options.nproc or 1, replicas=options.replicas, parallel=options.parallel)
     # On a CPU the process also has libraries and data in memory. The plan counts only what comes on top of these bytes.
-    told: Any = file.facts.get("machine")
-    held = float(told.get("held", 0)) if isinstance(told, dict) and not base.accelerator else 0.0
+    machine_facts: Any = file.facts.get("machine")
+    held = float(machine_facts.get("held", 0)) if isinstance(machine_facts, dict) and not base.accelerator else 0.0
     # Memory is compared with the largest step, since a peak is of one step. Time is compared with all steps.
     place = places(recorded_work(base, largest_step(steps) or steps))[0]
     memory = memory_terms(place, steps, held) if held or base.accelerator else []
     rows = time_terms(timed_stage(run, stage, recorded_work(base, steps), where), steps) if timed else []
-    own = {r: statistics.median(x) for r in OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
-    return PlanAgainst(run, stage, where, len(steps), held, tuple(memory), place, tuple(rows), own)
+    unplanned = {r: statistics.median(x) for r in OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
+    return PlanAgainst(run, stage, where, len(steps), held, tuple(memory), place, tuple(rows), unplanned)
 
 
 def factors_of(folder: str, stage: str | None) -> dict[str, float]:
@@ -204,10 +204,10 @@ class PlanWatch:
             self.tell(said)
 
     def say(self, line: str) -> None:
-        """Other lines are not its own."""
+        """Does nothing: lines of text are only printed in the terminal."""
 
     def close(self, summary: Mapping[str, float]) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open here."""
 
     def _memory(self, p: Prediction, step: Step) -> str:
         # Evaluation and checkpoints are no part of the plan of a step.
@@ -264,10 +264,10 @@ def watch_plan(run: Run, folder: Path, held: int | None, tell: Callable[[str], N
             work = stage_work(run, stage, shape, run.model.context or 0)
         except ConfigError:
             continue  # a kind of stage that is not planned
-        one = Prediction(stage, work, places(work)[0], partial(timed_stage, run, stage, where=where))
-        stages[stage.name] = one
+        prediction = Prediction(stage, work, places(work)[0], partial(timed_stage, run, stage, where=where))
+        stages[stage.name] = prediction
         tell(
-            f"plan: {stage.name} takes at most {one.place.most / 2**20:,.0f} MiB above what the process holds, and"
-            f" about {one.timed(work).step:.2g} s a step with answers of {work.lengths.answer:,.0f} tokens"
+            f"plan: {stage.name} takes at most {prediction.place.most / 2**20:,.0f} MiB above what the process holds,"
+            f" and about {prediction.timed(work).step:.2g} s a step with answers of {work.lengths.answer:,.0f} tokens"
         )
     return watch

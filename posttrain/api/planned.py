@@ -88,7 +88,7 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
     shape, positions = model_shape(run.model)
     run, notes = _chosen(run, given_paths(base, overrides), shape, positions, where, is_recipe(recipe))
     stage = stage_of(run, options.stage)
-    lengths, told = lengths_of(stage, run.model.context or positions, options)
+    lengths, length_notes = lengths_of(stage, run.model.context or positions, options)
     work = replace(
         work_of(run, stage, shape, lengths),
         ranks=_ranks(options, where, run),
@@ -99,7 +99,7 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
     own_engines = None if work.engines else min(workers, where.count)
     timed_stage = throughput(work, where, assumed, own_engines, workers) if timed else None
-    return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *told), timed=timed_stage)
+    return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *length_notes), timed=timed_stage)
 
 
 def _drafts(run: Run, options: PlanOptions) -> int:
@@ -150,12 +150,12 @@ def _ranks(options: PlanOptions, where: Hardware, run: Run) -> int:
     """The ranks of the learner: those of --nproc, or one on each device that the engines leave."""
     if options.nproc is not None and options.nproc < 1:
         raise ConfigError(f"--nproc {options.nproc}: must be >= 1")
-    apart = getattr(run.placement, "engines", 0) * (run.engine.workers if isinstance(run.engine, VLLM) else 1)
+    engine_devices = getattr(run.placement, "engines", 0) * (run.engine.workers if isinstance(run.engine, VLLM) else 1)
     if options.nproc is None:
-        return max(1, where.count - apart)
-    if where.device.accelerator and options.nproc + apart > where.count:
+        return max(1, where.count - engine_devices)
+    if where.device.accelerator and options.nproc + engine_devices > where.count:
         raise ConfigError(
-            f"--nproc {options.nproc} and {apart} devices of engines are more than the {where.count} of"
+            f"--nproc {options.nproc} and {engine_devices} devices of engines are more than the {where.count} of"
             f" machine={where.name}: lower one of them"
         )
     return options.nproc
@@ -214,10 +214,10 @@ def _chosen(
     )
     device = "cuda" if where.device.accelerator else "cpu"
     place = Machine(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())
-    made = Choices(run, given, None, size, place).made()
-    words = [f"{path}={word(value)}" for path, (value, _) in made.items() if recipe or path == "model.device"]
-    said = (f"settings left open are those that a run chooses for this model and machine ({len(made)})",)
-    return dotted.apply(run, words), said if recipe else ()
+    choices = Choices(run, given, None, size, place).made()
+    words = [f"{path}={word(value)}" for path, (value, _) in choices.items() if recipe or path == "model.device"]
+    note = (f"settings left open are those that a run chooses for this model and machine ({len(choices)})",)
+    return dotted.apply(run, words), note if recipe else ()
 
 
 def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Lengths, tuple[str, ...]]:
@@ -232,14 +232,14 @@ def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Length
     # Sampled answers end before the limit: the mean is assumed to be half of it. Demonstrations have the given length.
     mean = options.answer if options.answer is not None else most / 2 if sampling is not None else most
     spread = options.spread if options.spread is not None else SPREAD if sampling is not None else 0.0
-    made = Lengths(prompt=prompt, mean=mean, most=max(most, 1), cv=spread)
+    lengths = Lengths(prompt=prompt, mean=mean, most=max(most, 1), cv=spread)
     if context and prompt + most > context:
         raise ConfigError(
             f"a prompt of {prompt} tokens and an answer of {most} are longer than model.context={context}: lower one"
         )
-    own = [n for n in ("prompt", "answer", "spread") if getattr(options, n) is None]
-    said = f"prompts of {prompt:,} tokens, answers of {made.answer:,.0f} in the mean and at most {most:,}"
-    return made, (said + (f"; assumed: --{', --'.join(own)}" if own else ""),)
+    assumed = [n for n in ("prompt", "answer", "spread") if getattr(options, n) is None]
+    note = f"prompts of {prompt:,} tokens, answers of {lengths.answer:,.0f} in the mean and at most {most:,}"
+    return lengths, (note + (f"; assumed: --{', --'.join(assumed)}" if assumed else ""),)
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

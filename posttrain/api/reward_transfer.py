@@ -130,6 +130,7 @@ def _of_policy(
             f"{policy}: no two of its answers to a prompt are worth different things, so nothing can be ordered. Sample"
             " more (--samples), or at a higher --temperature"
         )
+    # The scale of the interval is 0 to 1, or wider where a prompt's mean lies outside.
     mean_worths = [float(np.mean(scored.worth[scored.unit == u])) for u in np.unique(scored.unit)]
     return TransferReport(
         policy=policy,
@@ -156,9 +157,9 @@ def _readable(group: Group, worth: Callable[[Episode], float | None]) -> list[Ep
     Raises:
         ConfigError: an episode has several turns.
     """
-    if long := next((e for e in group.episodes if len(e.turns) > 1 or len(e.segments) > 1), None):
+    if episode := next((e for e in group.episodes if len(e.turns) > 1 or len(e.segments) > 1), None):
         raise ConfigError(
-            f"task {group.task.id!r} was answered in {max(len(long.turns), len(long.segments))} turns, and agreement is"
-            " measured on single answers: name an environment of one turn (env=...)"
+            f"task {group.task.id!r} was answered in {max(len(episode.turns), len(episode.segments))} turns, and"
+            " agreement is measured on single answers: name an environment of one turn (env=...)"
         )
     return [e for e in group.episodes if not e.stop.cut and e.text.strip() and worth(e) is not None]

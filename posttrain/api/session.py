@@ -158,8 +158,8 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     run, book, quiet, held = request.run, request.book, request.quiet, resident()
     check_drivers(run)
     check_engine(run)
-    over = request.ranks.world is not None
-    threads = use_threads(rank_threads(run, request.ranks) if over else run.threads or learner_cores(run.placement))
+    in_ranks = request.ranks.world is not None
+    threads = use_threads(rank_threads(run, request.ranks) if in_ranks else run.threads or learner_cores(run.placement))
     # A setting of the whole process. It is undone at the end, so that a later run in the same program does not have it.
     cleanup.callback(use_deterministic(run.deterministic))
     # Ranks meet before a model is loaded: whether this process loads it depends on what they see.
@@ -173,16 +173,16 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         # The folder is made after the policy: so a model that cannot be loaded or shared leaves no folder behind.
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
-        places = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
-        began = {**began_with(run, policy, places), **prompt_count(request.environment)}
-        began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, places)}
+        by_stage = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
+        began = {**began_with(run, policy, by_stage), **prompt_count(request.environment)}
+        began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, by_stage)}
         book = RunFolder.create(
             folder, run, {**facts(policy, threads, tuple(contained), held), **began, **request.recorded}
         )
         cleanup.callback(book.close)
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
-        notes = (*notes, *heldout_notes(run, places), *remember_run(folder, run))
+        notes = (*notes, *heldout_notes(run, by_stage), *remember_run(folder, run))
     notes = (*notes, *note_session(book, request.checkpoint))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)
@@ -238,6 +238,7 @@ def right_lines(run: Run) -> tuple[str, ...]:
     """Returns lines that say what counts as a right answer, where answers are judged."""
     if not run.env.judges:
         return ()
+    # Where anything is measured, it alone says what is right, as in `Env.named_right`.
     measured = run.env.measured or any(r.measured for r in run.env.rewards)
     if run.env.right is None and any(r.graded and r.measured == measured for r in run.env.rewards):
         return ("right: no reward, since the score of a model is a grade (env.right=X says which is right)",)
@@ -253,13 +254,13 @@ def prompt_count(env: Environment) -> dict[str, int]:
     return {} if env.train.count is None else {PROMPTS: env.train.count + len(env.heldout)}
 
 
-def heldout_notes(run: Run, places: Mapping[str, Environment]) -> tuple[str, ...]:
+def heldout_notes(run: Run, by_stage: Mapping[str, Environment]) -> tuple[str, ...]:
     """A note where the data lets fewer prompts be held out than were asked for."""
     out: list[str] = []
-    for stage, env in places.items():
-        asked, held, more = run.env_of(run.stage(stage)).heldout, len(env.heldout), env.train.count
-        if more is not None and held < asked:
-            out.append(f"env.heldout={asked}: {held} of {held + more} rows are held out, as at most one prompt in 5 is")
+    for stage, env in by_stage.items():
+        asked, held, rows = run.env_of(run.stage(stage)).heldout, len(env.heldout), env.train.count
+        if rows is not None and held < asked:
+            out.append(f"env.heldout={asked}: {held} of {held + rows} rows are held out, as at most one prompt in 5 is")
     return tuple(dict.fromkeys(out))
 
 

@@ -39,7 +39,7 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
         if why := stage.refuses(env.name, styles):
             raise ConfigError(why)
         if stage.hinted:
-            hints(env)
+            hints(env)  # raises where it writes none
         if isinstance(stage, Rejection) and stage.method.regenerate is not None:
             for reward in config.rewards:
                 # A completion from the middle of an answer is judged by the environment alone. With a model that pays,
@@ -66,16 +66,16 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
 
 def _margins(stage: Preference | RewardModel, rows: Sequence[DataRow]) -> None:
     """DataError for the first pair without a margin, where the loss reads the margins of pairs."""
-    without = [r for r in rows if r.judged is not None and r.judged.kind == "pair" and r.judged.margin is None]
+    without_margin = [r for r in rows if r.judged is not None and r.judged.kind == "pair" and r.judged.margin is None]
     if isinstance(stage, RewardModel):
         # A reward model needs the margins of all pairs, or of none: with none at all it learns without them.
-        reads, off = stage.margin and len(without) < len(rows), "margin=false"
+        reads, override = stage.margin and len(without_margin) < len(rows), "margin=false"
     else:
-        reads, off = stage.algorithm.reads_margin, "algorithm.margin=none"
-    if without and reads:
+        reads, override = stage.algorithm.reads_margin, "algorithm.margin=none"
+    if without_margin and reads:
         raise DataError(
-            f"{without[0].place}: the pair has no margin, which {stage.name} reads ({len(without)} of {len(rows)} have"
-            f" none): give each row a margin, or set {stage.name}.{off}"
+            f"{without_margin[0].place}: the pair has no margin, which {stage.name} reads ({len(without_margin)} of"
+            f" {len(rows)} have none): give each row a margin, or set {stage.name}.{override}"
         )
 
 
@@ -98,17 +98,17 @@ def own_environments(run: Run, env: Environment, objects: RuntimeObjects = Runti
         for stage in run.stages:
             if stage.env is None:
                 continue
-            own = next((e for known, e in built if known == stage.env), None)
-            if own is None:
+            stage_env = next((e for settings, e in built if settings == stage.env), None)
+            if stage_env is None:
                 with errors_with_path(f"{stage.name}.env"):
-                    own = environment(stage.env, run.seed, objects)
-                built.append((stage.env, own))
-            out[stage.name] = own
-            check_environment(own, [stage], stage.env)
+                    stage_env = environment(stage.env, run.seed, objects)
+                built.append((stage.env, stage_env))
+            out[stage.name] = stage_env
+            check_environment(stage_env, [stage], stage.env)
     except BaseException:
         # All but the first, which belongs to the caller.
-        for _, made in built[1:]:
-            made.close()
+        for _, built_env in built[1:]:
+            built_env.close()
         raise
     return out
 

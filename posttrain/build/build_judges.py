@@ -99,9 +99,9 @@ def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> Gene
     return GenerativeStepJudge(judge, reward, ends, judge.resolution, judge.line)
 
 
-def _judging(own: Run, path: str) -> Judging:
+def _judging(judge_run: Run, path: str) -> Judging:
     """What the judge's run learned to judge. `path`: its folder, for the message."""
-    environment = make_environment(own)
+    environment = make_environment(judge_run)
     try:
         judging = declared(environment).judging
     finally:
@@ -109,15 +109,15 @@ def _judging(own: Run, path: str) -> Judging:
         environment.close()
     if judging is None:
         raise ConfigError(
-            f"judge:{path}: that run learned environment {own.env.name!r}, which is no judging. Train a judge first"
-            " (posttrain run judge), and name its folder"
+            f"judge:{path}: that run learned environment {judge_run.env.name!r}, which is no judging. Train a judge"
+            " first (posttrain run judge), and name its folder"
         )
     return judging
 
 
-def _sampling(own: Run) -> Sampling:
+def _sampling(judge_run: Run) -> Sampling:
     """The sampling settings of the run's last stage that samples; the defaults where no stage samples."""
-    contracts = [s.contract for s in own.stages if s.contract is not None]
+    contracts = [s.contract for s in judge_run.stages if s.contract is not None]
     return contracts[-1] if contracts else Sampling()
 
 
@@ -132,15 +132,15 @@ def _meta(run: Run, path: str, policy: Policy, member: Callable[[Run, str, Polic
     return meta
 
 
-def _resolution(reward: Reward, judging: Judging, model: float) -> float:
-    """The relative noise of the judge's scores.
+def _resolution(reward: Reward, judging: Judging, model_noise: float) -> float:
+    """The relative noise of the judge's scores. `model_noise`: that of a probability which a model computes.
 
     A judge of single answers (`sides` 1) scores with the probability of Yes, which a model computes with rounding.
     Comparisons give counts of votes, which are exact.
     """
     if reward.resolution is not None:
         return reward.resolution
-    return model if judging.sides == 1 else RESOLUTION
+    return model_noise if judging.sides == 1 else RESOLUTION
 
 
 def _line(name: str, reward: Reward, judging: Judging) -> str:
@@ -152,9 +152,9 @@ def _line(name: str, reward: Reward, judging: Judging) -> str:
             f"verifier {name} ({paid}) reads each answer up to each step, votes {reward.votes}{meta}: {paid_by(reward)}"
         )
     rivals = "all others" if not reward.rivals else f"{2 * reward.rivals} others"
-    how = (
+    work = (
         "judges each answer"
         if judging.sides == 1
         else f"compares each answer with {rivals} of its group, in both orders"
     )
-    return f"judge {name} ({paid}) {how}, votes {reward.votes}{meta}"
+    return f"judge {name} ({paid}) {work}, votes {reward.votes}{meta}"

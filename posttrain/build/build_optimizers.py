@@ -35,6 +35,7 @@ def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, 
     policy = learner.policy.twin()
     # A copy has the gradients of the original too, if there are any.
     policy.module.zero_grad(set_to_none=True)
+    # Nothing is sampled from it, so it has no sampler's numbers and no sampler's experts to replay.
     second = HFLearner(
         policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations
     )

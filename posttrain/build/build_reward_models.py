@@ -52,9 +52,9 @@ def with_reward_head(run: Run, policy: Policy) -> Policy:
 def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False, ema: bool = False) -> Policy:
     """The reward model of a run folder, with the weights of a checkpoint or their moving average (`ema`), as a policy
     with a reward head."""
-    _, found = trained_model(folder, checkpoint)
+    _, saved = trained_model(folder, checkpoint)
     policy = with_reward_head(run_file(folder).run, kept_policy(folder, allow=trust))
-    (load_average if ema else load_weights)(found.folder, HFLearner(policy))
+    (load_average if ema else load_weights)(saved.folder, HFLearner(policy))
     return policy
 
 
@@ -68,7 +68,8 @@ class RewardModels:
     def __init__(self, run: Run, policy: Policy, folder: Path | None = None) -> None:
         self._run, self._policy, self._folder = run, policy, folder
         self._members: dict[str, JudgeMember] = {}
-        self._made: list[GenerativeJudge | GenerativeStepJudge] = []
+        self._with_engines: list[GenerativeJudge | GenerativeStepJudge] = []
+        """Judges that have an engine of their own, which `close` ends."""
 
     def judges(self, env: Env, trained: Collection[str] | None = None) -> tuple[ModelJudge, ...]:
         """The judges of an environment's rewards that are models, in order.
@@ -94,7 +95,7 @@ class RewardModels:
         return tuple(out)
 
     def close(self) -> None:
-        for judge in self._made:
+        for judge in self._with_engines:
             judge.close()
 
     def _ends(self) -> TokenEnds:
@@ -104,10 +105,10 @@ class RewardModels:
         return TokenEnds(RenderedDialogue(renderer, "").text)
 
     def _generative(self, reward: Reward) -> GenerativeJudge | GenerativeStepJudge:
-        judge = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
-        made = by_its_form(judge, reward, self._ends())
-        self._made.append(made)
-        return made
+        of_answers = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
+        judge = by_its_form(of_answers, reward, self._ends())
+        self._with_engines.append(judge)
+        return judge
 
     def _judge(self, reward: Reward) -> RewardModelJudge | StepJudge:
         # Loaded once for all rewards and stages that name it.
@@ -181,7 +182,7 @@ class FrozenRewards:
     """`role.judges.reward_judge.RewardScorer` of a policy with a reward head, which does not train."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._learner, self._one = policy, HFLearner(policy), threading.Lock()
+        self._policy, self._learner, self._lock = policy, HFLearner(policy), threading.Lock()
 
     @property
     def separator(self) -> str:
@@ -194,12 +195,12 @@ class FrozenRewards:
         Threads take turns. Groups that are asked ahead may be judged in one thread while a check reads the same model
         in another.
         """
-        with self._one:
+        with self._lock:
             return self._learner.rewards(packed)
 
     def tokens(self, packed: Packed) -> np.ndarray:
         """float64 [M]: the score at each spoken token, as a probability. For a head that scores steps."""
-        with self._one:
+        with self._lock:
             return step_scores(self._learner, packed)
 
     def tensors(self) -> Mapping[str, Any]:
@@ -216,6 +217,7 @@ def _separator(member: JudgeMember) -> str:
 
 def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[ModelJudge, ...]:
     """The judges of the run's rewards that are models. `folder`: its run folder, where it has one."""
+    # A stage's weights are kept under its name when it ends; a hidden folder is half written.
     finished_stages = () if folder is None else tuple(p.name for p in (folder / KEPT).glob("[!.]*"))
     models = RewardModels(run, policy, folder)
     return (*models.judges(run.env), *models.judges(run.env, finished_stages))
@@ -248,16 +250,16 @@ def _frozen(policy: Policy) -> Policy:
 
 def _line(name: str, reward: Reward, members: Sequence[JudgeMember]) -> str:
     """A line for people about a judge: its weight, and whose tokens it reads."""
-    how = "" if len(members) == 1 else f", {_words(reward)}"
+    combination = "" if len(members) == 1 else f", {_words(reward)}"
     weight = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
-    anew = [m.name for m in members if m.renderer is not None]
-    begins = f"reward model {name} ({weight}{how})"
-    if len(anew) == len(members):
+    encoding_anew = [m.name for m in members if m.renderer is not None]
+    begins = f"reward model {name} ({weight}{combination})"
+    if len(encoding_anew) == len(members):
         return (
             f"{begins} has another tokenizer or chat template than the policy: it reads each conversation anew, in its"
             " own tokens"
         )
-    reads = f"; {' and '.join(anew)} read the conversation anew, in their own tokens" if anew else ""
+    reads = f"; {' and '.join(encoding_anew)} read the conversation anew, in their own tokens" if encoding_anew else ""
     return f"{begins} reads the policy's tokens{reads}"
 
 
@@ -269,25 +271,25 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
     """The reward model at `path`. It reads the tokens of this policy, or encodes the text again in its own tokens."""
     folder = Path(path).expanduser()
     if is_run(folder):
-        found = reward_policy(folder)
+        model = reward_policy(folder)
     else:
-        found = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
-    _frozen(found)
+        model = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
+    _frozen(model)
     name = folder.resolve().name if folder.is_dir() else path
     # The policy's ids mean the same text only with the same tokenizer and template. Else the conversation is encoded
     # again.
-    alike = (found.tokenizer_digest, found.template_digest) == (policy.tokenizer_digest, policy.template_digest)
-    if alike and found.context < policy.context:
+    alike = (model.tokenizer_digest, model.template_digest) == (policy.tokenizer_digest, policy.template_digest)
+    if alike and model.context < policy.context:
         raise ConfigError(
-            f"model:{path}: its context of {found.context} tokens is shorter than the policy's {policy.context}: lower"
-            f" model.context to {found.context}, or use another reward model"
+            f"model:{path}: its context of {model.context} tokens is shorter than the policy's {policy.context}: lower"
+            f" model.context to {model.context}, or use another reward model"
         )
-    tokenizer: Any = found.tokenizer
-    return _as_member(name, found, None if alike else Renderer(tokenizer, found.stop_ids, found.context))
+    tokenizer: Any = model.tokenizer
+    return _as_member(name, model, None if alike else Renderer(tokenizer, model.stop_ids, model.context))
 
 
-def _as_member(name: str, found: Policy, renderer: Renderer | None) -> JudgeMember:
-    head = found.reward_head
+def _as_member(name: str, policy: Policy, renderer: Renderer | None) -> JudgeMember:
+    head = policy.reward_head
     assert head is not None
     last = head.shape.pool == "last" and head.gate is None
-    return JudgeMember(name, FrozenRewards(found), found.context, renderer, last, head.blank)
+    return JudgeMember(name, FrozenRewards(policy), policy.context, renderer, last, head.blank)

@@ -58,7 +58,7 @@ def target_run(
         return run, find(Path(target), checkpoint).folder
     base = model_run(target)
     run = dotted.apply(base, list(overrides))
-    given = given_paths(base, overrides) | {"model"}
+    given = given_paths(base, overrides) | {"model"}  # the target itself, as with `model=` in a run
     # Only settings that this command reads are chosen. Others would be printed and never used.
     ready = for_model(run, given, trained=not was_built(run.model.path), only=(*parts, "threads", "slots", "sampling"))
     for line in ready.lines:
@@ -150,26 +150,26 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     from posttrain.engine.files.policy_files import kept
     from posttrain.engine.model.policy_model import load_policy
 
-    found = run_file(folder)
-    stops: Any = found.facts.get("stop_ids")
+    file = run_file(folder)
+    stops: Any = file.facts.get("stop_ids")
     # These entries decide into which model the weights are loaded. Edits of other entries are reported elsewhere.
-    strange = [n for n in found.edited if n in ("run.model", "stop_ids", *DIGESTED)]
-    if strange:
+    changed = [n for n in file.edited if n in ("run.model", "stop_ids", *DIGESTED)]
+    if changed:
         raise RunFolderError(
-            f"{folder}/run.json: {', '.join(strange)} changed after it was written, so it is not known of which model"
+            f"{folder}/run.json: {', '.join(changed)} changed after it was written, so it is not known of which model"
             " its weights are. Put the file back as it was"
         )
     try:
-        policy = kept(found.run.model, folder / MODEL, folder / TOKENIZER, stops)
+        policy = kept(file.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
         # A run that built its model, or began with another run, has its model in this folder alone: nothing else can be
         # read.
-        if found.run.model.path is None or run_source(found.run.model.path) is not None:
+        if file.run.model.path is None or run_source(file.run.model.path) is not None:
             raise
         try:
             run = admitted(folder, parts=("model",), allow=allow)
-        except UntrustedError as asked:
-            raise UntrustedError(f"{error}. So it takes the model that the run began with. {asked}") from error
+        except UntrustedError as refusal:
+            raise UntrustedError(f"{error}. So it takes the model that the run began with. {refusal}") from error
         policy = load_policy(run.model, None, run.seed)
     _same_words(folder, policy)
     return same_base(folder, policy)
@@ -194,15 +194,15 @@ def adapter_base(folder: Path) -> str:
     if model.lora is None:
         raise ConfigError(f"{folder} trained all weights, so there is no adapter to write: leave --adapter out")
     if model.path is None or run_source(model.path) is not None:
-        way = ""
+        advice = ""
         if model.path is not None:
             source, name = folder_of(model.path)
-            word = ("--checkpoint", name) if name else ()
-            way = ". To have the adapter alone, write what lies beneath first and train with model=my-base:"
-            way += f" {command_line('export', source, 'my-base', *word)}"
+            option = ("--checkpoint", name) if name else ()
+            advice = ". To have the adapter alone, write what lies beneath first and train with model=my-base:"
+            advice += f" {command_line('export', source, 'my-base', *option)}"
         raise ConfigError(
             f"{folder} trained an adapter over weights that {'it' if model.path is None else model.path} made, and"
-            f" PEFT wants them as a model directory. Leave --adapter out, and the merged model is written{way}"
+            f" PEFT wants them as a model directory. Leave --adapter out, and the merged model is written{advice}"
         )
     saved = saved_adapter(model.path)
     return model.path if saved is None else saved.base

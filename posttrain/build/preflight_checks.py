@@ -63,7 +63,7 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
     """All tests of one environment except `split_is_clean`; returns notes."""
     env = setting.environment
     held, train = (
-        [t for t in tasks if len(t.prompt)]  # nothing is asked by a text that is learned whole
+        [t for t in tasks if len(t.prompt)]  # a text that is learned whole has no prompt
         for tasks in (env.heldout[:TASKS], _first_tasks(env.train, TASKS))
     )
     prompts_begin_once(setting, tokenizer, [*held, *train])
@@ -75,12 +75,12 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
         *lint_notes(parts, env),
         *other_form(parts, env, [*train, *held]),
     ]
-    answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
+    observes = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
     imitates = any(s.demonstrated or s.judged is not None for s in parts.run.stages)
-    render, roles_that_follow = cast("Renderer", parts.renderer), ["user"] if any(answered) else []
+    render, roles_that_follow = cast("Renderer", parts.renderer), ["user"] if any(observes) else []
     findings = template_findings(render, env, [*held, *train], roles_that_follow, imitates)
     notes += [f"{f.name}: {f.seen}; {f.advice}" for f in findings if f.warns]
-    return [*notes, *(observations_can_be_written(parts, env.name) if any(answered) else [])]
+    return [*notes, *(observations_can_be_written(parts, env.name) if any(observes) else [])]
 
 
 def lint_notes(parts: RunParts, env: Environment) -> list[str]:
@@ -160,12 +160,12 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
     if gold is None or gold.verdict is None:
         return
     for task, right in gold.known(tasks):
-        own = await _own_verdict(env, gold.verdict, task, right)
-        if own.score != 1.0:
+        result = await _own_verdict(env, gold.verdict, task, right)
+        if result.score != 1.0:
             raise InvariantError(
                 f"verifier {env.name!r} scores the right answer {right} to task {task.id!r}"
-                f" ({prompt_words(task.prompt)}) {own.score} ({own.why or own.kind}), not 1: the policy could never be"
-                " right. Mend verify() or gold(); where verify() gives grades of another scale, set"
+                f" ({prompt_words(task.prompt)}) {result.score} ({result.why or result.kind}), not 1: the policy could"
+                " never be right. Mend verify() or gold(); where verify() gives grades of another scale, set"
                 " vouches_for_gold = False in the class"
             )
 
@@ -182,11 +182,11 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
         wrong = [gold.wrong(task)] if gold.wrong is not None else []
         # Two wrong answers: one that looks right, where the environment gives it, and silence.
         for turns in (*wrong, ("",) * len(right)):
-            own = await _own_verdict(env, gold.verdict, task, turns)
-            if own.score != 0.0 and not (gold.pays_parts and own.score is not None and own.score < 1):
+            result = await _own_verdict(env, gold.verdict, task, turns)
+            if result.score != 0.0 and not (gold.pays_parts and result.score is not None and result.score < 1):
                 raise InvariantError(
-                    f"verifier {env.name!r} pays {own.score} for {list(turns)}, which is no answer to task {task.id!r}"
-                    f" ({prompt_words(task.prompt)}; right: {right}). The policy will find this out sooner"
+                    f"verifier {env.name!r} pays {result.score} for {list(turns)}, which is no answer to task"
+                    f" {task.id!r} ({prompt_words(task.prompt)}; right: {right}). The policy will find this out sooner"
                     " than you: mend verify()"
                 )
 
@@ -203,8 +203,8 @@ async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
 
     async def earned(said: Sequence[str]) -> np.ndarray:
         """The reward of one answer to each task, in order; NaN where it was not judged."""
-        told = [outcome(await judged(env, t, [text])) for (t, _), text in zip(known, said, strict=True)]
-        return np.array([np.nan if x is None else x for x in told])
+        rewards = [outcome(await judged(env, t, [text])) for (t, _), text in zip(known, said, strict=True)]
+        return np.array([np.nan if x is None else x for x in rewards])
 
     try:
         async with asyncio.timeout(MOMENT):
@@ -250,19 +250,19 @@ async def _own_verdict(
         InvariantError: it fails each time, which says nothing about the answer.
     """
     played = await _play(env, task, turns)
-    own = await verdict(played)
+    result = await verdict(played)
     # A verifier may fail now and then in a rollout too.
     for _ in range(JUDGE_RETRIES):
-        if own.state is not State.FAILED:
+        if result.state is not State.FAILED:
             break
-        own = await verdict(played)
-    if own.state is State.FAILED:
+        result = await verdict(played)
+    if result.state is State.FAILED:
         raise InvariantError(
-            f"verifier {env.name!r} fails on task {task.id!r} ({own.kind}: {own.why or 'without a reason'}), each of"
-            f" {JUDGE_RETRIES + 1} times. This is no verdict on the answer: look at what it needs, its sandbox or its"
-            " services, and start again"
+            f"verifier {env.name!r} fails on task {task.id!r} ({result.kind}: {result.why or 'without a reason'}), each"
+            f" of {JUDGE_RETRIES + 1} times. This is no verdict on the answer: look at what it needs, its sandbox or"
+            " its services, and start again"
         )
-    return own
+    return result
 
 
 async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
@@ -310,6 +310,7 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
         return talk.shown > 1
     if talk.tools and (why := render.rewrites([Message(role="tool", content="")], talk.tools)):
         raise DataError(f"task {task.id!r}: {why}")
+    # Raises DataError where the template cannot write the answer of a tool. Mistral's wants ids of 9 characters.
     if talk.tools and not isinstance(task.prompt, str):
         answer = Message(role="tool", name="tool", content="0", tool_call_id="call00000")
         render.encode(render.template.between(list(task.prompt), [answer], talk.tools).text)

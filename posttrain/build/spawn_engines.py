@@ -177,25 +177,28 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
             host = RayHost(f"engine {number}", start, cluster, number, threads=threads)
             return host, host.started
 
-        back = begin_workers(RayWorker) if placement.verifiers else lambda: None
+        end_workers = begin_workers(RayWorker) if placement.verifiers else lambda: None
 
         def close() -> None:
-            back()
+            # First the workers of verifiers begin on this machine again, and none on a cluster that is gone.
+            end_workers()
             cluster.close()
 
         return actor, close
 
     # Each engine gets cores of its own, those with the highest numbers first. This process keeps the others. An engine
     # that is started again under a number gets the same cores again.
-    have = sorted(os.sched_getaffinity(0), reverse=True) if placement.cores else []
-    apart = [frozenset(have[i * placement.cores : (i + 1) * placement.cores]) for i in range(placement.engines)]
+    available = sorted(os.sched_getaffinity(0), reverse=True) if placement.cores else []
+    by_engine = [
+        frozenset(available[i * placement.cores : (i + 1) * placement.cores]) for i in range(placement.engines)
+    ]
 
     def process(number: int) -> tuple[EngineHost, Future[EngineFacts]]:
-        cores = apart[number] if placement.cores else None
+        cores = by_engine[number] if placement.cores else None
         host = ProcessHost(f"engine {number}", start, threads=threads, cores=cores)
         return host, host.started
 
-    return process, keep_to(frozenset(have[placement.engines * placement.cores :]))
+    return process, keep_to(frozenset(available[placement.engines * placement.cores :]))
 
 
 def keep_to(cores: frozenset[int]) -> Callable[[], None]:
@@ -219,8 +222,8 @@ def _pin(cores: Collection[int]) -> None:
 def _for_engine(run: Run) -> Run:
     """The settings that an engine reads. The stages are left out, since they may have classes of the user's files."""
     # A run must have a stage. This one is never read by an engine.
-    nothing = Supervised(name="none", style="answer", steps=1)
-    return replace(run, stages=(nothing,), env=Env(), placement=Local(), trackers=())
+    placeholder = Supervised(name="none", style="answer", steps=1)
+    return replace(run, stages=(placeholder,), env=Env(), placement=Local(), trackers=())
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ class PlacedEnvironments:
         return EnvironmentPlayer(self.pool, next(i for i, e in enumerate(self.environments) if e is env))
 
     def close(self) -> None:
-        """End the processes, then the engines."""
+        """End the processes, then the engines, from which their episodes get turns."""
         if self.pool is not None:
             self.pool.close()
         self.engines()
@@ -280,9 +283,9 @@ def placed_environments(
     placement = run.placement
     if isinstance(placement, Local) or not placement.environments:
         return PlacedEnvironments(engines=close)
-    every = distinct(env, others)
+    envs = distinct(env, others)
     try:
-        return PlacedEnvironments(_pool(run, placement, every, others, engine, say), every, close)
+        return PlacedEnvironments(_pool(run, placement, envs, others, engine, say), envs, close)
     except BaseException:
         close()
         raise
@@ -291,16 +294,16 @@ def placed_environments(
 def _pool(
     run: Run,
     placement: Processes,
-    every: Sequence[Environment],
+    envs: Sequence[Environment],
     others: Mapping[str, Environment],
     engine: Sampler,
     say: Callable[[str], None],
 ) -> EnvironmentPool:
     # Each environment with the settings from which another process makes it again: those of the first stage that plays
     # it.
-    configs = [next((run.env_of(s) for s in run.stages if others.get(s.name, every[0]) is e), run.env) for e in every]
-    made = tuple(_sent(config, e) for config, e in zip(configs, every, strict=True))
-    start = pickle.dumps(EnvironmentStart(EnvironmentParts(made, run.seed, named(run.fault))), pickle.HIGHEST_PROTOCOL)
+    configs = [next((run.env_of(s) for s in run.stages if others.get(s.name, envs[0]) is e), run.env) for e in envs]
+    sent = tuple(_sent(config, e) for config, e in zip(configs, envs, strict=True))
+    start = pickle.dumps(EnvironmentStart(EnvironmentParts(sent, run.seed, named(run.fault))), pickle.HIGHEST_PROTOCOL)
     cores = engine_cores(engine) if placement.cores else None
 
     def begin(number: int) -> tuple[EngineHost, Future[Any]]:

@@ -113,23 +113,23 @@ class Wandb:
     def __init__(self, run: Run, folder: Path) -> None:
         import wandb
 
-        where = folder / "trackers" / "wandb"
-        where.mkdir(parents=True, exist_ok=True)
+        own_folder = folder / "trackers" / "wandb"
+        own_folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run: Any = wandb.init(
                 project=variable("WANDB_PROJECT", PROJECT),
                 name=variable("WANDB_NAME", folder.name),
                 # The same id after a resume, so that W&B continues the run instead of beginning one.
-                id=variable("WANDB_RUN_ID", _identity(where)),
+                id=variable("WANDB_RUN_ID", _identity(own_folder)),
                 resume="allow",
-                dir=variable("WANDB_DIR", str(where)),
+                dir=variable("WANDB_DIR", str(own_folder)),
                 config=to_plain(run),
             )
         except Exception as error:
             raise ConfigError(
                 f"trackers=wandb: {error}. Run `wandb login`, or set WANDB_MODE=offline to keep it on this machine"
             ) from error
-        self.where = _wandb_place(getattr(self._run, "url", None), Path(variable("WANDB_DIR", str(where))))
+        self.where = _wandb_place(getattr(self._run, "url", None), Path(variable("WANDB_DIR", str(own_folder))))
         for stage in run.stages:
             # Each stage counts its steps from 1, and W&B's own step may never fall.
             self._run.define_metric(f"{stage.name}/step")
@@ -261,6 +261,7 @@ def check_trackers(run: Run) -> None:
 
 
 def make_trackers(run: Run, folder: Path) -> list[Tracker]:
+    """The trackers of a run, each guarded. ConfigError where a package is missing."""
     check_trackers(run)
     completions = CompletionTables(folder, run.log_completions)
     return [GuardedTracker(name, TRACKERS[name][1](run, folder), completions) for name in run.trackers]
@@ -271,16 +272,16 @@ def tracker_lines(trackers: Iterable[object]) -> list[str]:
     return [f"tracker {t.name}: {t.where}" for t in trackers if isinstance(t, GuardedTracker)]
 
 
-def _wandb_place(url: object, where: Path) -> str:
+def _wandb_place(url: object, folder: Path) -> str:
     """The address of a W&B run. For a run that is kept on this machine: the command that sends it."""
     if url:
         return str(url)
-    return f"kept in {where}; send it with: wandb sync {shlex.quote(str(where / 'wandb'))}/offline-run-*"
+    return f"kept in {folder}; send it with: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
 
 
-def _identity(where: Path) -> str:
+def _identity(folder: Path) -> str:
     """An id of this run folder, kept in a file so that a resumed run has the same one."""
-    path = where / "id"
+    path = folder / "id"
     if not path.exists():
         path.write_text(uuid.uuid4().hex)
     return path.read_text()

@@ -28,7 +28,7 @@ from posttrain.record.run_reader import RunFile, is_run, run_file, steps
 from posttrain.record.runtime_objects import file_digest, object_of
 from posttrain.system import files
 from posttrain.system.dataclass_json import to_plain
-from posttrain.system.errors import PosttrainError, RunFolderError
+from posttrain.system.errors import DataError, PosttrainError, RunFolderError
 from posttrain.system.version import VERSION
 
 if TYPE_CHECKING:
@@ -114,33 +114,36 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
         "data": {name: tasks_digest(e) for name, e in environments.items()},
         "code": {s.name: code_digests(run.env_of(s)) for s in run.stages},
     }
-    words: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "tokenizer": policy.tokenizer_digest,
         "template": policy.template_digest,
         "dtype": run.model.dtype,
     }
-    links = parents(run) or _bases(run, facts, words)
-    check_links((*links, LineageLink(kind="run", name="(new)", began=weights, base=facts["base"], **words)))
+    links = parents(run) or _bases(run, facts, shared)
+    check_links((*links, LineageLink(kind="run", name="(new)", began=weights, base=facts["base"], **shared)))
     return {BEGAN: {"links": chain(links), **facts}}
 
 
-def _bases(run: Run, facts: Mapping[str, Any], words: Mapping[str, Any]) -> tuple[LineageLink, ...]:
-    """The links of a model without lineage: a base model, and an adapter over it where the model is one."""
+def _bases(run: Run, facts: Mapping[str, Any], shared: Mapping[str, Any]) -> tuple[LineageLink, ...]:
+    """The links of a model without lineage: a base model, and an adapter over it where the model is one.
+
+    `shared`: the fields that all these links have alike: tokenizer, template and dtype.
+    """
     path = run.model.path
     if path is None:
         name = f"built: {run.model.arch}, random weights of seed {run.seed}"
-        return (LineageLink(kind="base", name=name, weights=facts["base"] or facts["weights"], **words),)
+        return (LineageLink(kind="base", name=name, weights=facts["base"] or facts["weights"], **shared),)
     saved = saved_adapter(path)
     base = LineageLink(
         kind="base",
         name=_model_name(path if saved is None else saved.base),
         weights=facts["base"] or facts["weights"],
-        **words,
+        **shared,
     )
     if saved is None:
         return (base,)
     adapter = LineageLink(
-        kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **words
+        kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **shared
     )
     return base, adapter
 
@@ -155,7 +158,11 @@ def _model_name(path: str) -> str:
 
 def tasks_digest(environment: Environment, info: bool = False) -> str:
     """Digest of the tasks of an environment: all rows of the user's data, and the held-out tasks. `info`: include their
-    other columns."""
+    other columns.
+
+    Raises:
+        DataError: a held-out task has an answer or info that JSON cannot have.
+    """
     h = hashlib.blake2b(digest_size=16)
     rows: Any = declared(environment).rows or ()
     for row in rows:
@@ -165,8 +172,15 @@ def tasks_digest(environment: Environment, info: bool = False) -> str:
             h.update(_text(row.judged))
         h.update(_text(row.task.info) if info else b"")
     for task in environment.heldout:
-        h.update(_text((task.id, task.prompt, task.answer)))
-        h.update(_text(task.info) if info else b"")
+        try:
+            h.update(_text((task.id, task.prompt, task.answer)))
+            h.update(_text(task.info) if info else b"")
+        except TypeError as error:
+            # Rows are JSON already. Tasks of the user's own environment may have other keys, such as (row, column).
+            raise DataError(
+                f"task {task.id!r}: its answer and info are recorded as JSON, which has texts alone as keys ({error})."
+                " Write them as texts"
+            ) from error
     return h.hexdigest()
 
 
@@ -201,45 +215,45 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
     Raises:
         RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit.
     """
-    found = run_file(folder)
-    facts = object_of(found.facts.get(BEGAN))
-    if BEGAN in found.edited:
+    file = run_file(folder)
+    facts = object_of(file.facts.get(BEGAN))
+    if BEGAN in file.edited:
         raise RunFolderError(
             f"{folder}/run.json: its entry {BEGAN} was changed after it was written, so it is not known what this run"
             " began with. Take a copy of the folder that was not changed"
         )
-    words: dict[str, Any] = {n: str(found.facts.get(f"{n}_digest") or "") for n in ("tokenizer", "template")}
-    words["dtype"] = found.run.model.dtype
+    shared: dict[str, Any] = {n: str(file.facts.get(f"{n}_digest") or "") for n in ("tokenizer", "template")}
+    shared["dtype"] = file.run.model.dtype
     links = links_from(facts.get("links", []), f"{folder}/run.json, {BEGAN}", RunFolderError)
     if not links:  # an older version began it
-        links = (LineageLink(kind="base", name=_model_name(found.run.model.path or "built")),)
+        links = (LineageLink(kind="base", name=_model_name(file.run.model.path or "built")),)
     _same_as_written(folder, links)
-    _parent_is_there(folder, found)
-    own = LineageLink(
+    _parent_is_there(folder, file)
+    run_link = LineageLink(
         kind="run",
-        name=str(found.identity or ""),
+        name=str(file.identity or ""),
         weights="" if checkpoint is None else str(checkpoint.state.get("weights") or ""),
         began=str(facts.get("weights") or ""),
         base=str(facts.get("base") or ""),
-        about=_about(folder, found, facts, checkpoint),
-        **words,
+        about=_about(folder, file, facts, checkpoint),
+        **shared,
     )
-    check_links((*links, own), RunFolderError)
-    return (*links, own)
+    check_links((*links, run_link), RunFolderError)
+    return (*links, run_link)
 
 
-def _about(folder: Path, found: RunFile, facts: Mapping[str, Any], checkpoint: Checkpoint | None) -> dict[str, Any]:
+def _about(folder: Path, file: RunFile, facts: Mapping[str, Any], checkpoint: Checkpoint | None) -> dict[str, Any]:
     """What the link of a run says about it: its stages, changes of settings, sessions."""
-    run, record = found.run, steps(folder)
+    run, record = file.run, steps(folder)
     last, step = (run.stages[-1], None) if checkpoint is None else stage_of(run, checkpoint)
     taken = {s.name: max((x.index for x in record if x.stage == s.name), default=0) for s in run.stages}
     if step is not None:
         # The record may also have steps that were taken after this checkpoint.
         taken[last.name] = min(taken[last.name], step)
     rows = [_stage(run, s, taken[s.name], facts) for s in stages_to(run, last)]
-    history: Any = found.facts.get("history")
+    history: Any = file.facts.get("history")
     changes = [object_of(x) for x in cast("list[Any]", history)] if isinstance(history, list) else []
-    versions = object_of(found.facts.get("versions"))
+    versions = object_of(file.facts.get("versions"))
     about: dict[str, Any] = {
         "recipe": run.recipe,
         "posttrain": str(versions.get("posttrain") or ""),
@@ -274,37 +288,37 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
     data = lineage_data(folder, RunFolderError)
     if data is None:
         return
-    there = links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)
-    if there[:-1] != tuple(links):
+    written = links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)
+    if written[:-1] != tuple(links):
         raise RunFolderError(
             f"{folder / LINEAGE} names other models before this run than run.json does. Remove it: it is written anew"
             " from run.json when the run goes on"
         )
 
 
-def _parent_is_there(folder: Path, found: RunFile) -> None:
+def _parent_is_there(folder: Path, file: RunFile) -> None:
     """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed.
 
     Only for a run that this user made on this machine, because the other folder is outside this one.
     """
-    origin = object_of(found.facts.get("branched_from"))
-    if not origin or provenance.recall(found.identity) is None or not is_run(str(origin.get("run"))):
+    origin = object_of(file.facts.get("branched_from"))
+    if not origin or provenance.recall(file.identity) is None or not is_run(str(origin.get("run"))):
         return
-    where = Path(str(origin["run"]))
+    parent = Path(str(origin["run"]))
     try:
-        there = run_file(where)
-        held = next((c for c in scan(where) if c.name == origin.get("checkpoint")), None)
+        parent_file = run_file(parent)
+        parent_checkpoint = next((c for c in scan(parent) if c.name == origin.get("checkpoint")), None)
     except (PosttrainError, OSError):
         # The other run is damaged or cannot be read. This folder has all that it needs, so that is no error here.
         return
-    if there.identity != origin.get("identity") or held is None:
+    if parent_file.identity != origin.get("identity") or parent_checkpoint is None:
         return
-    then, now = origin.get("weights"), held.state.get("weights")
+    then, now = origin.get("weights"), parent_checkpoint.state.get("weights")
     if then and now and then != now:
         raise RunFolderError(
-            f"{folder} began with checkpoint {held.name} of {where}, whose weights were {then} then and are {now} now:"
-            " one of the two is not what its record says. Put that checkpoint back as it was, or move that run away:"
-            f" {folder} has all that it needs itself"
+            f"{folder} began with checkpoint {parent_checkpoint.name} of {parent}, whose weights were {then} then and"
+            f" are {now} now: one of the two is not what its record says. Put that checkpoint back as it was, or move"
+            f" that run away: {folder} has all that it needs itself"
         )
 
 
@@ -324,13 +338,13 @@ def write_lineage(folder: Path, begun_from: str | None = None) -> None:
     Args:
         begun_from: set where a session begins now: the name of the checkpoint from which it goes on, '' without one.
     """
-    known = sessions(folder)
+    kept = sessions(folder)
     if begun_from is not None:
         # Only the newest are kept, so that the file of a run that is resumed very often does not grow for ever.
-        known = [*known, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
-    whole = scan(folder)
-    links = lineage_of(folder, whole[-1] if whole else None)
-    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": known})
+        kept = [*kept, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
+    readable = scan(folder)
+    links = lineage_of(folder, readable[-1] if readable else None)
+    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": kept})
 
 
 def write_exported(folder: Path, links: Iterable[LineageLink]) -> None:

@@ -83,11 +83,12 @@ class ExportCertificate:
     def line(self) -> str:
         """The comparisons and their cost, as a line of text."""
         counted = [c for c in self.comparisons if c.unit == "tokens"]
-        said = ", ".join(f"{c.count:,} {c.unit} ({c.what})" for c in counted if c.count)
-        said += "".join(f"; {c.what}: not compared, {why}" for c in counted if (why := c.notes.get("not_compared")))
+        counts = ", ".join(f"{c.count:,} {c.unit} ({c.what})" for c in counted if c.count)
+        counts += "".join(f"; {c.what}: not compared, {why}" for c in counted if (why := c.notes.get("not_compared")))
         return (
             f"certified: read back with transformers {self.versions.get('transformers', '')} and compared with the run:"
-            f" {said}; {self.seconds:.1f} s, {self.second_copy / (1 << 20):,.1f} MiB for the second copy of the weights"
+            f" {counts}; {self.seconds:.1f} s, {self.second_copy / (1 << 20):,.1f} MiB for the second copy of the"
+            " weights"
         )
 
     def plain(self, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -124,23 +125,23 @@ def verify_certificate(folder: Path) -> bool:
     # Anything but `true` is a failed export, a missing entry too.
     if data.get("passed") is not True:
         raise DataError(f"{path} says that this export differs from its run: export it again")
-    then = cast("dict[Any, Any]", listed)
+    recorded = cast("dict[Any, Any]", listed)
     # A name with a slash or dots would lead out of the folder.
-    if strange := [n for n in then if not isinstance(n, str) or not PLAIN_NAME.fullmatch(n)]:
+    if strange := [n for n in recorded if not isinstance(n, str) or not PLAIN_NAME.fullmatch(n)]:
         raise DataError(f"{path} is damaged: {str(strange[0])[:80]!r} is no name of a file here. {_way_out(folder)}")
-    found = {p.name for p in folder.iterdir() if _counts(p)}
+    present = {p.name for p in folder.iterdir() if _counts(p)}
     # Weights come first: if several files differ, the message names the weights.
-    for name in sorted({*then, *found}, key=_weights_first):
-        if name not in found:
+    for name in sorted({*recorded, *present}, key=_weights_first):
+        if name not in present:
             raise DataError(f"{folder / name} is gone, and {CERTIFICATE} lists it. {_way_out(folder)}")
-        if name not in then:
+        if name not in recorded:
             raise DataError(
                 f"{folder / name} was added after the export: {CERTIFICATE} does not list it. {_way_out(folder)}"
             )
         # Opened once and closed: `opened` refuses pipes and devices, which `digest` would read for ever.
         with read_untrusted.opened(folder / name, DataError):
             pass
-        if files.digest(folder / name) != then[name]:
+        if files.digest(folder / name) != recorded[name]:
             raise DataError(
                 f"{folder / name} is not the file that was exported: its digest differs from {CERTIFICATE}."
                 f" {_way_out(folder)}"

@@ -90,7 +90,7 @@ def code_of(name: str) -> Found:
 
 
 def _env(name: str) -> Found:
-    head, _, rest = name.partition(":")
+    head, _, package = name.partition(":")
     # Tasks of reasoning-gym come from the installed package.
     if head == "gym":
         return None
@@ -98,16 +98,16 @@ def _env(name: str) -> Found:
         return code_of(name)
     # Either a file that is run, or an installed package by its name.
     return (
-        code_of(f"{rest}:load_environment")
-        if rest.endswith(".py")
-        else (Kind.CODE, f"runs the installed Python package {rest}")
+        code_of(f"{package}:load_environment")
+        if package.endswith(".py")
+        else (Kind.CODE, f"runs the installed Python package {package}")
     )
 
 
 def _here(name: str) -> bool:
     """Returns whether a name means a file or folder of this machine, which need not exist, and not a hub id."""
-    path = Path(name).expanduser()  # no hub id has two slashes, or the ending of a file of data
-    # A path need not exist. Taken for a hub id, it would become a download of that name.
+    path = Path(name).expanduser()
+    # No hub id has two slashes, or the ending of a file of data. Such a name is a path, also where no file is there.
     return name.count("/") > 1 or path.exists() or path.suffix in DATA_FILES
 
 
@@ -282,7 +282,7 @@ def _asked(node: Any, name: str, value: Any) -> Found:
     return Kind.CODE, f"is given to the code of the stage kind {cls.__name__} as {value!r}"
 
 
-def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
+def grave(requests: Iterable[Ask]) -> tuple[Ask, ...]:
     """Returns the requests that need the user's permission even in a run file, although people write such files
     themselves.
 
@@ -290,16 +290,16 @@ def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
     and code that comes with a model.
     """
     by_owner: dict[str, list[Ask]] = {}
-    for ask in found:
+    for ask in requests:
         # The owner is the judge, engine or sandbox to which an address and a secret belong.
         by_owner.setdefault(ask.path.rpartition(".")[0].removesuffix(".judge"), []).append(ask)
     out: list[Ask] = []
-    for owner, own in by_owner.items():
-        kinds = {a.kind for a in own}
+    for owner, owner_asks in by_owner.items():
+        kinds = {a.kind for a in owner_asks}
         # A sandbox always gets a token, so its address alone is grave.
         if Kind.ADDRESS in kinds and (Kind.SECRET in kinds or owner.endswith("sandbox")):
-            out += [a for a in own if a.kind in (Kind.ADDRESS, Kind.SECRET)]
-        out += [a for a in own if a.path == "model.trust_remote_code"]
+            out += [a for a in owner_asks if a.kind in (Kind.ADDRESS, Kind.SECRET)]
+        out += [a for a in owner_asks if a.path == "model.trust_remote_code"]
     return tuple(out)
 
 
@@ -309,39 +309,39 @@ def values(run: Run) -> dict[str, tuple[str, Any]]:
     Where a field may have objects of several classes, the name of the class is a value too: two pieces without settings
     differ in their classes only.
     """
-    found = (*_walk(run, ""), *_kinds(run, ""))
-    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in found}
+    rows = (*_walk(run, ""), *_kinds(run, ""))
+    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in rows}
 
 
 def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
     """The class of every piece that the tree could have of another class, as `_walk` gives values."""
     for name, declared in dataclass_json.hints(cast("type[Any]", type(node))).items():
-        value, here = getattr(node, name), f"{path}{name}"
-        several = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
+        value, field_path = getattr(node, name), f"{path}{name}"
+        items = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
         item = dataclass_json.tuple_item(declared) if isinstance(value, tuple) else declared
-        for i, x in enumerate(several):
+        for i, x in enumerate(items):
             if not dataclasses.is_dataclass(x):
                 continue
-            at = x.name if isinstance(x, Stage) else f"{here}.{i}" if isinstance(value, tuple) else here
+            x_path = x.name if isinstance(x, Stage) else f"{field_path}.{i}" if isinstance(value, tuple) else field_path
             # If only one class is possible, its name says nothing.
             if not isinstance(x, Stage) and len(dataclass_json.pieces(item)) > 1:
-                yield at, node, name, type(x).__name__
-            yield from _kinds(x, f"{at}.")
+                yield x_path, node, name, type(x).__name__
+            yield from _kinds(x, f"{x_path}.")
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
     for name in dataclass_json.hints(cast("type[Any]", type(node))):
-        value, here = getattr(node, name), f"{path}{name}"
+        value, field_path = getattr(node, name), f"{path}{name}"
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{here}.")
+            yield from _walk(value, f"{field_path}.")
         elif isinstance(value, Mapping):
             # Each entry of a mapping is a value of its own, so that each is asked about.
-            yield from ((f"{here}.{k}", node, name, v) for k, v in cast("Mapping[str, Any]", value).items())
+            yield from ((f"{field_path}.{k}", node, name, v) for k, v in cast("Mapping[str, Any]", value).items())
         elif isinstance(value, tuple) and any(dataclasses.is_dataclass(x) for x in cast("tuple[Any, ...]", value)):
             for i, x in enumerate(cast("tuple[Any, ...]", value)):
-                yield from _walk(x, f"{x.name}." if isinstance(x, Stage) else f"{here}.{i}.")
+                yield from _walk(x, f"{x.name}." if isinstance(x, Stage) else f"{field_path}.{i}.")
         else:
-            yield here, node, name, value
+            yield field_path, node, name, value
 
 
 def ask_of(path: str, found: Found) -> Ask | None:
@@ -351,5 +351,5 @@ def ask_of(path: str, found: Found) -> Ask | None:
 
 def asks(run: Run) -> tuple[Ask, ...]:
     """Everything the run asks for, in the order of its fields."""
-    found = ((path, _asked(node, name, value)) for path, node, name, value in _walk(run, ""))
-    return tuple(ask for path, asked in found if (ask := ask_of(path, asked)) is not None)
+    accesses = ((path, _asked(node, name, value)) for path, node, name, value in _walk(run, ""))
+    return tuple(ask for path, asked in accesses if (ask := ask_of(path, asked)) is not None)

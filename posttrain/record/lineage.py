@@ -89,7 +89,7 @@ def _checked(data: Mapping[str, Any], before: str, place: str, error: type[Postt
     """Returns the digest of a link, after checking that the link is as it was written."""
     texts = ("kind", "name", "weights", "tokenizer", "template", "dtype", "began", "base")
     # Exactly these entries, since each becomes a field of the link.
-    if {*data} != {*texts, "about", "digest"} or data["kind"] not in KINDS or not isinstance(data["about"], dict):
+    if {*data} != {*texts, "about", "digest"} or str(data["kind"]) not in KINDS or not isinstance(data["about"], dict):
         raise error(f"{place} is damaged, or of another version of posttrain")
     if not all(isinstance(data[n], str) and len(data[n]) < 1000 for n in texts):
         raise error(f"{place} is damaged: a text is wanted where it has none")
@@ -112,9 +112,9 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
         _same_text(before, link, "template", "a conversation becomes other tokens", error)
         # Weights in two dtypes have two fingerprints although they are the same model, so only equal dtypes are
         # compared.
-        known = before.weights and link.began and before.dtype == link.dtype
+        comparable = before.weights and link.began and before.dtype == link.dtype
         # The link before must have ended with the weights with which this one began, or with those beneath its adapter.
-        if known and before.weights not in (link.began, link.base):
+        if comparable and before.weights not in (link.began, link.base):
             raise error(
                 f"{link.words} began with weights {link.began}, and {before.words} ended with {before.weights}: they"
                 " are not the same model. Give the weights that the record is about; or take the record away"

@@ -49,13 +49,13 @@ def remember(identity: str, written: str, asked: Iterable[Ask]) -> str:
         folder = notes_folder()
         # Mode 0700: nobody else may read what this user runs, or write a note here.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part = folder / f".{identity}.part"
+        unfinished = folder / f".{identity}.part"
         # No link is followed: whoever placed one there would choose the file that is written.
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "w") as file:
             json.dump({"asked": digests, "written": written}, file)
         # Renamed into place, so that a reader never sees half a note.
-        os.replace(part, folder / f"{identity}.json")
+        os.replace(unfinished, folder / f"{identity}.json")
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""

@@ -39,7 +39,8 @@ class QueuedGroup:
     turns: int = 0
     """Number of turns that the engine said for it."""
 
-    def ended(self, group: Group, said: Gauge) -> QueuedGroup:
+    def ended(self, group: Group, spoken: Gauge) -> QueuedGroup:
+        """This row when its group has ended. `spoken`: the tokens of its turns (sum), and how many turns (count)."""
         return replace(
             self,
             siblings=len(group.episodes),
@@ -47,8 +48,8 @@ class QueuedGroup:
             aborted=group.aborted,
             aborted_tokens=group.aborted_tokens,
             logged={name: (g.sum, g.count) for name, g in group.logged.items()},
-            tokens=int(said.sum),
-            turns=int(said.count),
+            tokens=int(spoken.sum),
+            turns=int(spoken.count),
         )
 
 
@@ -81,16 +82,18 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
     for q in ended:
         # The present task of the environment is taken, since it has all that judges need. Its id must be the recorded
         # one.
-        own = recorded[at].task if task is None else task(q.index)
-        episodes = [replace(e, task=own) for e in recorded[at : at + q.siblings + q.greedy] if e.task.id == own.id]
+        present = recorded[at].task if task is None else task(q.index)
+        episodes = [
+            replace(e, task=present) for e in recorded[at : at + q.siblings + q.greedy] if e.task.id == present.id
+        ]
         if len(episodes) != q.siblings + q.greedy:
             raise RunFolderError(
-                f"{path} holds answers to other tasks than the environment has now ({own.id!r}): were its data changed?"
-                " Go on with the data that the run was begun with"
+                f"{path} holds answers to other tasks than the environment has now ({present.id!r}): were its data"
+                " changed? Go on with the data that the run was begun with"
             )
         at += len(episodes)
         # The greedy answer was written behind its siblings.
         greedy = episodes.pop() if q.greedy else None
         logged = {name: Gauge(*sums) for name, sums in q.logged.items()}
-        out.append(Group(own, q.visit, tuple(episodes), greedy, q.aborted, q.aborted_tokens, logged))
+        out.append(Group(present, q.visit, tuple(episodes), greedy, q.aborted, q.aborted_tokens, logged))
     return out

@@ -164,30 +164,30 @@ class RunFolder:
 
     def _choose(self, name: str | None) -> Checkpoint | None:
         """The checkpoint of this name, or the last one for None; its files are compared with their digests."""
-        found, damaged = self._checkpoints.all, self._checkpoints.damaged
-        names = [c.name for c in found]
+        readable, damaged = self._checkpoints.all, self._checkpoints.damaged
+        names = [c.name for c in readable]
         if name is None:
-            last = found[-1] if found else None
+            last = readable[-1] if readable else None
             # If a newer checkpoint is damaged, the last readable one is not taken silently: work would be lost without
             # the user's word.
             newer = [d for d in damaged if last is None or d.order > last.order]
             if newer:
-                raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, found))
+                raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, readable))
             if last is None:
                 return None
-            i = len(found) - 1
+            i = len(readable) - 1
         elif name in names:
             i = names.index(name)
         else:
             if unread := [d for d in damaged if d.name == name]:
                 # Names begin with the version of the weights, so they sort in the order of writing.
-                raise RunFolderError(self._way_out(name, unread[0].why, [c for c in found if c.name < name]))
+                raise RunFolderError(self._way_out(name, unread[0].why, [c for c in readable if c.name < name]))
             raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
         # The files are read and compared before the record is cut back to this checkpoint.
-        if wrong := files.damage(found[i].folder):
-            raise RunFolderError(self._way_out(found[i].name, wrong, found[:i]))
+        if wrong := files.damage(readable[i].folder):
+            raise RunFolderError(self._way_out(readable[i].name, wrong, readable[:i]))
         refuse_damage_beside(self.folder)
-        return found[i]
+        return readable[i]
 
     def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:
         """Returns a message that says what is wrong with a checkpoint, and the command that goes on from the newest
@@ -306,13 +306,14 @@ class RunFolder:
         # The amended record has another length, which the new checkpoint contains. `_finish_amendment` sees by it to
         # which of the two records a checkpoint belongs.
         position = Position(size, self._index.position)
-        made = self._checkpoints.replace(ended, name, state, position)
+        reopened = self._checkpoints.replace(ended, name, state, position)
+        # Weights that are kept under a stage's name say that it has ended, and it goes on now.
         self._checkpoints.let_go(self.run.stages[-1].name)
         # The file is replaced on disk, so the handle of the old one must not be appended to.
         self._steps.close()
         self._finish_amendment()
         self._steps = files.Lines(self.folder / "steps.jsonl")
-        return made
+        return reopened
 
     def _finish_amendment(self) -> None:
         """Put an amended record in place if the newest checkpoint was made with it; else remove it."""

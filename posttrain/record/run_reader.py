@@ -93,20 +93,28 @@ def run_file(folder: Path | str) -> RunFile:
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     known = known_pieces()
     with damage_is_named(str(path)):
-        own = own_pieces(facts)
+        recorded_pieces = own_pieces(facts)
     # The user's own pieces that this program has not defined. Their records stay in the tree as they are.
-    absent = tuple(p for p in own if p.name not in known)
+    absent = tuple(p for p in recorded_pieces if p.name not in known)
     # Any error here is reported as damage of the file. `_read_run` treats errors that a changed class may cause.
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
         return RunFile(
-            _read_run(path, data, [p.name for p in own if p.name in known]),
-            data["lineages"],
+            _read_run(path, data, [p.name for p in recorded_pieces if p.name in known]),
+            _lineages(data["lineages"]),
             facts,
             data.get("identity"),
             _edited(data),
             _digest(data),
             absent,
         )
+
+
+def _lineages(data: Any) -> dict[str, list[dict[str, Any]]]:
+    """The lineage of each stage's algorithm; an error where it has another form, since the file may be a stranger's."""
+    rows = [row for patches in data.values() for row in patches]
+    if not all(isinstance(row, dict) and isinstance(row.get("changes") or {}, dict) for row in rows):
+        raise ValueError("a patch in its lineages is no object")
+    return data
 
 
 def _read_run(path: Path, data: Mapping[str, Any], own: Sequence[str]) -> Run:
@@ -225,17 +233,17 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
 
     A file that is not listed yet is left out. A name that no run gives, such as a path out of the folder, is an error.
     """
-    where = Path(folder) / "episodes"
+    inner = Path(folder) / "episodes"
     out: list[EpisodeFile] = []
-    for number, d in files.read_lines(where / "index.jsonl"):
-        with damage_is_named(f"{where / 'index.jsonl'}:{number}"):
-            row = EpisodeFile(where / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
+    for number, d in files.read_lines(inner / "index.jsonl"):
+        with damage_is_named(f"{inner / 'index.jsonl'}:{number}"):
+            row = EpisodeFile(inner / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
             # The name must be the one that follows from the other entries, and have no folder in it. So it cannot lead
             # out of the run folder.
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
             raise RunFolderError(
-                f"{where / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
+                f"{inner / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
             )
         out.append(row)
     return out

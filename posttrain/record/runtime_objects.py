@@ -84,11 +84,11 @@ def own_pieces(facts: Mapping[str, Any]) -> tuple[OwnPiece, ...]:
     out: list[OwnPiece] = []
     # The file may be a stranger's, so the type of each entry is checked.
     for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
-        one = object_of(row)
+        entry = object_of(row)
         # Only identifiers: the name is looked up among classes.
-        if one.get("kind") == "piece" and str(one.get("name")).isidentifier():
-            digests = {k: str(v) for k, v in object_of(one.get("files")).items()}
-            out.append(OwnPiece(str(one["name"]), str(one.get("file") or ""), digests))
+        if entry.get("kind") == "piece" and str(entry.get("name")).isidentifier():
+            digests = {k: str(v) for k, v in object_of(entry.get("files")).items()}
+            out.append(OwnPiece(str(entry["name"]), str(entry.get("file") or ""), digests))
     if len(out) > MOST_PIECES:
         raise DataError(f"{OBJECTS!r} lists {len(out)} pieces; at most {MOST_PIECES} are read")
     return tuple(out)
@@ -172,12 +172,12 @@ class RuntimeObjects:
         return self.environments[short]
 
     def _missing(self, what: str, name: str, keyword: str, known: Mapping[str, Any]) -> str:
-        there = f" ({nearest(name, known)})" if known else ""
-        where = "FOLDER" if self.folder is None else repr(str(self.folder))
+        hint = f" ({nearest(name, known)})" if known else ""
+        folder = "FOLDER" if self.folder is None else repr(str(self.folder))
         return (
             f"{what} {name!r} was handed to this run by a Python program, and a run folder keeps its source text but"
-            f" runs no code of it{there}. Hand it again from Python: posttrain.run(resume={where}, {keyword}), or"
-            f" posttrain.evaluate({where}, {keyword}). To use it from the command line, put it into a file and name it"
+            f" runs no code of it{hint}. Hand it again from Python: posttrain.run(resume={folder}, {keyword}), or"
+            f" posttrain.evaluate({folder}, {keyword}). To use it from the command line, put it into a file and name it"
             " path.py:NAME"
         )
 
@@ -233,16 +233,20 @@ class RuntimeObjects:
         return (*notes, *(self._piece_note(name, cls) for name, cls in self.pieces.items()))
 
     def _piece_note(self, name: str, cls: type) -> ObjectNote:
-        own = source_file(cls)
-        words = [w.rpartition(":")[0] for w in self.algorithms]
-        # The file that was named, which may import the class from another one. Both can change.
-        imported = Path(words[0]).expanduser().resolve() if words else own
-        files = {str(p): file_digest(p) for p in (imported, own) if p is not None}
+        defined_in = source_file(cls)
+        words = [word for word, algorithm in self.algorithms.items() if cls in _piece_types(algorithm)]
+        # The file that was named for this piece's algorithm may import the class from another one. Both can change.
+        imported = Path(words[0].rpartition(":")[0]).expanduser().resolve() if words else defined_in
+        files = {str(p): file_digest(p) for p in (imported, defined_in) if p is not None}
         return replace(ObjectNote.of(name, "piece", cls), file=str(imported or ""), files=files)
 
     def write_data(self, folder: Path) -> None:
         for digest, text in self.data.items():
             (folder / f"{digest}.jsonl").write_bytes(text.encode())
+
+
+def _piece_types(algorithm: AnyAlgorithm) -> set[type]:
+    return {type(piece) for a in algorithm.lineage() for piece in a.pieces}
 
 
 def _word(name: str) -> str:

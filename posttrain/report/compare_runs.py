@@ -111,20 +111,20 @@ def _score(c: RunComparison, run: ComparedRun) -> Score:
 
 def _sentence(c: RunComparison, g: GroupGain) -> str:
     """The comparison of a group with the first one, as a sentence with its figures."""
-    first, other, over = c.groups[0].letter, g.group.letter, g.over_prompts
+    first, other, paired = c.groups[0].letter, g.group.letter, g.over_prompts
     seeds = f"{g.seeds[0]} and {g.seeds[1]} seeds"
-    how, units = "gain", "prompts"
+    difference, units = "gain", "prompts"
     if c.what == "loss":
-        how, units = "change", "rows"
-        over = replace(over, before=-over.before, after=-over.after, low=-over.high, high=-over.low)
-    figures = f"held-out {_word(c)} {over.means}, {how} {over}, paired over"
-    figures += f" {over.prompts} {units}"
+        difference, units = "change", "rows"
+        paired = replace(paired, before=-paired.before, after=-paired.after, low=-paired.high, high=-paired.low)
+    figures = f"held-out {_word(c)} {paired.means}, {difference} {paired}, paired over"
+    figures += f" {paired.prompts} {units}"
     if (by_seeds := g.over_seeds) is not None:
-        how = "paired by seed" if g.by_seed else "by Welch"
+        pairing = "paired by seed" if g.by_seed else "by Welch"
         by_seeds = (
             Score(-by_seeds.mean, -by_seeds.high, -by_seeds.low, by_seeds.prompts) if c.what == "loss" else by_seeds
         )
-        figures += f"; over seeds ({seeds}, {how}) {interval(by_seeds.mean, by_seeds.low, by_seeds.high, '+')}"
+        figures += f"; over seeds ({seeds}, {pairing}) {interval(by_seeds.mean, by_seeds.low, by_seeds.high, '+')}"
     elif min(g.seeds) > 1:
         figures += f". Its {seeds} agree to the last prompt, so they do not tell how much another seed would differ"
     else:
@@ -132,11 +132,11 @@ def _sentence(c: RunComparison, g: GroupGain) -> str:
             ". This holds for these runs; another seed may differ by more: run each with seed=1 and seed=2 and compare"
             " all"
         )
-    same = f"{SAME_LOSS} nats" if c.what == "loss" else "0.05 of the scale"
+    margin = f"{SAME_LOSS} nats" if c.what == "loss" else "0.05 of the scale"
     claim = {
         "better": f"{other} is better than {first}",
         "worse": f"{other} is worse than {first}",
-        "the same": f"{other} and {first} are the same, as far as {same} matters",
+        "the same": f"{other} and {first} are the same, as far as {margin} matters",
         "cannot be told": f"it cannot be told which of {first} and {other} is better",
     }[g.word]
     return f"{claim[0].upper()}{claim[1:]}: {figures}."

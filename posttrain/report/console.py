@@ -38,18 +38,18 @@ def table(
     """
     grid, rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), list(rows)
     for i, head in enumerate(heads):
-        left = head in words
-        folds = left or any("[" in str(row[i]) for row in rows if i < len(row))
-        grid.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=one_line or not folds)
+        is_text = head in words
+        folds = is_text or any("[" in str(row[i]) for row in rows if i < len(row))
+        grid.add_column(head, justify="left" if is_text else "right", overflow="fold", no_wrap=one_line or not folds)
     for row in rows:
         grid.add_row(*row)
     return Group("", title, grid) if title else Group(grid)
 
 
-def lines_of(of: Group) -> list[str]:
+def lines_of(drawn: Group) -> list[str]:
     """The lines of a table, none of them folded."""
     out = io.StringIO()
-    PlainConsole(file=out, width=WIDEST).print(of)
+    PlainConsole(file=out, width=WIDEST).print(drawn)
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -59,13 +59,15 @@ class PlainConsole(Console):
     Our own words get a colour as `Text(word, style=...)`.
     """
 
-    def __init__(self, **how: Any) -> None:
-        # in a notebook too: its HTML output would not be text of ours
-        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **how)
+    def __init__(self, **settings: Any) -> None:
+        # force_jupyter: a notebook gets plain text too, and not the HTML that rich would write there.
+        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **settings)
 
-    def render_str(self, text: str, **how: Any) -> Text:
+    def render_str(self, text: str, **settings: Any) -> Text:
         """Escape plain strings, printed or in a table; rich calls this before the layout."""
-        return super().render_str(visible_lines(text), **{**how, "markup": False, "emoji": False, "highlight": False})
+        return super().render_str(
+            visible_lines(text), **{**settings, "markup": False, "emoji": False, "highlight": False}
+        )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Escape all other output; control codes that rich itself writes are marked as such and kept."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
 FORMATS = (".svg", ".png", ".pdf")
 HELD_OUT = ("eval/accuracy", "eval/reward", "heldout/loss")
+"""Gauges of held-out tasks, which are read from the outcome of a stage, in the order of `_curves`."""
 DEFAULT = ("rollout/reward", "eval/accuracy")
 """The gauges that are drawn if none is named. Where some outcome is a grade, the mean held-out reward takes the place
 of the accuracy."""
@@ -119,6 +120,7 @@ def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[R
         named = {
             label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
         }
+        # As many columns as fit: about 14 letters to an inch, and the space of 6 for the line beside a name.
         columns = max(1, min(len(named), 4, int(14 * wide) // (6 + max(map(len, named)))))
         figure.legend(named.values(), named.keys(), frameon=False, fontsize=8, loc="outside upper left", ncols=columns)
     return figure

@@ -245,8 +245,8 @@ class Result:
 def _stage_line(s: StageResult) -> str:
     """The figures of a stage in one line."""
     parts = [f"{s.steps} steps in {s.seconds:.0f} s"]
-    both = [("accuracy", s.accuracy, s.before)]
-    for what, measured, before in [("reward", s.reward, s.reward_before), *both] if s.graded else both:
+    measures = [("accuracy", s.accuracy, s.before)]
+    for what, measured, before in [("reward", s.reward, s.reward_before), *measures] if s.graded else measures:
         if measured is not None:
             parts.append(
                 f"held-out {what} {interval(*measured)}" + ("" if before is None else f", before {number_text(before)}")

@@ -70,8 +70,8 @@ def score_rows(of: RunOutcome, what: str, word: str) -> list[list[str]]:
             ]
         )
     # The column of greedy answers is left out where no stage has such a figure.
-    at = HEADER.index("greedy")
-    return [row[:at] + row[at + 1 :] for row in rows] if all(row[at] == "-" for row in rows[1:]) else rows
+    i = HEADER.index("greedy")
+    return [row[:i] + row[i + 1 :] for row in rows] if all(row[i] == "-" for row in rows[1:]) else rows
 
 
 def short(mean: float, low: float, high: float, sign: str = "") -> str:
@@ -200,7 +200,7 @@ def memory_lines(of: RunOutcome) -> list[str]:
     return _by_role(title, whole, lambda x: f"{x / 2**20:,.0f}")
 
 
-def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callable[[float], str]) -> list[str]:
+def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], as_text: Callable[[float], str]) -> list[str]:
     """A line for each stage with a number for each role, the largest first.
 
     Args:
@@ -211,7 +211,7 @@ def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], said: Callab
     width = max((len(stage) for stage in known), default=0)
     out = [title] if known else []
     for stage, roles in known.items():
-        rows = [(name, said(x)) for name, x in sorted(roles.items(), key=lambda row: -row[1])]
+        rows = [(name, as_text(x)) for name, x in sorted(roles.items(), key=lambda row: -row[1])]
         text = ", ".join(f"{name} {word}" for name, word in rows if word)
         out += textwrap.wrap(text, WIDTH, initial_indent=f"  {stage:<{width}}  ", subsequent_indent=" " * (width + 4))
     return out
@@ -402,8 +402,8 @@ def show_report(console: PlainConsole, target: str, environment: str, report: Ev
     """Print one evaluation as a table."""
     rows = [("accuracy (sampled)", report.accuracy), ("accuracy (greedy)", report.greedy)]
     if report.graded:
-        right = rows if report.accuracy.prompts else []
-        rows = [("mean reward (sampled)", report.reward), ("mean reward (greedy)", report.greedy_reward), *right]
+        accuracy = rows if report.accuracy.prompts else []
+        rows = [("mean reward (sampled)", report.reward), ("mean reward (greedy)", report.greedy_reward), *accuracy]
     rows.append(("what is paid (sampled)", report.proxy))
     rows += [(f"pass@{k}", s) for k, s in report.pass_at.items()]
     cells = [(measure, str(score), str(score.prompts)) for measure, score in rows if score is not None]
@@ -411,10 +411,10 @@ def show_report(console: PlainConsole, target: str, environment: str, report: Ev
     console.print(table(f"{target} on held-out {environment}", heads, cells, words=("measure",)))
     if report.graded:
         what = "what was paid" if report.proxy is None else "what is measured and not paid"
-        at, words = report.grades.right.at, f"mean reward: {what}"
+        at, legend = report.grades.right.at, f"mean reward: {what}"
         if report.accuracy.prompts and at is not None:
-            words = f"accuracy: the share of answers with a reward of {at:g} or more (pass@1); {words}"
-        console.print(words)
+            legend = f"accuracy: the share of answers with a reward of {at:g} or more (pass@1); {legend}"
+        console.print(legend)
     console.print(
         f"{report.mean_tokens:.1f} tokens a response, {report.truncated:.1%} cut off, {report.unjudged} unjudged"
     )

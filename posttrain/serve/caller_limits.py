@@ -42,16 +42,17 @@ class CallerLimits:
     """Bodies being read or waiting to be understood at once, all together, in MiB; what would be more is refused with
     status 503."""
     header_seconds: float = 10.0
-    """The headers of a request are complete so long after its connection, or after their first byte on one that was
-    kept."""
+    """Most seconds until the headers of a request are complete: since the connection began, or since their first byte
+    on a connection that was kept."""
     body_seconds: float = 30.0
-    """The body is complete so long after the headers."""
+    """Most seconds between the headers of a request and the end of its body."""
     idle_seconds: float = 75.0
-    """A connection between two requests is kept so long."""
+    """Most seconds that a connection is kept between two requests."""
     write_seconds: float = 30.0
     """A caller that has taken no 64 KiB of what waits for it in this time is cut off, and its answers end."""
 
     def __post_init__(self) -> None:
+        # `f.type` is the text of the annotation, since annotations are postponed in this file.
         for f in fields(self):
             value, least = getattr(self, f.name), 1 if f.type == "int" else 0.01
             if not least <= value <= 1e9:

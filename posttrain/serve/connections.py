@@ -44,14 +44,14 @@ Phase = Literal["idle", "headers", "body", "answer"]
 class Connection(web.RequestHandler):
     """aiohttp's handler of one connection, with its phase and the time since it began."""
 
-    def __init__(self, listener: Listener, address: str, sock: socket.socket, **how: Any) -> None:
-        super().__init__(listener.server, **how)
+    def __init__(self, listener: Listener, address: str, sock: socket.socket, **settings: Any) -> None:
+        super().__init__(listener.server, **settings)
         self.address, self._sock = address, sock
         self.phase: Phase = "headers"
         self._clock: Callable[[], float] = self._loop.time
         self.since = self._clock()
         self._listener = listener
-        self._wire: asyncio.Transport | None = None
+        self._transport: asyncio.Transport | None = None
         self._stuck: tuple[float, int] | None = None
         """While the caller does not read fast enough: (time, bytes waiting to be written) at its last progress."""
 
@@ -77,12 +77,12 @@ class Connection(web.RequestHandler):
     def overdue(self) -> bool:
         """True if the phase has taken too long, or if the caller has sent too much ahead of our answer, so that reading
         was paused."""
-        now, limits, wire = self._clock(), self._listener.limits, self._wire
+        now, limits, transport = self._clock(), self._listener.limits, self._transport
         # A caller that reads `WRITTEN` bytes has made progress, and its time begins again. A caller that reads less in
         # `write_seconds` is cut off.
-        if self._stuck is not None and wire is not None:
+        if self._stuck is not None and transport is not None:
             when, size = self._stuck
-            unwritten = wire.get_write_buffer_size()
+            unwritten = transport.get_write_buffer_size()
             if unwritten <= size - WRITTEN:
                 self._stuck = now, unwritten
             elif now - when > limits.write_seconds:
@@ -90,20 +90,20 @@ class Connection(web.RequestHandler):
         # An answer may take as long as it needs. But if the caller sends more and more meanwhile, asyncio stops
         # reading, and would not notice that the caller has gone. Such a connection is overdue.
         if self.phase == "answer":
-            return wire is not None and not wire.is_closing() and not wire.is_reading()
+            return transport is not None and not transport.is_closing() and not transport.is_reading()
         seconds = {"idle": limits.idle_seconds, "headers": limits.header_seconds, "body": limits.body_seconds + LINGER}
         return now - self.since > seconds[self.phase]
 
     def cut(self) -> None:
         """Abort the connection; unwritten data is lost."""
         self._listener.left(self)
-        if self._wire is not None:
-            self._wire.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._wire = transport  # type: ignore[assignment]
+        self._transport = transport  # type: ignore[assignment]
         if not self._listener.holds(self):  # closed for another connection before it began
-            self._wire.abort()  # type: ignore[union-attr]
+            self._transport.abort()  # type: ignore[union-attr]
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -118,7 +118,7 @@ class Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck = self._clock(), 0 if self._wire is None else self._wire.get_write_buffer_size()
+        self._stuck = self._clock(), 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -245,10 +245,11 @@ class Listener:
         # The number is bounded, so that open connections are served too when very many callers connect at once.
         for _ in range(AT_ONCE):
             if len(self._held) >= self.most and not self._make_room():
+                # Room comes when any connection ends, and nothing tells of that: so it is looked for often.
                 self._pause(SWEEP / 10)
                 return
             try:
-                wire, whence = sock.accept()
+                wire, peer = sock.accept()
             # No connection waits any more, or the caller has gone while it waited.
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
@@ -260,7 +261,7 @@ class Listener:
                 self._make_room()
                 self._pause(SWEEP)
                 return
-            address = network(whence[0])
+            address = network(peer[0])
             if self._count[address] < self.limits.per_address or self._make_room(address):
                 self._admit(wire, address)
             else:
@@ -340,7 +341,8 @@ async def bind(host: str, port: int) -> list[socket.socket]:
             failure = error
             if error.errno == errno.EADDRINUSE:
                 break
-    # A name may have addresses that belong to other machines. They are left out, if at least one address was bound.
+    # A name may have addresses that belong to other machines. They are left out, if at least one address was bound. A
+    # port in use is an error at any address: callers would reach the other program there.
     if failure is not None and (not sockets or failure.errno == errno.EADDRINUSE):
         for sock in sockets:
             sock.close()

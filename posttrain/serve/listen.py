@@ -163,21 +163,21 @@ def banner(
     )
     yield f"serving {served.name} at {url}: {paths}"
     # A token from the environment stays out of the terminal and its logs.
-    held = f"the value of {token_env}" if token_env is not None else served.token
-    yield f"token: {held}" if served.token else "token: none; everybody on this machine is served"
+    shown_token = f"the value of {token_env}" if token_env is not None else served.token
+    yield f"token: {shown_token}" if served.token else "token: none; everybody on this machine is served"
     if not loopback(host):
         yield (
             f"note: {host} is reached from other machines, and plain HTTP shows them token and texts; put TLS in front"
             " of it"
         )
     # 0.0.0.0 and :: are no addresses that a client can ask.
-    where = url.replace(f"[{host}]", "127.0.0.1").replace(host, "127.0.0.1") if host in ("0.0.0.0", "::") else url
+    base = url.replace(f"[{host}]", "127.0.0.1").replace(host, "127.0.0.1") if host in ("0.0.0.0", "::") else url
     header = f"'Authorization: Bearer {served.token}'" if token_env is None else f'"Authorization: Bearer ${token_env}"'
     auth = f"-H {header} " if served.token else ""
     what = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     # In a shell's single quotes a quote is written '\''.
     body = json.dumps({"model": served.name, **what, "max_tokens": 32}).replace("'", r"'\''")
     yield (
-        f"try: curl {where}/{'chat/' if chat else ''}completions {auth}-H 'Content-Type: application/json' -d '{body}'"
+        f"try: curl {base}/{'chat/' if chat else ''}completions {auth}-H 'Content-Type: application/json' -d '{body}'"
     )
     yield "stop with Ctrl-C"

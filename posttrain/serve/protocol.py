@@ -306,12 +306,12 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
     # Only the first error is shown, because all of them could be longer than the request. Pydantic's places have the
     # names of our validators in them, which mean nothing to a caller and are left out.
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
     if first["type"] == "extra_forbidden":
         at_top = len(first["loc"]) == 1
-        hint = nearest(where, sorted(kind.model_fields)) if at_top else "it is not read there"
-        return Refusal(f"unknown parameter {where}: {hint}", param=where, code="unknown_parameter")
+        hint = nearest(place, sorted(kind.model_fields)) if at_top else "it is not read there"
+        return Refusal(f"unknown parameter {place}: {hint}", param=place, code="unknown_parameter")
     if first["type"] == "missing":
-        return Refusal(f"{where} is missing", param=where, code="missing_required_parameter")
+        return Refusal(f"{place} is missing", param=place, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
-    return Refusal(f"{where}: {message}" if where else message, param=where or None, code="invalid_value")
+    return Refusal(f"{place}: {message}" if place else message, param=place or None, code="invalid_value")

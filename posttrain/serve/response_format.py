@@ -113,8 +113,8 @@ def _check(schema: Any, deep: int) -> None:
             "enum and anyOf are lists that are not empty, required is a list of names, minimum and maximum are"
             " numbers, properties is an object, and additionalProperties true or false"
         )
-    for part in (*inner.values(), *schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
-        _check(part, deep - 1)
+    for subschema in (*inner.values(), *schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
+        _check(subschema, deep - 1)
 
 
 STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())

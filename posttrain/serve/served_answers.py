@@ -47,7 +47,7 @@ class TextChunk:
 
 
 class Choice:
-    """Answer `index` to one prompt."""
+    """Answer `index` to one prompt. `place`: the key of its random numbers."""
 
     def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: TokenText) -> None:
         self.index, self.prompt, self.sampling, self.place, self._words = index, ids, sampling, place, words

@@ -40,7 +40,8 @@ Disturb = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Sampled answers: prompt [E], tokens [E, T], and the sampler's log-probs [E, T]."""
+    """Sampled answers: prompt [E], tokens [E, T], and the sampler's log-probs [E, T]. For answers that nobody sampled,
+    such as demonstrations, `mu_ET` is empty."""
 
     prompt_E: Tensor
     tokens_ET: Tensor
@@ -52,7 +53,7 @@ class Answers:
 
 
 @torch.no_grad()
-def ask(policy: ToyPolicy, prompt_E: Tensor, made: torch.Generator, disturb: Disturb | None = None) -> Answers:
+def ask(policy: ToyPolicy, prompt_E: Tensor, generator: torch.Generator, disturb: Disturb | None = None) -> Answers:
     """Sample one answer for each prompt in the list, token by token."""
     tokens_ET = torch.zeros(len(prompt_E), policy.length, dtype=torch.int64)
     mu_ET = torch.zeros(len(prompt_E), policy.length, dtype=torch.float64)
@@ -61,7 +62,9 @@ def ask(policy: ToyPolicy, prompt_E: Tensor, made: torch.Generator, disturb: Dis
         logp_EV = torch.log_softmax(logits_EV if disturb is None else disturb(logits_EV), -1)
         # Inverse of the cumulative distribution: the index of the drawn token is the number of tokens whose
         # cumulative probability is below the uniform number. The clamp is for a sum that rounds to less than 1.
-        below_EV = torch.cumsum(logp_EV.exp(), -1) < torch.rand(len(prompt_E), 1, generator=made, dtype=torch.float64)
+        below_EV = torch.cumsum(logp_EV.exp(), -1) < torch.rand(
+            len(prompt_E), 1, generator=generator, dtype=torch.float64
+        )
         tokens_ET[:, t] = below_EV.sum(-1).clamp_(max=logp_EV.shape[-1] - 1)
         mu_ET[:, t] = logp_EV.gather(1, tokens_ET[:, t : t + 1])[:, 0]
     return Answers(prompt_E, tokens_ET, mu_ET)
@@ -168,13 +171,13 @@ def imitate(
     tokens_ET: Tensor,
     steps: int,
     lr: float,
-    made: torch.Generator,
+    generator: torch.Generator,
     batch: int = 128,
 ) -> None:
     """Supervised learning on these answers, `batch` of them per step. It gives a policy its prior."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
     for _ in range(steps):
-        at = torch.randint(len(prompt_E), (batch,), generator=made)
+        at = torch.randint(len(prompt_E), (batch,), generator=generator)
         logp_ET, _ = said_logp(policy, Answers(prompt_E[at], tokens_ET[at], torch.zeros(0)))
         optimizer.zero_grad()
         (-logp_ET.sum(1).mean()).backward()

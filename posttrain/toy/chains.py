@@ -42,9 +42,9 @@ class Chain:
     @cached_property
     def digits_PL(self) -> Tensor:
         """int64 [P, depth]: the numbers of each problem, all different."""
-        made = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
         # A problem is a number whose digits in base 7 are the summands, so different numbers are different problems.
-        drawn = torch.randperm(MODULUS**self.depth, generator=made)[: self.trained + HELD_OUT]
+        drawn = torch.randperm(MODULUS**self.depth, generator=generator)[: self.trained + HELD_OUT]
         return torch.stack([drawn // MODULUS**place % MODULUS for place in range(self.depth)], 1)
 
     @cached_property
@@ -58,9 +58,9 @@ class Chain:
         features = torch.nn.functional.one_hot(self.digits_PL, MODULUS).flatten(1)
         return NetworkPolicy(features, self.length, MODULUS, width, self.seed)
 
-    def batch(self, count: int, made: torch.Generator) -> Answers:
+    def batch(self, count: int, generator: torch.Generator) -> Answers:
         """Right answers to `count` of the problems that are trained on."""
-        prompt_E = torch.randint(self.trained, (count,), generator=made)
+        prompt_E = torch.randint(self.trained, (count,), generator=generator)
         return Answers(prompt_E, self.truth_PT[prompt_E], torch.zeros(0))
 
     @torch.no_grad()

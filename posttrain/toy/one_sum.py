@@ -25,10 +25,11 @@ END = 10
 def sum_policy(answer: int, skill: float) -> TabularPolicy:
     """The policy for one prompt whose answer has two digits."""
     digits = [int(d) for d in f"{answer:02d}"]
+    # Logits of -12: signs that are not written below are hardly ever said.
     table = torch.full((1, 3, len(SIGNS)), -12.0, dtype=torch.float64)
     for place, right in enumerate(digits):
         away = torch.tensor([abs(d - right) for d in range(10)], dtype=torch.float64)
-        # Shares of the remaining probability: they fall with the distance, and the right digit has none.
+        # Shares of the remaining probability: each digit further away has a fifth, and the right digit has none.
         share = torch.exp(-1.6 * (away - 1)) * (away > 0)
         table[0, place, :10] = torch.log((1 - skill) * share / share.sum() + skill * (away == 0) + 1e-9)
     table[0, 2, END] = 0.0

@@ -63,10 +63,10 @@ class NetworkPolicy(nn.Module):
 
     def __init__(self, features_PF: Tensor, length: int, vocabulary: int, hidden: int, seed: int) -> None:
         super().__init__()
-        made = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
 
         def weights(*shape: int, scale: float) -> nn.Parameter:
-            return nn.Parameter(torch.randn(*shape, generator=made, dtype=torch.float64) * scale)
+            return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64) * scale)
 
         self.features_PF, self.length = features_PF.double(), length
         self.prompt = weights(features_PF.shape[1], hidden, scale=0.5)

@@ -20,10 +20,10 @@ class PositionReader(nn.Module):
 
     def __init__(self, *, letters: int, positions: int, width: int, seed: int) -> None:
         super().__init__()
-        made = torch.Generator().manual_seed(seed)
-        self.attention = nn.Parameter(torch.randn(positions, positions, generator=made) * 0.1)
-        self.into = nn.Parameter(torch.randn(letters, width, generator=made) * 0.5)
-        self.out = nn.Parameter(torch.randn(width, letters, generator=made) * 0.5)
+        generator = torch.Generator().manual_seed(seed)
+        self.attention = nn.Parameter(torch.randn(positions, positions, generator=generator) * 0.1)
+        self.into = nn.Parameter(torch.randn(letters, width, generator=generator) * 0.5)
+        self.out = nn.Parameter(torch.randn(width, letters, generator=generator) * 0.5)
         self.bias = nn.Parameter(torch.zeros(positions, letters))
 
     def forward(self, ids: Tensor) -> Tensor:

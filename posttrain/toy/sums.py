@@ -53,20 +53,20 @@ class Sums:
 
     @cache  # noqa: B019  (worlds live as long as the program)
     def _taught(self, seed: int, hidden: int, steps: int, right: tuple[float, float]) -> NetworkPolicy:
-        made = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         policy = NetworkPolicy(self.features_PF, self.length, self.m, hidden, seed)
         prompt_E = torch.arange(self.prompts).repeat(20)
         choices = (1.0 + torch.arange(self.m, dtype=torch.float64)) ** -self.skew
-        tokens_ET = torch.multinomial(choices, len(prompt_E) * self.length, replacement=True, generator=made).reshape(
-            -1, self.length
-        )
+        tokens_ET = torch.multinomial(
+            choices, len(prompt_E) * self.length, replacement=True, generator=generator
+        ).reshape(-1, self.length)
         # Choice k becomes the token k + 1 places after the sum (modulo m), so the last and least common choice is the
         # sum itself.
         tokens_ET[:, -1] = (self.truth_P[prompt_E] + 1 + tokens_ET[:, -1]) % self.m
         # `prompt_E % 2` chooses between the shares of even and of odd prompts.
-        good_E = torch.rand(len(prompt_E), generator=made) < torch.tensor(right)[prompt_E % 2]
+        good_E = torch.rand(len(prompt_E), generator=generator) < torch.tensor(right)[prompt_E % 2]
         tokens_ET[good_E, -1] = self.truth_P[prompt_E[good_E]]
-        imitate(policy, prompt_E, tokens_ET, steps, 5e-3, made)
+        imitate(policy, prompt_E, tokens_ET, steps, 5e-3, generator)
         return policy
 
     def rewards(self, answers: Answers, g: int) -> np.ndarray:

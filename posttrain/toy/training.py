@@ -159,10 +159,11 @@ class ToyTrainer:
         start_ET = logp_of(self.policy, answers)
         gauges: Gauges = {}
         for epoch in range(self.epochs):
+            # As in `role.pack`, the first epoch keeps the order of the prompts.
             order = np.arange(groups) if epoch == 0 else self.rng.permutation(groups)
-            for part in np.array_split(order, min(self.minibatches, groups)):
+            for groups_of_part in np.array_split(order, min(self.minibatches, groups)):
                 # The answers of whole groups, sibling after sibling.
-                at = torch.as_tensor((part[:, None] * self.g + np.arange(self.g)).ravel())
+                at = torch.as_tensor((groups_of_part[:, None] * self.g + np.arange(self.g)).ravel())
                 chosen = answers.subset(at)
                 ref = None if reference_ET is None else reference_ET[at]
                 batch = batch_of(self.a, chosen, flat[at.numpy()], self.g, start_ET[at], ref, self.rng)

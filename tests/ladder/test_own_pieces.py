@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.build.request.algorithm_file import algorithm_of
+from posttrain.build.request.algorithm_file import algorithm_of, without_algorithm
 from posttrain.build.request.own_pieces import own_classes
+from posttrain.build.request.user_objects import UserObjects
 from posttrain.cli import main
 from posttrain.config.run import Reinforce
 from posttrain.ladder.algorithm import patch
@@ -526,3 +527,18 @@ def test_two_pieces_of_one_name_are_refused(tmp_path: Path) -> None:
     stages = tuple(replace(s, algorithm=patch(whole, "twice", "-", shape=(twin(),))) for s in run.stages)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="two pieces of the run's algorithms are called Middle"):
         own_classes(replace(run, stages=stages))
+
+
+def test_pieces_of_two_files_are_each_imported_from_their_own(tmp_path: Path) -> None:
+    piece = (
+        "class {0}(Shaping):\n    def words(self):\n        return 'r'\nOWN = patch(GRPO, '{0}', '-', shape=({0}(),))\n"
+    )
+    imports = "from posttrain.ladder.algorithm import patch\nfrom posttrain.ladder.policy_rows import GRPO\n"
+    imports += "from posttrain.ladder.pieces.shape import Shaping\n"
+    for name in ("One", "Two"):
+        (tmp_path / f"{name}.py").write_text(imports + piece.format(name))
+    run = recipe("grpo")
+    run = replace(run, stages=(*run.stages, replace(run.stage("rl"), name="again")))
+    words = [f"{stage}.algorithm={tmp_path / name}.py:OWN" for stage, name in (("rl", "One"), ("again", "Two"))]
+    _, objects = without_algorithm(words, UserObjects())[1].place(run)
+    assert {n.name: Path(n.file).name for n in objects.notes()} == {"One": "One.py", "Two": "Two.py"}

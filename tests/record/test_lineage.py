@@ -237,6 +237,7 @@ LINK = LineageLink(kind="run", name="x", weights="a", tokenizer="t", template="c
         [{}],
         chain([LINK] * 300),
         [{**chain([LINK])[0], "kind": "god"}],
+        [{**chain([LINK])[0], "kind": []}],
         [{**chain([LINK])[0], "weights": 3}],
         [{**chain([LINK])[0], "weights": "z"}],
         [{**chain([LINK])[0], "more": "z"}],

@@ -881,6 +881,15 @@ def test_a_run_file_of_anything_is_refused_with_its_name(tmp_path: Path, data: b
         run_reader.run_file(tmp_path)
 
 
+@pytest.mark.parametrize("lineages", [[], {"rl": 3}, {"rl": [3]}, {"rl": [{"name": "grpo", "changes": 3}]}])
+def test_a_lineage_of_anything_is_damage(tmp_path: Path, lineages: object) -> None:
+    RunFolder.create(tmp_path / "r", RUN, FACTS).close()
+    path = tmp_path / "r" / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lineages": lineages}))
+    with pytest.raises(RunFolderError, match=r"run\.json is damaged"):
+        run_reader.run_file(tmp_path / "r")
+
+
 def test_a_line_without_end_is_refused_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LONGEST_LINE", 1000)
     (tmp_path / "steps.jsonl").write_bytes(

@@ -257,6 +257,13 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         hub._unreachable(address)
 
 
+def test_an_address_that_is_no_host_name_is_said_at_once(
+    alone: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "label" in hub._unreachable("https://hub..example.com")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["hub:", "hub:a/b/c", "hub:me/two words", "hub:../x", "hub:me/.."])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="hub:USER/NAME"):

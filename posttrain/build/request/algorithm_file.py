@@ -32,13 +32,13 @@ def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
 
 def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
     """Like `algorithm_of`, but ConfigError for an algorithm that does not learn from reward."""
-    found = algorithm_of(given)
-    if not isinstance(found, Algorithm):
+    algorithm = algorithm_of(given)
+    if not isinstance(algorithm, Algorithm):
         raise ConfigError(
-            f"algorithm={found.name} learns from {learns_from(type(found))}, and recorded rollouts are judged by"
-            " reward: name one that learns from reward"
+            f"algorithm={algorithm.name} learns from {learns_from(type(algorithm))}, and recorded rollouts are judged"
+            " by reward: name one that learns from reward"
         )
-    return found
+    return algorithm
 
 
 def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
@@ -49,17 +49,17 @@ def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[li
     """
     # An override can only have names, so an algorithm of a file (a word with a colon) is handed over as an object.
     # `files`: by the stage, or '' where no stage is named, (the word, the algorithm).
-    files, rest = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
+    files, others = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
     for text in overrides:
         name, _, word = (part.strip() for part in text.partition("="))
         stage, _, setting = name.rpartition(".")
         if setting != "algorithm" or ":" not in word:
-            rest.append(text)
+            others.append(text)
         elif files.get(stage, (word,))[0] != word or (handed.algorithm is not None and not stage):
             raise ConfigError(f"{text}: an algorithm is given twice; keep one")
         else:
             files[stage] = word, algorithm_of(word)
-    return rest, replace(handed, files=files)
+    return others, replace(handed, files=files)
 
 
 def check_same(folder: Path, stored: Run, handed: UserObjects) -> None:

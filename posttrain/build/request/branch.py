@@ -64,8 +64,8 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         return replace(run, model=replace(run.model, lora=lora)), {}
     # From here on: the run begins with another run. `last` is replaced by the checkpoint's own name, since the other
     # run may go on and then has another last checkpoint.
-    folder, which = source
-    checkpoint, found = find(folder, which), run_file(folder)
+    folder, name = source
+    checkpoint, file = find(folder, name), run_file(folder)
     refuse_reward_model(
         folder,
         checkpoint.state,
@@ -74,18 +74,18 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     )
     origin = {
         "run": str(folder),
-        "identity": found.identity,
-        "recipe": found.run.recipe,
+        "identity": file.identity,
+        "recipe": file.run.recipe,
         "checkpoint": checkpoint.name,
         "version": checkpoint.state.get("version"),
         "weights": checkpoint.state.get("weights"),
-        "before": found.facts.get("branched_from"),
+        "before": file.facts.get("branched_from"),
     }
     path = str(folder / "checkpoints" / checkpoint.name)
-    there = found.run.model.lora
+    trained_lora = file.run.model.lora
     # An adapter that was trained goes on with its own settings; weights without one may get a new adapter.
-    lora = run.model.lora if there is None else goes_on(run.model.lora, there, f"model={folder}")
-    quantize = run.model.quantize if there is None else found.run.model.quantize
+    lora = run.model.lora if trained_lora is None else goes_on(run.model.lora, trained_lora, f"model={folder}")
+    quantize = run.model.quantize if trained_lora is None else file.run.model.quantize
     if run.model.quantize not in (None, quantize):
         raise ConfigError(
             f"model={folder}: its adapter was trained over weights that were held otherwise, and goes on over them."
@@ -131,15 +131,15 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     # The other run's policy is rebuilt as it was, with its own adapter and its own quantization, and its weights are
     # loaded into it. After that a new adapter may be added.
     own_adapter = before.lora
-    asked = replace(model, lora=own_adapter, quantize=before.quantize)
+    as_it_was = replace(model, lora=own_adapter, quantize=before.quantize)
     try:
         # The checkpoint has all weights that trained. The frozen ones beneath an adapter are in the run folder, if it
         # keeps them, or in the model that the run was given.
         if own_adapter is None or before.path is None or (source[0] / MODEL / BASE).exists():
-            policy = kept_in(source[0], asked, most)
+            policy = kept_in(source[0], as_it_was, most)
         else:
             check_source(f"{source[0]}: model.path", before.path)
-            policy = same_base(source[0], load_policy(replace(asked, path=before.path), None, seed, most=most))
+            policy = same_base(source[0], load_policy(replace(as_it_was, path=before.path), None, seed, most=most))
     except DataError as error:
         raise DataError(
             f"{error}. To begin with its weights, write them as a plain model first: posttrain export {source[0]}"

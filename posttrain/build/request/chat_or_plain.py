@@ -51,7 +51,7 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
         return []
     chat = not isinstance(known[0][0].prompt, str)
     was, other = ("chats", "plain text") if chat else ("plain text", "chats in the model's template")
-    how = (
+    advice = (
         "give the prompts as text (a string in the prompt column)"
         if chat
         else 'give each prompt as messages: [{"role": "user", "content": "..."}]'
@@ -59,7 +59,7 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
     return [
         f"wrong template: the prompts are written as {was}, and the model was trained on another form. Right answers"
         f" have {here.mean():.2g} nats a token after them, and {there.mean():.2g} after the same prompts as {other}."
-        f" To change it, {how}"
+        f" To change it, {advice}"
     ]
 
 

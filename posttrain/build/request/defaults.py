@@ -240,6 +240,7 @@ class Choices:
     def _longest(self) -> int | None:
         """A bound for the tokens of a sequence, since a token has at least one byte. None: not known, or not below the
         model's positions."""
+        # With tools a sequence also has their results, whose lengths the data does not show.
         if self.data is None or self.run.env.args.get("tools"):
             return None
         answers = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection | StepLabeling)]
@@ -379,15 +380,15 @@ def for_model(
     if not trained or (size is not None and size.parameters < TRAINED):
         return ModelDefaults(run) if only else _as_the_recipe(run, given, size, trained, lines, chosen)
     # A device that the user named decides the choices, also where the machine has a better one.
-    asked = run.model.device if "model.device" in given else None
-    choices = Choices(run, given, data, size, machine(asked))
-    made = {path: c for path, c in choices.made().items() if not only or {*path.split(".")[:2]} & {*only}}
-    words = [f"{path}={str(value).lower() if isinstance(value, bool) else value}" for path, (value, _) in made.items()]
+    device = run.model.device if "model.device" in given else None
+    choices = Choices(run, given, data, size, machine(device))
+    asked = {path: c for path, c in choices.made().items() if not only or {*path.split(".")[:2]} & {*only}}
+    words = [f"{path}={str(value).lower() if isinstance(value, bool) else value}" for path, (value, _) in asked.items()]
     lines += [f"settings chosen for {run.model.path} (give any of them yourself):"]
-    lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in made.items()]
+    lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in asked.items()]
     lines += [w for w in (choices.warning(),) if w]
     return ModelDefaults(
-        dotted.apply(run, words), tuple(lines), chosen | {path: why for path, (_, why) in made.items()}
+        dotted.apply(run, words), tuple(lines), chosen | {path: why for path, (_, why) in asked.items()}
     )
 
 
@@ -397,13 +398,13 @@ def _as_the_recipe(
     """The run with the settings of the recipe. A larger model that a run built gets the learning rates of its size."""
     about = "" if size is None else f"about {float(f'{size.parameters:.2g}'):,.0f} parameters"
     if size is not None and size.parameters >= TRAINED:
-        asked = [s for s in run.stages if type(s) in LR]
-        rates = {f"{s.name}.optimizer.lr": learning_rate(type(s), size.parameters) for s in asked}
-        made = {path: c for path, c in rates.items() if path not in given}
+        stages = [s for s in run.stages if type(s) in LR]
+        rates = {f"{s.name}.optimizer.lr": learning_rate(type(s), size.parameters) for s in stages}
+        free = {path: c for path, c in rates.items() if path not in given}
         lines += [f"settings: those of the recipe, because a run built the model; by its {about}:"]
-        lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in made.items()]
-        words = [f"{path}={value}" for path, (value, _) in made.items()]
-        return ModelDefaults(dotted.apply(run, words), tuple(lines), chosen | {p: why for p, (_, why) in made.items()})
+        lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in free.items()]
+        words = [f"{path}={value}" for path, (value, _) in free.items()]
+        return ModelDefaults(dotted.apply(run, words), tuple(lines), chosen | {p: why for p, (_, why) in free.items()})
     why = f"it has {about}" if trained or about else "a run built it"
     lines.append(f"settings: those of the recipe, because the model is as small as its own ({why})")
     return ModelDefaults(run, tuple(lines), chosen)
@@ -419,10 +420,10 @@ def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:
     if not {"model", "model.path"} & {key.strip() for key, _, _ in words}:
         return []
     given = given_paths(run, overrides)
-    asked = {".".join(dotted.address(run, k.strip(), w.strip())): w.strip() for k, _, w in words}
+    by_path = {".".join(dotted.address(run, k.strip(), w.strip())): w.strip() for k, _, w in words}
     out: list[str] = []
     for s in run.stages:
-        cut = asked.get(f"{s.name}.minibatches", "")
+        cut = by_path.get(f"{s.name}.minibatches", "")
         if isinstance(s, Reinforce) and f"{s.name}.prompts" not in given and cut.isdecimal() and int(cut):
             out.append(f"{s.name}.prompts={-(-s.prompts // int(cut)) * int(cut)}")
     return out

@@ -141,20 +141,20 @@ def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -
     """
     if [s.name for s in old.stages] != [s.name for s in new.stages]:
         raise ConfigError(f"a run goes on with the stages it was begun with.\n{_branch(folder, old, words)}")
-    made = changes(old, new)
-    for c in made:
+    edits = changes(old, new)
+    for c in edits:
         if c.field in ALLOWED:
             continue
         # The reason of the field, else that of its class, else one that is true of every setting.
         why = REFUSED.get(c.field) or REFUSED.get(c.field.partition(".")[0]) or "the steps so far were taken with it"
         # The message names the override as the user wrote it: it may be a short key (`clip.high`), or change several
         # fields.
-        said = next((w for w in words if c.path in _alone(old, w)), f"{c.path}={c.after}")
+        override = next((w for w in words if c.path in _alone(old, w)), f"{c.path}={c.after}")
         raise ConfigError(
-            f"{said} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
-            f"{_branch(folder, old, list(dict.fromkeys((*words, said))), c.path)}"
+            f"{override} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
+            f"{_branch(folder, old, list(dict.fromkeys((*words, override))), c.path)}"
         )
-    return made
+    return edits
 
 
 def _alone(run: Run, word: str) -> set[str]:
@@ -172,11 +172,11 @@ def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str
     """
     names = [s.name for s in run.stages]
     stage_of_path = path.partition(".")[0]
-    before = names[: names.index(stage_of_path) if stage_of_path in names else len(names) - 1]
-    left = [f"{name}=none" for name in before if f"{name}=none" not in words]
+    stages_before = names[: names.index(stage_of_path) if stage_of_path in names else len(names) - 1]
+    left_out = [f"{name}=none" for name in stages_before if f"{name}=none" not in words]
     return (
         "A new run may begin with its weights and change anything:\n"
-        f"  {command_line('run', run.recipe, f'model={folder}', *left, *words)}"
+        f"  {command_line('run', run.recipe, f'model={folder}', *left_out, *words)}"
     )
 
 
@@ -212,11 +212,11 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
     Raises:
         ConfigError: a change is not allowed, or comes too late: the stage ended before, or has taken more steps.
     """
-    made = check_changes(book.folder, book.run, new)
+    edits = check_changes(book.folder, book.run, new)
     if checkpoint is None:
-        return ResumedRun(new, made, None, None, 0)
+        return ResumedRun(new, edits, None, None, 0)
     state: dict[str, Any] = dict(checkpoint.state)
-    done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in made if c.field in LENGTH}
+    done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in edits if c.field in LENGTH}
     # Three cases. The running stage gets another length. Or the last stage of a finished run is opened again. Any other
     # stage that is over cannot be longer, since later stages began with its weights.
     over, last = [s for s in new.stages[:done] if s.name in longer], new.stages[-1]
@@ -234,11 +234,11 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         # The running stage met a stop condition in its last step before the checkpoint, and is now made longer.
         if running.get("ended") and new.stages[done].name in longer:
             state["running"] = {**running, **GOES_ON}
-        return ResumedRun(new, made, state, None, step)
-    return _reopened(book, checkpoint, new, made)
+        return ResumedRun(new, edits, state, None, step)
+    return _reopened(book, checkpoint, new, edits)
 
 
-def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, made: tuple[Change, ...]) -> ResumedRun:
+def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, edits: tuple[Change, ...]) -> ResumedRun:
     """The extension of a finished run whose last stage goes on."""
     last = new.stages[-1]
     reopening: Any = checkpoint.state.get("reopening")
@@ -259,12 +259,12 @@ def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, made: tuple[Cha
         step = int(running["step"])
     _enough_steps(book.folder, last, step, allow_equal=False)
     # Without this check the run would be opened, take no step, and be finished again.
-    if why := _ended_still(last, running, made):
+    if why := _ended_still(last, running, edits):
         raise ConfigError(why)
     state["running"] = {**running, **(GOES_ON if running.get("ended") else {})}
     with damage_is_named(f"{checkpoint.folder}/state.json"):
         gauges = {name: Gauge(float(total), float(n)) for name, (total, n) in reopening["gauges"].items()}
-    return ResumedRun(new, made, state, gauges, step)
+    return ResumedRun(new, edits, state, gauges, step)
 
 
 def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> None:
@@ -277,10 +277,10 @@ def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> N
     )
 
 
-def _ended_still(stage: Stage, running: Mapping[str, Any], made: Sequence[Change]) -> str:
+def _ended_still(stage: Stage, running: Mapping[str, Any], edits: Sequence[Change]) -> str:
     """Returns the reason why the stage would end again at once, by the time, target or rounds that ended it; else
     ''."""
-    changed = {c.field for c in made}
+    changed = {c.field for c in edits}
     seconds = float(running.get("seconds", 0.0))
     if stage.wall_time is not None and seconds >= stage.wall_time:
         return (
@@ -314,8 +314,8 @@ def history_entry(e: ResumedRun, edited: Sequence[str]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """The value of a setting as run.json keeps it: a scalar or a list as it is, any other value as text."""
     # JSON has no infinity, so it becomes text.
-    known = isinstance(value, SCALARS) and value not in (math.inf, -math.inf)
-    return list(value) if isinstance(value, tuple) else value if known else str(value)
+    as_it_is = isinstance(value, SCALARS) and value not in (math.inf, -math.inf)
+    return list(value) if isinstance(value, tuple) else value if as_it_is else str(value)
 
 
 def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Checkpoint | None:
@@ -341,8 +341,8 @@ def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run)
         return
     # The user's note has what the user allowed before, and what this command adds, since the user wrote it. What the
     # folder asked for without permission does not get into the note.
-    known = {a.digest for a in asks(old)}
-    allowed: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in known]
+    asked_before = {a.digest for a in asks(old)}
+    allowed: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in asked_before]
     written = run_file(folder)
     allowed += [a for a in piece_asks(own_pieces(written.facts)) if a.digest in before.asked]
     provenance.remember(written.identity or "", written.digest, allowed)

@@ -81,9 +81,9 @@ def _config(folder: Path, path: str) -> dict[str, Any] | None:
     """config.json as an object; None where it cannot be read. For a hub id only this one file is fetched."""
     file = folder / "config.json"
     if not folder.is_dir():
-        if folder.exists() or (found := _fetched(path)) is None:
+        if folder.exists() or (fetched := _fetched(path)) is None:
             return None
-        file = found
+        file = fetched
     try:
         return read_untrusted.parse_object(
             read_untrusted.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError
@@ -97,8 +97,8 @@ def _fetched(path: str) -> Path | None:
     import huggingface_hub as hub
 
     try:
-        known = hub.try_to_load_from_cache(path, "config.json")
-        return Path(known if isinstance(known, str) else hub.hf_hub_download(path, "config.json", etag_timeout=5))
+        cached = hub.try_to_load_from_cache(path, "config.json")
+        return Path(cached if isinstance(cached, str) else hub.hf_hub_download(path, "config.json", etag_timeout=5))
     except Exception:  # the network, the hub, a name that is no id: loading the model says which
         return None
 
@@ -198,10 +198,11 @@ def machine(asked: str | None = None) -> Machine:
 
     device, why = (asked, "") if asked is not None else best_device(_seen(torch))
     if device.startswith("cuda") and torch.cuda.is_available():
-        which = torch.device(device).index or 0
-        memory = torch.cuda.get_device_properties(which).total_memory / GIB
-        why = f"one GPU: {torch.cuda.get_device_name(which)}, {memory:.0f} GiB"
+        index = torch.device(device).index or 0
+        memory = torch.cuda.get_device_properties(index).total_memory / GIB
+        why = f"one GPU: {torch.cuda.get_device_name(index)}, {memory:.0f} GiB"
         return Machine(device=device, why=why, memory=memory, cores=cores())
+    # A system without `sysconf`, such as Windows, does not say: 16 GiB are assumed.
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
     return Machine(device=device, why=why, memory=pages / GIB, cores=cores())
 

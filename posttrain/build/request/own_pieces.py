@@ -31,20 +31,22 @@ def own_classes(run: Run) -> dict[str, type]:
     Raises:
         ConfigError: two of them have one name, or there are too many.
     """
-    algorithms = [a for own in algorithms_of(run.stages).values() for a in own.lineage()]
+    algorithms = [a for algorithm in algorithms_of(run.stages).values() for a in algorithm.lineage()]
     classes = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
-    own: dict[str, type] = {}
+    by_name: dict[str, type] = {}
     for c in classes:
         if c.__module__.startswith("posttrain."):
             continue
-        if own.setdefault(c.__name__, c) is not c:
+        if by_name.setdefault(c.__name__, c) is not c:
             raise ConfigError(
                 f"two pieces of the run's algorithms are called {c.__name__}, and run.json tells them by their names:"
                 " rename one"
             )
-    if len(own) > MOST_PIECES:
-        raise ConfigError(f"the run's algorithms have {len(own)} pieces of your own; at most {MOST_PIECES} are kept")
-    return own
+    if len(by_name) > MOST_PIECES:
+        raise ConfigError(
+            f"the run's algorithms have {len(by_name)} pieces of your own; at most {MOST_PIECES} are kept"
+        )
+    return by_name
 
 
 def algorithm_module(path: Path) -> ModuleType:
@@ -91,14 +93,14 @@ def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
         # `files` has the imported file and the file of the class, which may be a module beside it. All are compared
         # before anything is imported.
         for name, digest in p.files.items():
-            there = Path(name).is_file()
-            if there and file_digest(Path(name)) == digest:
+            exists = Path(name).is_file()
+            if exists and file_digest(Path(name)) == digest:
                 continue
             raise ConfigError(
                 f"{folder}: the algorithm of this run has the piece {p.name} of {name}, and that file"
-                f" {'was changed since the run was begun' if there else 'is not there'}. Put it back as it was. To go"
-                f" on with the run with what {'it is now' if there else 'another file has'}, name it:"
-                f" {_again(folder, p.file if there else 'mine.py')}"
+                f" {'was changed since the run was begun' if exists else 'is not there'}. Put it back as it was. To go"
+                f" on with the run with what {'it is now' if exists else 'another file has'}, name it:"
+                f" {_again(folder, p.file if exists else 'mine.py')}"
             )
 
 

@@ -49,11 +49,11 @@ def _rows(rows: Any, split: str) -> Iterable[Any]:
     if hasattr(rows, "column_names") and hasattr(rows, "to_list"):  # a data set
         return rows
     if isinstance(rows, Mapping):
-        several = cast("Mapping[str, Any]", rows)
-        if any(hasattr(v, "column_names") for v in several.values()):  # its splits
-            if split not in several:
-                raise ConfigError(f"prompts: no split {split!r}: {nearest(split, list(several))}")
-            return several[split]
+        mapping = cast("Mapping[str, Any]", rows)
+        if any(hasattr(v, "column_names") for v in mapping.values()):  # its splits
+            if split not in mapping:
+                raise ConfigError(f"prompts: no split {split!r}: {nearest(split, list(mapping))}")
+            return mapping[split]
         raise ConfigError(f"prompts: a dict is one row; give {WANTED}")
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a data frame
         return _frame(rows)
@@ -85,6 +85,7 @@ def _plain(value: Any, place: str, depth: int = 0) -> Any:
         return value
     if isinstance(value, Mapping):
         inner = cast("Mapping[Any, Any]", value)
+        # The place names five keys at most, so that a message stays short in a deep value.
         return {str(k): _plain(v, f"{place}.{k}" if depth < 5 else place, depth + 1) for k, v in inner.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, place, depth + 1) for v in cast("list[Any]", value)]

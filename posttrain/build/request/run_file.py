@@ -52,8 +52,8 @@ class _Dumper(yaml.SafeDumper):
 
 # The forms of scalars that are no text. PyYAML looks at a scalar's first letter to find the forms that it may have. In
 # the third column these letters are listed, and \0 stands for the empty scalar, which PyYAML lists under "". Both
-# classes get the same forms, so that a written value is read back as the same value.   bool: true, False   int: 42, -7
-# float: 1e-6, .5, 3., -.inf, .nan   null: ~, null, and an empty scalar
+# classes get the same forms, so that a written value is read back as the same value. Examples:
+#     bool: true, False   int: 42, -7   float: 1e-6, .5, 3., -.inf, .nan   null: ~, null, and an empty scalar
 for _tag, _form, _first in (
     ("bool", r"true|false|True|False", "tfTF"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
@@ -95,8 +95,8 @@ def _document(run: Run, named: Mapping[str, AnyAlgorithm]) -> dict[str, Any]:
     stages: dict[str, Any] = {}
     for stage, plain in zip(run.stages, data["stages"], strict=True):
         body = {k: v for k, v in plain.items() if k != "name"}
-        if isinstance(found := getattr(stage, "algorithm", None), AnyAlgorithm):
-            body["algorithm"] = _short(found, body["algorithm"], named)
+        if isinstance(algorithm := getattr(stage, "algorithm", None), AnyAlgorithm):
+            body["algorithm"] = _short(algorithm, body["algorithm"], named)
         stages[stage.name] = body
     return {**data, "stages": stages}
 
@@ -122,24 +122,25 @@ def _name(a: Any, named: Mapping[str, AnyAlgorithm]) -> str | None:
 def _lines(
     data: dict[str, Any], base: Any, indent: str, reasons: Mapping[str, str], path: tuple[str, ...]
 ) -> list[str]:
-    """The lines of a mapping. `base`: the same mapping of the recipe, or ... where it has none; `path`: keys above
-    it."""
+    """The lines of a mapping. `base`: the same mapping of the recipe; None or ... where values are compared with
+    nothing, as in elements of lists. `path`: keys above it."""
     lines: list[str] = []
     for key, value in data.items():
         before = cast("dict[str, Any]", base).get(key, ...) if isinstance(base, dict) else ...
-        here = (*path, key)
+        key_path = (*path, key)
         name = _scalar(key)
+        # `{"float": "inf"}` is a number (`_finite`), and no group of settings.
         if isinstance(value, dict) and value and value.keys() != {"float"}:
             lines.append(f"{indent}{name}:")
-            lines += _lines(cast("dict[str, Any]", value), before, f"{indent}  ", reasons, here)
+            lines += _lines(cast("dict[str, Any]", value), before, f"{indent}  ", reasons, key_path)
         elif isinstance(value, list) and any(isinstance(x, dict) for x in cast("list[Any]", value)):
             lines.append(f"{indent}{name}:")
             for item in cast("list[Any]", value):
                 # The first line of an element stands behind the dash, the others below it.
-                inner = _lines(item, None, f"{indent}    ", reasons, here)
+                inner = _lines(item, None, f"{indent}    ", reasons, key_path)
                 lines += [f"{indent}  - {inner[0].strip()}", *inner[1:]]
         else:
-            dotted = ".".join(here[1:] if here[0] == "stages" else here)
+            dotted = ".".join(key_path[1:] if key_path[0] == "stages" else key_path)
             comments = [f"was {_scalar(before)}"] if base is not None and before is not ... and before != value else []
             comments += [reasons[dotted]] if dotted in reasons else []
             lines.append(f"{indent}{name}: {_scalar(value)}" + (f"  # {'; '.join(comments)}" if comments else ""))
@@ -218,11 +219,11 @@ def _algorithm(data: Any, path: str, declared: type) -> Any:
     table = cast("dict[str, Any]", data)
     if "base" not in table:
         return dataclass_json.build(declared, table, path)
-    parent, known, named = _base(table["base"], path, declared), dataclass_json.hints(declared), choices(declared)
+    parent, types, names = _base(table["base"], path, declared), dataclass_json.hints(declared), choices(declared)
     for name in table:
-        if name != "base" and name not in named:
-            raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, named)}")
-    wanted = {n: dataclass_json.build(known[n], v, f"{path}.{n}") for n, v in table.items() if n != "base"}
+        if name != "base" and name not in names:
+            raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, names)}")
+    wanted = {n: dataclass_json.build(types[n], v, f"{path}.{n}") for n, v in table.items() if n != "base"}
     # A choice that equals the parent's is no change. Without a change the algorithm keeps the parent's name.
     changes = {n: v for n, v in wanted.items() if getattr(parent, n) != v}
     return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent

@@ -140,6 +140,7 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             # Passes are converted into steps here, where the number of tasks and the batch are known. A resumed run has
             # its steps already.
             asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
+        # Once more, now with the settings that were chosen for the model, such as its device.
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)
         asked = replace(asked, quiet=options.quiet, ranks=options.ranks, on_step=options.on_step)
@@ -165,6 +166,7 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
         )
     if options.out is not None:
         RunFolder.refuse(options.out)
+    # No command can repeat a run with objects of a program, so its words are not recorded.
     words = asked_words(recipe, overrides) if options.handed == UserObjects() else {}
     overrides, handed = without_algorithm(overrides, options.handed)
     base, objects = handed.place(run_of(recipe))
@@ -172,12 +174,12 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     # `room` only has settings that the user left open, so no setting is given twice.
     run, origin = pinned(dotted.apply(base, [*room, *overrides]))
     objects = replace(objects, pieces=own_classes(run))  # overrides may have named others than the base has
-    own = given_paths(base, overrides) | handed.paths
+    user_paths = given_paths(base, overrides) | handed.paths
     if isinstance(recipe, str) and is_yaml(recipe):
-        permit_file(recipe, run, own, options.trust)
+        permit_file(recipe, run, user_paths, options.trust)
     out = Path(options.out) if options.out else None
     about = {**words, **origin, **recorded(objects)}
-    given = own if is_recipe(recipe) else None
+    given = user_paths if is_recipe(recipe) else None
     run, unjudged = without_answers(run, given or (), objects)
     notes = (*object_notes(objects), *unjudged)
     return RunRequest(run=run, out=out, notes=notes, recorded=about, given=given, objects=objects)
@@ -216,17 +218,17 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     check_same(folder, stored, handed)
     check_changes(folder, stored, run, overrides)
     objects = given_again(folder, handed)
-    taken = accepted(folder, changed_files(folder, run), options.accept_changed)
+    inputs = accepted(folder, changed_files(folder, run), options.accept_changed)
     # From here on this process has the lock of the folder, so after an error the book must be closed.
     book, checkpoint = RunFolder.open_for_resume(Path(options.resume))
     try:
-        longer = replace(extension(book, checkpoint, run), inputs=taken) if overrides or taken else None
+        longer = replace(extension(book, checkpoint, run), inputs=inputs) if overrides or inputs else None
     except BaseException:
         book.close()
         raise
     notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))
-    notes = (*notes, *input_notes(folder, taken))
-    if longer is None or not (longer.changes or taken):
+    notes = (*notes, *input_notes(folder, inputs))
+    if longer is None or not (longer.changes or inputs):
         return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects)
     notes = (*notes, *longer.lines)
     return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects, longer=longer)
@@ -244,10 +246,10 @@ def same_tasks(
     if book is None:
         return asked
     changed = changed_tasks(book.folder, run, {s.name: others.get(s.name, environment) for s in run.stages})
-    if not (taken := accepted(book.folder, changed, accept)):
+    if not (inputs := accepted(book.folder, changed, accept)):
         return asked
     longer = asked.longer or extension(book, asked.checkpoint, run)
-    return replace(asked, longer=replace(longer, inputs={**longer.inputs, **taken}))
+    return replace(asked, longer=replace(longer, inputs={**longer.inputs, **inputs}))
 
 
 def check_early(run: Run, own: Path | None = None) -> None:

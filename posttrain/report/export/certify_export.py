@@ -98,38 +98,38 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
         DataError: it cannot be read back at all.
     """
     began, policy = time.perf_counter(), learner.policy
-    again = reload(written, policy, exported.base)
-    comparable = _comparable(policy, again, bool(exported.base))
+    reread = reload(written, policy, exported.base)
+    comparable = _comparable(policy, reread, bool(exported.base))
     rows = policy.module.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     # Prompts of the run's own record come first: they have the words and templates that matter to its user.
     recorded = recorded_prompts(exported.folder, int(rows), policy.context)  # type: ignore[arg-type]
     prompts = recorded or generated_prompts(policy.tokenizer, int(rows), policy.context)  # type: ignore[arg-type]
     compared = [
-        _equal("tokenizer", len(policy.tokenizer), "tokens", policy.tokenizer_digest, again.tokenizer_digest),
-        _equal("chat template", 1, "template", policy.template_digest, again.template_digest),
-        _same_ids(policy, again, prompts, exported.history, "recorded" if recorded else "generated"),
-        _equal("stop tokens", len(policy.stop_ids), "ids", sorted(policy.stop_ids), sorted(again.stop_ids)),
+        _equal("tokenizer", len(policy.tokenizer), "tokens", policy.tokenizer_digest, reread.tokenizer_digest),
+        _equal("chat template", 1, "template", policy.template_digest, reread.template_digest),
+        _same_ids(policy, reread, prompts, exported.history, "recorded" if recorded else "generated"),
+        _equal("stop tokens", len(policy.stop_ids), "ids", sorted(policy.stop_ids), sorted(reread.stop_ids)),
         _from_checkpoint(learner, exported),
         *_fingerprint(learner, exported),
         _same_record(learner, exported, str(policy.dtype).removeprefix("torch.")),
-        _same_weights(comparable, again, bool(exported.base)),
+        _same_weights(comparable, reread, bool(exported.base)),
     ]
     # With another vocabulary the answers cannot be computed on both sides. Then the comparison of the weights has
     # found the difference already.
-    if _same_shapes(policy, again):
-        compared += _same_words(policy, learner, again, prompts)
+    if _same_shapes(policy, reread):
+        compared += _same_words(policy, learner, reread, prompts)
     return ExportCertificate(
         made=exported.made,
         run=exported.identity,
         checkpoint=exported.checkpoint.name,
         comparisons=tuple(compared),
-        weights=fingerprint(named_tensors(again.inner)),
-        tokenizer=again.tokenizer_digest,
-        template=again.template_digest,
+        weights=fingerprint(named_tensors(reread.inner)),
+        tokenizer=reread.tokenizer_digest,
+        template=reread.template_digest,
         dtype=str(policy.dtype).removeprefix("torch."),
         versions=_versions(bool(exported.base)),
         seconds=round(time.perf_counter() - began, 3),
-        second_copy=sum(t.numel() * t.element_size() for _, t in named_tensors(again.inner)),
+        second_copy=sum(t.numel() * t.element_size() for _, t in named_tensors(reread.inner)),
     )
 
 
@@ -148,13 +148,13 @@ def _equal(what: str, count: int, unit: str, ours: Any, theirs: Any) -> ExportCo
 
 
 def _same_ids(
-    policy: Policy, again: ReloadedModel, prompts: Sequence[ComparedPrompt], history: History, source: str
+    policy: Policy, reread: ReloadedModel, prompts: Sequence[ComparedPrompt], history: History, source: str
 ) -> ExportComparison:
     """The prompts, rendered with the tokenizer and template that were read back, give the run's ids."""
     compared, as_read, unlike = 0, 0, ""
     for p in prompts:
         ours = rendered(policy.tokenizer, policy.stop_ids, history, p.prompt)
-        theirs = rendered(again.tokenizer, policy.stop_ids, history, p.prompt)
+        theirs = rendered(reread.tokenizer, policy.stop_ids, history, p.prompt)
         # The run's own tokenizer cannot render the prompt: the record lacks a part of what it was made from.
         if isinstance(ours, str):
             continue
@@ -246,7 +246,7 @@ def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> Expor
     return ExportComparison(what, len(recorded), "tokens", unlike, gap.worst, bound.worst, {"mean": gap.mean})
 
 
-def _comparable(policy: Policy, again: ReloadedModel, alone: bool) -> Policy:
+def _comparable(policy: Policy, reread: ReloadedModel, alone: bool) -> Policy:
     """The policy with the tensors that were written.
 
     They differ from the policy's own where its base weights are held in few bits (`model.quantize`). A merged export
@@ -257,14 +257,14 @@ def _comparable(policy: Policy, again: ReloadedModel, alone: bool) -> Policy:
     if kind is None:
         return policy
     if alone:
-        quantise(again.inner, kind)  # type: ignore[arg-type]
+        quantise(reread.inner, kind)  # type: ignore[arg-type]
         return policy
     plain = policy.clone()
     make_float(plain.module, policy.dtype)
     return plain
 
 
-def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportComparison:
+def _same_weights(policy: Policy, reread: ReloadedModel, alone: bool) -> ExportComparison:
     """The tensors that were read back are those of the policy, bit for bit.
 
     Where an adapter was merged, the layers with an adapter must compute what they computed unmerged, up to rounding,
@@ -273,7 +273,7 @@ def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportCo
     Args:
         alone: whether an adapter was written alone.
     """
-    theirs = dict(named_tensors(again.inner))
+    theirs = dict(named_tensors(reread.inner))
     # Without a merge nothing was computed, so every bit must be the same.
     if policy.lora is None or alone:
         ours = dict(named_tensors(policy.module))
@@ -283,9 +283,10 @@ def _same_weights(policy: Policy, again: ReloadedModel, alone: bool) -> ExportCo
     unmerged = {n: t for n, t in adapter_modules.base_tensors(policy.module).items() if n not in merged}
     others = _equal_tensors("weights read back", unmerged, {n: t for n, t in theirs.items() if n not in merged})
     # The error of a merged layer is told as a share of what rounding allows, so 1 is the bound.
-    errors = {n: adapter_modules.merge_error(part, again.inner.get_submodule(n)) for n, part in layers.items()}  # type: ignore[arg-type]
+    errors = {n: adapter_modules.merge_error(part, reread.inner.get_submodule(n)) for n, part in layers.items()}  # type: ignore[arg-type]
     worst = max(errors, key=errors.__getitem__)
     unlike = others.unlike
+    # `not <=` and not `>`, so that NaN is no pass.
     if not unlike and not errors[worst] <= 1:
         unlike = (
             f"{worst} is not the run's layer with its adapter merged once ({errors[worst]:.3g} times what rounding"
@@ -306,9 +307,9 @@ def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[
     return ExportComparison(what, len(ours), "tensors", f"{first_unlike(wrong)} differ from the run" if wrong else "")
 
 
-def _same_shapes(policy: Policy, again: ReloadedModel) -> bool:
+def _same_shapes(policy: Policy, reread: ReloadedModel) -> bool:
     """True where the two models have the same vocabulary, so that their answers can be compared."""
-    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (policy.module, again.inner))  # type: ignore[union-attr,operator]
+    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (policy.module, reread.inner))  # type: ignore[union-attr,operator]
     return bool(ours == theirs)
 
 
@@ -316,7 +317,7 @@ def _same_shapes(policy: Policy, again: ReloadedModel) -> bool:
 
 
 def _same_words(
-    policy: Policy, learner: HFLearner, again: ReloadedModel, prompts: Sequence[ComparedPrompt]
+    policy: Policy, learner: HFLearner, reread: ReloadedModel, prompts: Sequence[ComparedPrompt]
 ) -> list[ExportComparison]:
     """Compares greedy answers and log-probs.
 
@@ -327,10 +328,10 @@ def _same_words(
     most = max(1, min(ANSWER, policy.context // 2))
     # The last tokens of a long prompt: the answer must fit behind them.
     starts = [p.ids[-min(LONGEST, policy.context - most) :] for p in prompts]
-    answers = [again.answer(ids, most) for ids in starts]
-    whole = [np.concatenate([a, b]).astype(np.int32) for a, b in zip(starts, answers, strict=True)]
-    packed = Packed.of([_scored(ids) for ids in whole])
-    theirs = np.concatenate([again.score(ids) for ids in whole])
+    answers = [reread.answer(ids, most) for ids in starts]
+    sequences = [np.concatenate([a, b]).astype(np.int32) for a, b in zip(starts, answers, strict=True)]
+    packed = Packed.of([_scored(ids) for ids in sequences])
+    theirs = np.concatenate([reread.score(ids) for ids in sequences])
     ours = learner.score(packed)
     dtype, gap = str(policy.dtype).removeprefix("torch."), Gap.of(theirs, ours)
     # At temperature 1, at which both sides score.
@@ -375,14 +376,14 @@ def _same_answers(
     """
     # One pass gives the most probable token after every beginning of the answer, so nothing is generated here.
     top, logp = learner.top(packed, 1), learner.score(packed)
-    counts, unlike, ties, at = 0, "", 0, 0
+    compared, unlike, ties, at = 0, "", 0, 0
     for start, answer in zip(starts, answers, strict=True):
         # Scored tokens are all but the first of each sequence; those of the answer come after the prompt's.
         of_answer = slice(at + len(start) - 1, at + len(start) - 1 + len(answer))
         at += len(start) + len(answer) - 1
-        counts += len(answer)
+        compared += len(answer)
         behind = top.logp[of_answer, 0] - logp[of_answer]
-        # Another token than the run's most probable one, and less probable by more than rounding explains.
+        # Another token than the run's most probable one, and less probable by more than rounding explains, or by NaN.
         differs = (top.ids[of_answer, 0] != answer) & ~(np.abs(behind) <= bound)
         ties += int((top.ids[of_answer, 0] != answer).sum() - differs.sum())
         if not unlike and differs.any():
@@ -394,4 +395,4 @@ def _same_answers(
         # An answer that was read back must end where the run would end it.
         if not unlike and np.isin(answer[:-1], stop_ids).any():
             unlike = "an answer goes on after a stop token of the run"
-    return ExportComparison("greedy answers", counts, "tokens", unlike, notes={"ties": ties, "answers": len(answers)})
+    return ExportComparison("greedy answers", compared, "tokens", unlike, notes={"ties": ties, "answers": len(answers)})

@@ -125,8 +125,8 @@ def _reward_model(
         results: Any = checkpoint.state.get("results", ())
         agreement = next((r.get("agreement") for r in reversed(results) if r.get("name") == stage.name), None)
         # What was measured of the weights says nothing of their average.
-        known = None if agreement is None or choice.ema else tuple(agreement)
-        return reward_card(name, stage.shape, forms[0], known)
+        measured = None if agreement is None or choice.ema else tuple(agreement)
+        return reward_card(name, stage.shape, forms[0], measured)
 
     return _placed(target, checkpoint, links, write, card)
 
@@ -143,7 +143,7 @@ def _placed(
     Args:
         links: the lineage of the weights, up to the checkpoint.
         write: fills a folder and returns its certificate.
-        card: makes the README from the lineage.
+        card: makes the README from the lineage. It is called after `write`.
     """
     target.mkdir(parents=True, exist_ok=True)
     # A refusal of an earlier attempt says nothing about this one.
@@ -161,7 +161,7 @@ def _placed(
             check_links(links, RunFolderError)
             write_exported(staged, links)
             (staged / "README.md").write_text(card(links), encoding="utf-8")
-            share(staged)
+            share(staged)  # libraries write files that only this user may read
             _into_place(staged, target, certificate)
     # Also where the user interrupts it: no half of a model may stay.
     except BaseException as error:

@@ -117,7 +117,7 @@ def sequences(policy: Policy) -> list[Segment]:
 
 
 @torch.no_grad()
-def _by_transformers(written: Path, said: list[Segment], policy: Policy) -> tuple[Any, dict[str, np.ndarray]]:
+def _by_transformers(written: Path, segments: list[Segment], policy: Policy) -> tuple[Any, dict[str, np.ndarray]]:
     """(the model, its scores by the side of the padding).
 
     Models that take positions get those that the tokens have without padding.
@@ -130,7 +130,7 @@ def _by_transformers(written: Path, said: list[Segment], policy: Policy) -> tupl
     # Both sides of padding: a head that reads the last place of a padded batch is wrong on one of them.
     for side in ("right", "left"):
         tokenizer.padding_side = side
-        batch = tokenizer.pad({"input_ids": [s.ids.tolist() for s in said]}, return_tensors="pt").to(policy.device)
+        batch = tokenizer.pad({"input_ids": [s.ids.tolist() for s in segments]}, return_tensors="pt").to(policy.device)
         mask = batch["attention_mask"]
         inputs = {"input_ids": batch["input_ids"], "attention_mask": mask}
         # Positions count real tokens only, as they would without padding.

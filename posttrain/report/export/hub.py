@@ -122,8 +122,8 @@ def _unreachable(address: str) -> str:
         try:
             socket.create_connection((host, port), timeout=SECONDS).close()
             outcome.append("")
-        except OSError as error:
-            outcome.append(error.strerror or str(error))
+        except (OSError, UnicodeError) as error:  # UnicodeError: a text that is no host name, such as a..b
+            outcome.append(getattr(error, "strerror", None) or str(error))
 
     thread = threading.Thread(target=connect, daemon=True)  # a lookup of names has no time limit of its own
     thread.start()

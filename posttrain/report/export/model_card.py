@@ -138,9 +138,9 @@ def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage) -> H
     # An evaluation before the first step has no line in the record. It measured the weights that the stage began with.
     measured = version.get((file.stage, file.index), version.get(_end_before(run, record, file.stage), 0))
     exported = version.get((stage.name, last), version.get(_end_before(run, record, stage.name), 0))
-    of, episodes = measurement(file), Counter(r.episode.task.id for r in read_episodes(file.path))
+    figures, episodes = measurement(file), Counter(r.episode.task.id for r in read_episodes(file.path))
     samples = max(episodes.values(), default=0)
-    return HeldOutResult(file.stage, file.index, of, samples, max(0, exported - measured))
+    return HeldOutResult(file.stage, file.index, figures, samples, max(0, exported - measured))
 
 
 def _end_before(run: Run, record: Sequence[Step], name: str) -> tuple[str, int]:
@@ -161,7 +161,7 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
     """YAML front matter, as the hub reads it."""
     path = run.model.path or ""
     # A folder of this machine with a slash in its name is no id of the hub.
-    known = HUB_ID.fullmatch(path) and not Path(path).exists()
+    on_hub = HUB_ID.fullmatch(path) and not Path(path).exists()
     algorithms = [s.algorithm_name for s in used if s.algorithm_name]
     reward = any(isinstance(s, Reinforce) for s in used)
     preferences = any(isinstance(s, PREFERENCES) for s in used)
@@ -171,7 +171,7 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        *([f"base_model: {quoted(path)}"] if known else []),
+        *([f"base_model: {quoted(path)}"] if on_hub else []),
         "tags:",
         *(f"- {quoted(t)}" for t in dict.fromkeys(tags)),
         "---",

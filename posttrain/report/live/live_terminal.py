@@ -43,8 +43,8 @@ class RoleProgress(Progress):
 
     def __init__(self, columns: tuple[ProgressColumn, ...], console: PlainConsole, roles: RoleWatch | None) -> None:
         self._roles = roles
-        often = LINES_A_SECOND if roles is None else TABLES_A_SECOND
-        super().__init__(*columns, console=console, transient=True, refresh_per_second=often)
+        redraws = LINES_A_SECOND if roles is None else TABLES_A_SECOND
+        super().__init__(*columns, console=console, transient=True, refresh_per_second=redraws)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
