@@ -111,9 +111,9 @@ def run_file(folder: Path | str) -> RunFile:
 
 def _lineages(data: Any) -> dict[str, list[dict[str, Any]]]:
     """The lineage of each stage's algorithm; an error where it has another form, since the file may be a stranger's."""
-    rows = [row for patches in data.values() for row in patches]
-    if not all(isinstance(row, dict) and isinstance(row.get("changes") or {}, dict) for row in rows):
-        raise ValueError("a patch in its lineages is no object")
+    for row in (row for patches in data.values() for row in patches):
+        if not isinstance(row, dict) or not isinstance(cast("dict[str, Any]", row).get("changes") or {}, dict):
+            raise ValueError("a patch in its lineages is no object")
     return data
 
 

@@ -36,7 +36,7 @@ class Attempts:
         self.fd = libc.syscall(SECCOMP, ctypes.c_uint(FILTER), ctypes.c_uint(NEW_LISTENER), header)
         if self.fd < 0:
             error = ctypes.get_errno()
-            raise OSError(error, f"seccomp listener: {os.strerror(code)}")
+            raise OSError(error, f"seccomp listener: {os.strerror(error)}")
         self.count = 0
 
     def refuse(self) -> None:
