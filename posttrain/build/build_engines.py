@@ -26,7 +26,7 @@ from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.sampling_parameters import check
 from posttrain.engine.vllm.spawn_server import SpawnedServer
-from posttrain.engine.vllm.start_vllm import folder_for_weights, limits, refuse_few, refuse_split
+from posttrain.engine.vllm.start_vllm import capabilities_of, folder_for_weights, refuse_few, refuse_split
 from posttrain.engine.vllm.vllm_server import ROLE, VLLMServer
 from posttrain.stages.run_parts import turns_reach
 from posttrain.system import files
@@ -107,13 +107,13 @@ def check_engine(run: Run) -> None:
         )
 
 
-def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own: bool = False) -> ServedSampler:
-    """The engine of the run in this process, with its own copy of the weights. `placed_engine` also makes those
-    elsewhere.
+def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], keeps: bool = False) -> ServedSampler:
+    """The engine of the run: in this process, or a server of vLLM. `placed_engine` also makes engines in processes of
+    their own.
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
-        own: nobody else uses the policy's weights, so the embedded engine takes no copy of them.
+        keeps: nobody else uses the policy's weights, so the embedded engine keeps them and takes no copy.
 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed.
@@ -122,7 +122,7 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own
     if isinstance(run.engine, Embedded):
         # A copy (`twin`): the learner changes the policy's weights in place, and the engine must sample with the
         # weights of the last push.
-        served = policy if own else policy.twin()
+        served = policy if keeps else policy.twin()
         return keeping_contracts(run, served_here(embedded_engine(run, run.engine, served, text), run.engine))
     return keeping_contracts(run, _vllm(run, run.engine, policy))
 
@@ -162,6 +162,7 @@ def make_opponent(
     if share == 1:
         return served_here(embedded_engine(run, settings, replace(policy, module=reference, lora=None), text), settings)
     mixture = Mixture(reference, share)
+    # Below all versions, also without an adapter: so the first push is sent and checked, even that of version 0.
     return served_here(embedded_engine(run, settings, policy.twin(), text, mixture, BEFORE_TRIAL), settings)
 
 
@@ -235,7 +236,7 @@ def check_vllm(run: Run, how: VLLM, policy: Policy) -> None:
     config = policy.module.config
     refuse_vllm(config.to_dict())
     refuse_split(how.workers, config)
-    able = replace(limits(policy), sequences=not how.apart)
+    able = replace(capabilities_of(policy), sequences=not how.apart)
     for stage in run.stages:
         if stage.contract is not None:
             check(stage.contract, able)

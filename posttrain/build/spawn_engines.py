@@ -19,7 +19,7 @@ import torch
 from posttrain import faults
 from posttrain.build.build_engines import ServedSampler, check_vllm, keeping_contracts, make_engine
 from posttrain.build.build_environments import distinct
-from posttrain.build.distributed_run import here
+from posttrain.build.distributed_run import with_absolute_path
 from posttrain.config.engines import Embedded
 from posttrain.config.env import Env
 from posttrain.config.placement import Local, Processes, Ray, check_machine
@@ -79,7 +79,7 @@ class EngineParts:
         PLANTED.enter_context(faults.planted(self.fault))
         policy = self.policy or load_policy(self.run.model, None, self.run.seed)
         render = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, self.run.model.history)
-        return make_engine(self.run, policy, render.decode, own=True).sampler
+        return make_engine(self.run, policy, render.decode, keeps=True).sampler
 
 
 def placed_engine(
@@ -120,7 +120,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
     threads, fault = placement.cores or torch.get_num_threads(), faults.named(run.fault)
     # This process has no weights to send: each engine reads the model by itself, by an absolute path.
     if isinstance(policy, BlankPolicy):
-        parts = EngineParts(_for_engine(replace(run, model=here(run.model))), None, threads, fault)
+        parts = EngineParts(_for_engine(replace(run, model=with_absolute_path(run.model))), None, threads, fault)
     else:
         parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads, fault)
     try:

@@ -32,7 +32,7 @@ from posttrain.engine.vllm.sampler_requests import (
     newer,
 )
 from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
-from posttrain.engine.vllm.start_vllm import START, build, limits, quiet_compiler
+from posttrain.engine.vllm.start_vllm import START, build, capabilities_of, quiet_compiler
 from posttrain.engine.vllm.weight_updates import Updates
 from posttrain.system.errors import EngineError
 
@@ -81,7 +81,7 @@ class VLLMEngine(VLLMSampler):
         workers: int = 1,
     ) -> None:
         installed()
-        super().__init__(policy, limits(policy), workers, inflight)
+        super().__init__(policy, capabilities_of(policy), workers, inflight)
         self._timeout = timeout
         self._asked: dict[str, _Turn] = {}
         self._scored: dict[str, Future[np.ndarray]] = {}
@@ -111,7 +111,7 @@ class VLLMEngine(VLLMSampler):
         heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
         """
         # Checked in the caller's loop, so that a wrong request raises there and does not reach the engine's thread.
-        turn = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
+        turn = _Turn(check_request(ids, sampling, place, self._capabilities), Future(), self._in_loop(heard))
         if self._version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
         self._send(lambda: self._add(turn))
@@ -279,7 +279,7 @@ class VLLMEngine(VLLMSampler):
         o = asked.request
         spans = [(s.version, s.start, s.end) for s in turn.weight_versions or ()]
         answer = Answer(turn.token_ids, _rows(turn.logprobs), turn.finish_reason, turn.stop_reason, spans)
-        result = said(answer, o.sampling, o.limit, o.end, self._limits)
+        result = said(answer, o.sampling, o.limit, o.end, self._capabilities)
         self._counters.delivered(result, o.ids, output.num_cached_tokens)
         asked.future.set_result(result)
 
@@ -296,7 +296,7 @@ class VLLMEngine(VLLMSampler):
         o, name = asked.request, str(next(self._names))
         try:
             params = SamplingParams(
-                **fields(o.sampling, o.place, o.limit, self._limits),
+                **fields(o.sampling, o.place, o.limit, self._capabilities),
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY if asked.heard is None else RequestOutputKind.CUMULATIVE,
             )
