@@ -208,7 +208,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                 return await self._driven(process, episode, others)
             finally:
                 self._besides = [p for p in self._besides if p is not process]
-                self._lost = self._lost + host.take_report()
+                self._report_of_dead = self._report_of_dead + host.take_report()
                 await self._waits.until(in_thread(host.close), episode, "the end of its own process")
 
     async def _driven(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
@@ -245,14 +245,14 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                     if isinstance(move, EndedMove):
                         return _ended(move)
         finally:
-            process.held.pop(episode, None)  # `rest` may have forgotten it
+            process.held.pop(episode, None)  # `forget_loop` may have forgotten it
             if coming is not None and not coming.cancel() and not coming.cancelled():
                 coming.exception()  # read, so that asyncio does not report it too: another error is raised already
             if not host.died:
                 host.call("drop", number)
 
-    def _rest(self) -> None:
-        super()._rest()
+    def _forget_loop(self) -> None:
+        super()._forget_loop()
         self._alone = asyncio.Lock()
 
     def _excused(self) -> Iterable[object]:
