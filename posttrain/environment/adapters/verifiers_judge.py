@@ -21,12 +21,12 @@ SECONDS = 60.0
 """The most seconds of one function of a rubric. Beyond it the verdict is failed."""
 LONGEST = 20_000
 """The most characters of an entry of a state that a record keeps."""
-_OWN = (
+_LOOP_ENTRIES = (
     "input task client model sampling_args is_completed is_truncated stop_condition tool_defs trajectory "
     "completion usage usage_tracker trajectory_id reward advantage metrics error final_env_response timing "
     "prompt answer info example_id prompt_too_long timed_out"
 )
-OWN = frozenset(_OWN.split())
+LOOP_ENTRIES = frozenset(_LOOP_ENTRIES.split())
 """Names of the entries of a state that belong to the package's loop. All others belong to the environment."""
 
 
@@ -36,7 +36,7 @@ def recordable(state: Mapping[str, Any]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     not_stored: list[str] = []
     for name, value in state.items():
-        if name in OWN:
+        if name in LOOP_ENTRIES:
             continue
         try:
             # The entry goes through JSON and back, so that a judging from the record gets the same value as one now.
