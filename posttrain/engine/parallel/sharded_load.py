@@ -99,7 +99,7 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
 
 
 def read_rows(
-    policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *given: Any, digest: str = "", **how: Any
+    policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *given: Any, digest: str = "", **settings: Any
 ) -> L:
     """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it. Every rank calls it.
 
@@ -114,7 +114,7 @@ def read_rows(
         ranks, policy.files.digest, "weight files", "Give every rank the same model: copy its directory to each machine"
     )
     with freed_at_once():  # what the passes of the checks free is several times a rank's rows
-        learner = make(policy, *given, fill=policy.files.fill, prove=_prove, **how)
+        learner = make(policy, *given, fill=policy.files.fill, prove=_prove, **settings)
         if digest and learner.fingerprint() != digest:
             raise InvariantError(
                 f"the rows that the ranks have read in {policy.files.folder} are not those of the model that rank 0 has"
