@@ -52,9 +52,9 @@ def with_reward_head(run: Run, policy: Policy) -> Policy:
 def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False, ema: bool = False) -> Policy:
     """The reward model of a run folder, with the weights of a checkpoint or their moving average (`ema`), as a policy
     with a reward head."""
-    _, found = trained_model(folder, checkpoint)
+    _, saved = trained_model(folder, checkpoint)
     policy = with_reward_head(run_file(folder).run, kept_policy(folder, allow=trust))
-    (load_average if ema else load_weights)(found.folder, HFLearner(policy))
+    (load_average if ema else load_weights)(saved.folder, HFLearner(policy))
     return policy
 
 
@@ -269,25 +269,25 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
     """The reward model at `path`. It reads the tokens of this policy, or encodes the text again in its own tokens."""
     folder = Path(path).expanduser()
     if is_run(folder):
-        found = reward_policy(folder)
+        model = reward_policy(folder)
     else:
-        found = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
-    _frozen(found)
+        model = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
+    _frozen(model)
     name = folder.resolve().name if folder.is_dir() else path
     # The policy's ids mean the same text only with the same tokenizer and template. Else the conversation is encoded
     # again.
-    alike = (found.tokenizer_digest, found.template_digest) == (policy.tokenizer_digest, policy.template_digest)
-    if alike and found.context < policy.context:
+    alike = (model.tokenizer_digest, model.template_digest) == (policy.tokenizer_digest, policy.template_digest)
+    if alike and model.context < policy.context:
         raise ConfigError(
-            f"model:{path}: its context of {found.context} tokens is shorter than the policy's {policy.context}: lower"
-            f" model.context to {found.context}, or use another reward model"
+            f"model:{path}: its context of {model.context} tokens is shorter than the policy's {policy.context}: lower"
+            f" model.context to {model.context}, or use another reward model"
         )
-    tokenizer: Any = found.tokenizer
-    return _as_member(name, found, None if alike else Renderer(tokenizer, found.stop_ids, found.context))
+    tokenizer: Any = model.tokenizer
+    return _as_member(name, model, None if alike else Renderer(tokenizer, model.stop_ids, model.context))
 
 
-def _as_member(name: str, found: Policy, renderer: Renderer | None) -> JudgeMember:
-    head = found.reward_head
+def _as_member(name: str, model: Policy, renderer: Renderer | None) -> JudgeMember:
+    head = model.reward_head
     assert head is not None
     last = head.shape.pool == "last" and head.gate is None
-    return JudgeMember(name, FrozenRewards(found), found.context, renderer, last, head.blank)
+    return JudgeMember(name, FrozenRewards(model), model.context, renderer, last, head.blank)

@@ -150,21 +150,21 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     from posttrain.engine.files.policy_files import kept
     from posttrain.engine.model.policy_model import load_policy
 
-    found = run_file(folder)
-    stops: Any = found.facts.get("stop_ids")
+    file = run_file(folder)
+    stops: Any = file.facts.get("stop_ids")
     # These entries decide into which model the weights are loaded. Edits of other entries are reported elsewhere.
-    strange = [n for n in found.edited if n in ("run.model", "stop_ids", *DIGESTED)]
+    strange = [n for n in file.edited if n in ("run.model", "stop_ids", *DIGESTED)]
     if strange:
         raise RunFolderError(
             f"{folder}/run.json: {', '.join(strange)} changed after it was written, so it is not known of which model"
             " its weights are. Put the file back as it was"
         )
     try:
-        policy = kept(found.run.model, folder / MODEL, folder / TOKENIZER, stops)
+        policy = kept(file.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
         # A run that built its model, or began with another run, has its model in this folder alone: nothing else can be
         # read.
-        if found.run.model.path is None or run_source(found.run.model.path) is not None:
+        if file.run.model.path is None or run_source(file.run.model.path) is not None:
             raise
         try:
             run = admitted(folder, parts=("model",), allow=allow)

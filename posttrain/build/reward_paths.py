@@ -67,8 +67,8 @@ def check_judge_path(setting: str, path: str) -> None:
             f"{setting}=judge:{path}: {path} is no run folder. Train a judge first (posttrain run judge --out FOLDER),"
             " and name its folder"
         )
-    found = find(folder, "last")
-    if trained_at(run_file(folder).run.stages, found.state) is not None:
+    last = find(folder, "last")
+    if trained_at(run_file(folder).run.stages, last.state) is not None:
         raise ConfigError(f"{setting}=judge:{path}: its weights are a reward model's; use env.rewards=model:{path}")
 
 
@@ -93,11 +93,11 @@ def trained_model(folder: Path, checkpoint: str = "last") -> tuple[RewardModel, 
     Raises:
         ConfigError: its weights are a policy's.
     """
-    found, run = find(folder, checkpoint), run_file(folder).run
-    stage = trained_at(run.stages, found.state)
+    chosen, run = find(folder, checkpoint), run_file(folder).run
+    stage = trained_at(run.stages, chosen.state)
     if stage is None:
         raise ConfigError(
-            f"{folder} is no reward model: the weights of its checkpoint {found.name} are a policy's. Give a run whose"
+            f"{folder} is no reward model: the weights of its checkpoint {chosen.name} are a policy's. Give a run whose"
             " last stage trains a reward model, or a directory that posttrain export wrote of one"
         )
-    return stage, found
+    return stage, chosen

@@ -201,45 +201,45 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
     Raises:
         RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit.
     """
-    found = run_file(folder)
-    facts = object_of(found.facts.get(BEGAN))
-    if BEGAN in found.edited:
+    file = run_file(folder)
+    facts = object_of(file.facts.get(BEGAN))
+    if BEGAN in file.edited:
         raise RunFolderError(
             f"{folder}/run.json: its entry {BEGAN} was changed after it was written, so it is not known what this run"
             " began with. Take a copy of the folder that was not changed"
         )
-    words: dict[str, Any] = {n: str(found.facts.get(f"{n}_digest") or "") for n in ("tokenizer", "template")}
-    words["dtype"] = found.run.model.dtype
+    words: dict[str, Any] = {n: str(file.facts.get(f"{n}_digest") or "") for n in ("tokenizer", "template")}
+    words["dtype"] = file.run.model.dtype
     links = links_from(facts.get("links", []), f"{folder}/run.json, {BEGAN}", RunFolderError)
     if not links:  # an older version began it
-        links = (LineageLink(kind="base", name=_model_name(found.run.model.path or "built")),)
+        links = (LineageLink(kind="base", name=_model_name(file.run.model.path or "built")),)
     _same_as_written(folder, links)
-    _parent_is_there(folder, found)
+    _parent_is_there(folder, file)
     own = LineageLink(
         kind="run",
-        name=str(found.identity or ""),
+        name=str(file.identity or ""),
         weights="" if checkpoint is None else str(checkpoint.state.get("weights") or ""),
         began=str(facts.get("weights") or ""),
         base=str(facts.get("base") or ""),
-        about=_about(folder, found, facts, checkpoint),
+        about=_about(folder, file, facts, checkpoint),
         **words,
     )
     check_links((*links, own), RunFolderError)
     return (*links, own)
 
 
-def _about(folder: Path, found: RunFile, facts: Mapping[str, Any], checkpoint: Checkpoint | None) -> dict[str, Any]:
+def _about(folder: Path, file: RunFile, facts: Mapping[str, Any], checkpoint: Checkpoint | None) -> dict[str, Any]:
     """What the link of a run says about it: its stages, changes of settings, sessions."""
-    run, record = found.run, steps(folder)
+    run, record = file.run, steps(folder)
     last, step = (run.stages[-1], None) if checkpoint is None else stage_of(run, checkpoint)
     taken = {s.name: max((x.index for x in record if x.stage == s.name), default=0) for s in run.stages}
     if step is not None:
         # The record may also have steps that were taken after this checkpoint.
         taken[last.name] = min(taken[last.name], step)
     rows = [_stage(run, s, taken[s.name], facts) for s in stages_to(run, last)]
-    history: Any = found.facts.get("history")
+    history: Any = file.facts.get("history")
     changes = [object_of(x) for x in cast("list[Any]", history)] if isinstance(history, list) else []
-    versions = object_of(found.facts.get("versions"))
+    versions = object_of(file.facts.get("versions"))
     about: dict[str, Any] = {
         "recipe": run.recipe,
         "posttrain": str(versions.get("posttrain") or ""),
@@ -282,13 +282,13 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
         )
 
 
-def _parent_is_there(folder: Path, found: RunFile) -> None:
+def _parent_is_there(folder: Path, file: RunFile) -> None:
     """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed.
 
     Only for a run that this user made on this machine, because the other folder is outside this one.
     """
-    origin = object_of(found.facts.get("branched_from"))
-    if not origin or provenance.recall(found.identity) is None or not is_run(str(origin.get("run"))):
+    origin = object_of(file.facts.get("branched_from"))
+    if not origin or provenance.recall(file.identity) is None or not is_run(str(origin.get("run"))):
         return
     where = Path(str(origin["run"]))
     try:

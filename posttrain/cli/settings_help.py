@@ -38,33 +38,33 @@ def width() -> int:
 
 def settings_text(run: Run, topic: str, columns: int) -> str:
     """The text about the settings of a run that a topic names. Topic '': those that people change first."""
-    found = groups(run)
+    all_groups = groups(run)
     name = topic.removeprefix("--").strip(".")
     if name in ("", "main"):
-        return "\n".join(_main(run, found, columns))
+        return "\n".join(_main(run, all_groups, columns))
     if name == "all":
-        return "\n".join([*_title(run, columns), *(line for g in found for line in _group(g, columns))])
-    if chosen := [g for g in found if name in g.names]:
+        return "\n".join([*_title(run, columns), *(line for g in all_groups for line in _group(g, columns))])
+    if chosen := [g for g in all_groups if name in g.names]:
         return "\n".join(line for g in chosen for line in _group(g, columns))
     # The name may be that of a group (above), of one setting, of settings below it, or of a piece that is not in use.
-    exact = [s for g in found for s in g.settings if name in _names(run, s)]
-    below = [s for g in found for s in g.settings if any(p.startswith(f"{name}.") for p in _names(run, s))]
+    exact = [s for g in all_groups for s in g.settings if name in _names(run, s)]
+    below = [s for g in all_groups for s in g.settings if any(p.startswith(f"{name}.") for p in _names(run, s))]
     if len(exact) == 1 and not below:
         return "\n".join(_whole(exact[0], columns))
     if exact or below:
         return "\n".join([*(line for s in exact for line in _whole(s, columns)), *_lines(below, columns)])
-    others = [o for g in found for o in g.others if name.lower() in (o.name, o.path, f"{o.path}={o.name}")]
+    others = [o for g in all_groups for o in g.others if name.lower() in (o.name, o.path, f"{o.path}={o.name}")]
     if others:
         return "\n".join(line for o in others for line in _alternative(o, columns, long=True))
-    raise ConfigError(f"--help {name}: {_unknown(run, found, name)}")
+    raise ConfigError(f"--help {name}: {_unknown(run, all_groups, name)}")
 
 
-def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
+def _unknown(run: Run, all_groups: tuple[SettingGroup, ...], name: str) -> str:
     """Returns advice on the name to ask for instead."""
-    paths = {p for g in found for s in g.settings for p in _names(run, s)}
+    paths = {p for g in all_groups for s in g.settings for p in _names(run, s)}
     # In reverse order, so that of several paths with the same last word the first in the alphabet remains.
     tails = {p.rpartition(".")[2]: p for p in sorted(paths, reverse=True)}
-    tops = ", ".join(dict.fromkeys(n for g in found for n in g.names if "." not in n))
+    tops = ", ".join(dict.fromkeys(n for g in all_groups for n in g.names if "." not in n))
     close = closest(name, paths) or tails.get(closest(name.rpartition(".")[2], tails) or "")
     return f"no setting and no group is called so; {f'did you mean {close}? ' if close else ''}groups: all, {tops}"
 
@@ -86,27 +86,27 @@ def _title(run: Run, columns: int) -> list[str]:
     return _wrapped(text, columns, "")
 
 
-def _main(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
+def _main(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
     yield from _title(run, columns)
     stages = {s.name for s in run.stages}
-    shared = [s for g in found for s in g.settings if s.main and not _of_stage(s, stages)]
+    shared = [s for g in all_groups for s in g.settings if s.main and not _of_stage(s, stages)]
     yield from ("", "model, data and run")
     yield from _lines(sorted(shared, key=lambda s: s.main), columns)
-    yield from _arguments(run, found, columns)
-    titles = [g for g in found if ":" not in g.title and g.title.startswith("stage")]
+    yield from _arguments(run, all_groups, columns)
+    titles = [g for g in all_groups if ":" not in g.title and g.title.startswith("stage")]
     for group in titles:
-        mine = [s for g in found if g.title.partition(":")[0] == group.title for s in g.settings if s.main]
+        mine = [s for g in all_groups if g.title.partition(":")[0] == group.title for s in g.settings if s.main]
         yield from ("", group.title)
         yield from _lines(sorted(mine, key=lambda s: s.main), columns)
-    names = list(dict.fromkeys(n for g in found for n in g.names if "." not in n))
+    names = list(dict.fromkeys(n for g in all_groups for n in g.names if "." not in n))
     yield ""
     more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={_example(run)}), or all"
     yield from textwrap.wrap(more, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _arguments(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
+def _arguments(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
     """The settings of the run's environment itself, in one entry."""
-    arguments = [s for g in found for s in g.settings if s.path.startswith("env.args.")]
+    arguments = [s for g in all_groups for s in g.settings if s.path.startswith("env.args.")]
     if arguments:
         names = ", ".join(
             f"{s.path.removeprefix('env.args.')}={_short(visible(s.now)) or 'none'}" for s in arguments[:ARGS]

@@ -125,14 +125,14 @@ class Reward:
     @property
     def judge_url(self) -> str:
         """The address of a judge at an endpoint; '' where it is something else."""
-        found = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
-        return found if "://" in found else ""
+        named = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
+        return named if "://" in named else ""
 
     @property
     def judge_run(self) -> str:
         """The run folder of a policy that learned to judge; '' where it is something else."""
-        found = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
-        return "" if self.judge_url else found
+        named = self.function.removeprefix(JUDGE).strip() if self.function.startswith(JUDGE) else ""
+        return "" if self.judge_url else named
 
     @property
     def by_model(self) -> bool:

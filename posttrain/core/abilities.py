@@ -278,14 +278,14 @@ class Abilities(Declared):
 
 def declared(environment: Any) -> Abilities:
     """The abilities of an environment. Raises ConfigError, which says what to add, if it declares none."""
-    found = getattr(environment, "abilities", None)
-    if isinstance(found, Abilities):
-        return found
+    value = getattr(environment, "abilities", None)
+    if isinstance(value, Abilities):
+        return value
     own = type(environment).__name__
     # A frequent mistake, a method without @property, gets a message of its own.
-    if callable(found):
+    if callable(value):
         raise ConfigError(f"environment {own}: abilities is a method. Write @property above it, so that it can be read")
-    said = "declares no abilities" if found is None else f"has abilities of type {type(found).__name__}, not Abilities"
+    said = "declares no abilities" if value is None else f"has abilities of type {type(value).__name__}, not Abilities"
     raise ConfigError(
         f"environment {own} {said}: derive it from posttrain.core.ports.Environment, or write `abilities = Abilities()`"
         " into it (posttrain.core.abilities) and name in it what the environment can do beside playing and judging"
@@ -294,10 +294,10 @@ def declared(environment: Any) -> Abilities:
 
 def _having(environment: Any, ability: str, why: str) -> Any:
     """An ability of an environment. Raises ConfigError, which says why it is needed, if it has none."""
-    found = getattr(declared(environment), ability)
-    if found is None:
+    value = getattr(declared(environment), ability)
+    if value is None:
         raise ConfigError(f"environment {environment.name!r} {why}")
-    return found
+    return value
 
 
 def demonstrations(environment: Any) -> Demonstrations:

@@ -235,13 +235,15 @@ def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
     return ComparedRun(of, chosen, chosen.end)
 
 
-def _by_loss(of: RunOutcome, found: StageOutcome) -> ComparedRun:
+def _by_loss(of: RunOutcome, outcome: StageOutcome) -> ComparedRun:
     """A run by its last held-out loss."""
-    step, last = [*found.likelihoods.items()][-1]
+    step, last = [*outcome.likelihoods.items()][-1]
     nothing = Score(math.nan, math.nan, math.nan, 0)
     # Negative, so that higher is better as for the other figures.
     rows: dict[Hashable, float] = {k: -nll / tokens for k, (nll, tokens) in last.rows.items()}
-    return ComparedRun(of, found, Measurement(found.name, step, nothing, last.score, True, rows, rows), by_loss=True)
+    return ComparedRun(
+        of, outcome, Measurement(outcome.name, step, nothing, last.score, True, rows, rows), by_loss=True
+    )
 
 
 def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
@@ -256,15 +258,15 @@ def _over(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedRun:
     )
 
 
-def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
+def _remedy(of: RunOutcome, outcome: StageOutcome | None) -> str:
     """What to do so that a run has something to compare, for the message of an error."""
-    if found is not None and not of.run.env_of(found.stage).heldout:
+    if outcome is not None and not of.run.env_of(outcome.stage).heldout:
         return "Start it with env.heldout=100"
-    if found is not None and isinstance(found.stage, RewardModel):
+    if outcome is not None and isinstance(outcome.stage, RewardModel):
         return f"Its agreement with judgements: {command_line('eval', of.folder)}"
-    if found is not None and not found.stage.eval:
-        return f"Start it with {found.name}.eval=true"
-    if found is not None and found.done:
+    if outcome is not None and not outcome.stage.eval:
+        return f"Start it with {outcome.name}.eval=true"
+    if outcome is not None and outcome.done:
         return "Start it with env.rewards, which judge the answers to held-out prompts"
     return f"Let it go on to its end: {command_line('run', '--resume', of.folder)}"
 

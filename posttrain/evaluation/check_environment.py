@@ -83,8 +83,8 @@ def check(
         return _wait(env, tasks, rate, progress, model_findings(env, model) if model else [])
     built = build(env, *others, trust=trust)
     try:
-        found = model_findings(built, model) if model else []
-        return _wait(built, tasks, rate, progress, found, earned(env) if isinstance(env, str | Path) else ())
+        findings = model_findings(built, model) if model else []
+        return _wait(built, tasks, rate, progress, findings, earned(env) if isinstance(env, str | Path) else ())
     finally:
         built.close()
 

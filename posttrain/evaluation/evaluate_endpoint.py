@@ -66,8 +66,8 @@ async def remote_rollout(
     async with Endpoint(
         url, "rollout", key_env=how.key_env, patience=how.patience, connections=connections
     ) as endpoint:
-        found = await discover(endpoint, how.model, how.dialect)
-        check(contract, found, chat=how.tokenizer is None and how.api == "chat")
+        served = await discover(endpoint, how.model, how.dialect)
+        check(contract, served, chat=how.tokenizer is None and how.api == "chat")
         # The contract's truncation (top_p, top_k, min_p) is sent to the server, which truncates by itself.
         cut = contract if contract.truncated else None
         # The episodes carry a contract without truncation. With it each token would need the set of tokens that were
@@ -75,18 +75,18 @@ async def remote_rollout(
         carried = replace(contract, top_p=1.0, top_k=0, min_p=0.0, top=0)
         # Without a tokenizer the server applies its own template and stop tokens, so no stop ids are known here.
         if how.tokenizer is None:
-            text = TextSampler(endpoint, found, TextVocabulary(), way=how.api, cut=cut)
-            yield Rollout(text, environment, text.dialogue, seed), carried.resolve(()), found
+            text = TextSampler(endpoint, served, TextVocabulary(), way=how.api, cut=cut)
+            yield Rollout(text, environment, text.dialogue, seed), carried.resolve(()), served
             return
-        dialogue, stops = _tokens(how.tokenizer, found)
+        dialogue, stops = _tokens(how.tokenizer, served)
         yield (
-            Rollout(TokenSampler(endpoint, found, cut=cut), environment, dialogue, seed),
+            Rollout(TokenSampler(endpoint, served, cut=cut), environment, dialogue, seed),
             carried.resolve(stops),
-            found,
+            served,
         )
 
 
-def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
+def _tokens(path: str, served: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
     """(a function from task id to its dialogue, stop ids) of a tokenizer: a directory, a hub id or a run folder."""
     from posttrain.engine.files.pretrained_files import read_tokenizer
     from posttrain.engine.model.stop_tokens import resolve_stops
@@ -95,7 +95,7 @@ def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDial
     tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
     stops = resolve_stops(tokenizer, config)
     plain: Any = tokenizer
-    renderer = Renderer(plain, stops, found.context)
+    renderer = Renderer(plain, stops, served.context)
     return (lambda task: RenderedDialogue(renderer, task)), stops
 
 
@@ -112,14 +112,14 @@ async def evaluate_remote(
     async with remote_rollout(url, how, environment, contract, connections=run.slots, seed=run.seed) as (
         rollout,
         carried,
-        found,
+        served,
     ):
         form = (
             f"token ids of {how.tokenizer}"
             if how.tokenizer
             else f"text ({how.api}); its own chat template and end of turn"
         )
-        say(f"endpoint: {url}, model {found.model}, dialect {found.dialect}; by {form}")
+        say(f"endpoint: {url}, model {served.model}, dialect {served.dialect}; by {form}")
         return await evaluate(
             replace(rollout, limits=run.env.limits, right=run.env.named_right(environment.abilities.vouched)),
             environment.heldout,

@@ -75,7 +75,7 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     Ignored are links, files, folders without any part of a checkpoint, and checkpoints that their writer removes during
     the call.
     """
-    found: list[Checkpoint] = []
+    readable: list[Checkpoint] = []
     unread: dict[Path, str] = {}
     for path in sorted((folder / "checkpoints").glob("[!.]*")):
         # Links could lead out of the folder. The pattern of `glob` leaves out hidden names: unfinished checkpoints.
@@ -86,19 +86,19 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
         ):
             continue
         try:
-            found.append(_read(path))
+            readable.append(_read(path))
         except RunFolderError as error:
             # A path that is gone was removed by its writer in the meantime, which is no damage.
             if path.exists():
                 unread[path] = str(error)
-    found.sort(key=lambda c: (c.order, c.name))
+    readable.sort(key=lambda c: (c.order, c.name))
     # The index is only a copy. It is read only if there are checkpoints whose own state cannot be read.
     best_one, listed = _index(folder) if unread else ("", {})
     damaged = [
-        DamagedCheckpoint(p.name, p, why, _order(p.name, listed, found), p.name == best_one)
+        DamagedCheckpoint(p.name, p, why, _order(p.name, listed, readable), p.name == best_one)
         for p, why in unread.items()
     ]
-    return found, sorted(damaged, key=lambda d: (d.order, d.name))
+    return readable, sorted(damaged, key=lambda d: (d.order, d.name))
 
 
 def _index(folder: Path) -> tuple[str, dict[str, float]]:
@@ -111,9 +111,9 @@ def _index(folder: Path) -> tuple[str, dict[str, float]]:
         return "", {}
 
 
-def _order(name: str, listed: Mapping[str, float], found: Sequence[Checkpoint]) -> float:
+def _order(name: str, listed: Mapping[str, float], readable: Sequence[Checkpoint]) -> float:
     """The order of a damaged checkpoint: from the index (`listed`), else by its name."""
-    before = max((c.order for c in found if c.name < name), default=-1)
+    before = max((c.order for c in readable if c.name < name), default=-1)
     # Half a step behind the checkpoint with the next smaller name.
     return listed.get(name, before + 0.5)
 
@@ -121,8 +121,8 @@ def _order(name: str, listed: Mapping[str, float], found: Sequence[Checkpoint]) 
 def newest(folder: Path) -> Checkpoint | None:
     """The last checkpoint; None where there is none. RunFolderError if its state cannot be read or is not as it was
     written."""
-    found, damaged = survey(folder)
-    last = found[-1] if found else None
+    readable, damaged = survey(folder)
+    last = readable[-1] if readable else None
     # A readable older one must not pass for the newest.
     if newer := [d for d in damaged if last is None or d.order > last.order]:
         raise RunFolderError(f"checkpoint {newer[-1].name}: {newer[-1].why}")
@@ -195,20 +195,20 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
         RunFolderError: it is damaged or not there. The message names the newest undamaged checkpoint.
     """
     refuse_damage_beside(folder)
-    found, damaged = survey(folder)
-    if not found and not damaged:
+    readable, damaged = survey(folder)
+    if not readable and not damaged:
         raise RunFolderError(f"{folder} has no checkpoint yet")
-    named = {c.name: c for c in found}
+    named = {c.name: c for c in readable}
     chosen = named.get(which)
     if which == "last":
-        chosen = found[-1] if found else None
+        chosen = readable[-1] if readable else None
         # Damage of checkpoints before the chosen one does not matter.
         damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
     elif which == "best":
         # Damage of other checkpoints matters only if the index says that one of them is the best, or if none can be
         # read.
-        damaged = [d for d in damaged if d.best or not found]
-        chosen = best(found) or (found[-1] if found else None)
+        damaged = [d for d in damaged if d.best or not readable]
+        chosen = best(readable) or (readable[-1] if readable else None)
     else:
         damaged = [d for d in damaged if d.name == which]
         if chosen is None and not damaged:
@@ -220,7 +220,7 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
     if chosen is not None and not why:
         return chosen
     # Offered only if all of its files are as they were written.
-    good = newest_good([c for c in found if c.name != name])
+    good = newest_good([c for c in readable if c.name != name])
     way = (
         f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
         if good

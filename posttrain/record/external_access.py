@@ -282,7 +282,7 @@ def _asked(node: Any, name: str, value: Any) -> Found:
     return Kind.CODE, f"is given to the code of the stage kind {cls.__name__} as {value!r}"
 
 
-def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
+def grave(requests: Iterable[Ask]) -> tuple[Ask, ...]:
     """Returns the requests that need the user's permission even in a run file, although people write such files
     themselves.
 
@@ -290,7 +290,7 @@ def grave(found: Iterable[Ask]) -> tuple[Ask, ...]:
     and code that comes with a model.
     """
     by_owner: dict[str, list[Ask]] = {}
-    for ask in found:
+    for ask in requests:
         # The owner is the judge, engine or sandbox to which an address and a secret belong.
         by_owner.setdefault(ask.path.rpartition(".")[0].removesuffix(".judge"), []).append(ask)
     out: list[Ask] = []
@@ -309,8 +309,8 @@ def values(run: Run) -> dict[str, tuple[str, Any]]:
     Where a field may have objects of several classes, the name of the class is a value too: two pieces without settings
     differ in their classes only.
     """
-    found = (*_walk(run, ""), *_kinds(run, ""))
-    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in found}
+    values_by_path = (*_walk(run, ""), *_kinds(run, ""))
+    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in values_by_path}
 
 
 def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
@@ -344,12 +344,12 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
             yield here, node, name, value
 
 
-def ask_of(path: str, found: Found) -> Ask | None:
+def ask_of(path: str, request: Found) -> Ask | None:
     """Returns the request at a field, with its path; None where there is none."""
-    return None if found is None else Ask(path, found[0], found[1], *found[2:])
+    return None if request is None else Ask(path, request[0], request[1], *request[2:])
 
 
 def asks(run: Run) -> tuple[Ask, ...]:
     """Everything the run asks for, in the order of its fields."""
-    found = ((path, _asked(node, name, value)) for path, node, name, value in _walk(run, ""))
-    return tuple(ask for path, asked in found if (ask := ask_of(path, asked)) is not None)
+    asked_by_path = ((path, _asked(node, name, value)) for path, node, name, value in _walk(run, ""))
+    return tuple(ask for path, asked in asked_by_path if (ask := ask_of(path, asked)) is not None)

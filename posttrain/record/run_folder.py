@@ -164,30 +164,30 @@ class RunFolder:
 
     def _choose(self, name: str | None) -> Checkpoint | None:
         """The checkpoint of this name, or the last one for None; its files are compared with their digests."""
-        found, damaged = self._checkpoints.all, self._checkpoints.damaged
-        names = [c.name for c in found]
+        readable, damaged = self._checkpoints.all, self._checkpoints.damaged
+        names = [c.name for c in readable]
         if name is None:
-            last = found[-1] if found else None
+            last = readable[-1] if readable else None
             # If a newer checkpoint is damaged, the last readable one is not taken silently: work would be lost without
             # the user's word.
             newer = [d for d in damaged if last is None or d.order > last.order]
             if newer:
-                raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, found))
+                raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, readable))
             if last is None:
                 return None
-            i = len(found) - 1
+            i = len(readable) - 1
         elif name in names:
             i = names.index(name)
         else:
             if unread := [d for d in damaged if d.name == name]:
                 # Names begin with the version of the weights, so they sort in the order of writing.
-                raise RunFolderError(self._way_out(name, unread[0].why, [c for c in found if c.name < name]))
+                raise RunFolderError(self._way_out(name, unread[0].why, [c for c in readable if c.name < name]))
             raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
         # The files are read and compared before the record is cut back to this checkpoint.
-        if wrong := files.damage(found[i].folder):
-            raise RunFolderError(self._way_out(found[i].name, wrong, found[:i]))
+        if wrong := files.damage(readable[i].folder):
+            raise RunFolderError(self._way_out(readable[i].name, wrong, readable[:i]))
         refuse_damage_beside(self.folder)
-        return found[i]
+        return readable[i]
 
     def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:
         """Returns a message that says what is wrong with a checkpoint, and the command that goes on from the newest

@@ -26,17 +26,17 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
     if not path.is_file():
         beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         has = f"{path.parent} has {', '.join(beside) or 'no Python file'}"
-        found = has if path.parent.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigError(f"{what} {path}:{attribute}: no such file; {found}")
+        there = has if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"{what} {path}:{attribute}: no such file; {there}")
     module = user_module(path.resolve(), what)
-    found = getattr(module, attribute, None)
+    value = getattr(module, attribute, None)
     fits = inspect.isclass if kind == "class" else callable
-    if found is None:
+    if value is None:
         own = [n for n, v in vars(module).items() if fits(v) and getattr(v, "__module__", None) == module.__name__]
         raise ConfigError(f"{what} {path}:{attribute}: no such {kind}; {nearest(attribute, own)}")
-    if not fits(found):
-        raise ConfigError(f"{what} {path}:{attribute} is a {type(found).__name__}, not a {kind}")
-    return found
+    if not fits(value):
+        raise ConfigError(f"{what} {path}:{attribute} is a {type(value).__name__}, not a {kind}")
+    return value
 
 
 def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], ModuleType], wanted: str) -> Any:
@@ -53,27 +53,27 @@ def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], Modu
     if not path.is_file():
         raise ConfigError(f"{named}: there is no file {path}; write path.py:NAME")
     module = read(path.resolve())
-    found = getattr(module, attribute, None)
-    if found is None:
+    value = getattr(module, attribute, None)
+    if value is None:
         public = {n: v for n, v in vars(module).items() if not n.startswith("_")}
         functions = [n for n, v in public.items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         candidates = [n for n, v in public.items() if isinstance(v, kind)] + functions
         raise ConfigError(f"{named}: {path} has no {attribute!r}; {nearest(attribute, candidates)}")
     what = "is"
-    if callable(found):
+    if callable(value):
         what = "is a function that returned"
         try:
-            found = found()
+            value = value()
         except PosttrainError:
             raise
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{named} failed: {where(error)}") from error
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         raise ConfigError(
-            f"{named} {what} a {type(found).__name__}: {wanted} is wanted, or a function without arguments that returns"
+            f"{named} {what} a {type(value).__name__}: {wanted} is wanted, or a function without arguments that returns"
             " one"
         )
-    return found
+    return value
 
 
 def module_name(path: Path) -> str:

@@ -65,7 +65,7 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     # From here on: the run begins with another run. `last` is replaced by the checkpoint's own name, since the other
     # run may go on and then has another last checkpoint.
     folder, which = source
-    checkpoint, found = find(folder, which), run_file(folder)
+    checkpoint, file = find(folder, which), run_file(folder)
     refuse_reward_model(
         folder,
         checkpoint.state,
@@ -74,18 +74,18 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     )
     origin = {
         "run": str(folder),
-        "identity": found.identity,
-        "recipe": found.run.recipe,
+        "identity": file.identity,
+        "recipe": file.run.recipe,
         "checkpoint": checkpoint.name,
         "version": checkpoint.state.get("version"),
         "weights": checkpoint.state.get("weights"),
-        "before": found.facts.get("branched_from"),
+        "before": file.facts.get("branched_from"),
     }
     path = str(folder / "checkpoints" / checkpoint.name)
-    there = found.run.model.lora
+    there = file.run.model.lora
     # An adapter that was trained goes on with its own settings; weights without one may get a new adapter.
     lora = run.model.lora if there is None else goes_on(run.model.lora, there, f"model={folder}")
-    quantize = run.model.quantize if there is None else found.run.model.quantize
+    quantize = run.model.quantize if there is None else file.run.model.quantize
     if run.model.quantize not in (None, quantize):
         raise ConfigError(
             f"model={folder}: its adapter was trained over weights that were held otherwise, and goes on over them."

@@ -70,8 +70,8 @@ def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
     if path.is_dir():
         model = (path / "config.json").exists() or (path / "adapter_config.json").exists()
         # A model is read from its folder's own files; a folder of data also from those below.
-        found = {f"{name}/{p.relative_to(path)}": p for p in sorted(path.glob("*" if model else "**/*")) if _counts(p)}
-        yield from _digested(found)
+        paths = {f"{name}/{p.relative_to(path)}": p for p in sorted(path.glob("*" if model else "**/*")) if _counts(p)}
+        yield from _digested(paths)
         if (saved := saved_adapter(path)) is not None:
             yield from _files(saved.base, kind)
     elif path.is_file():
@@ -94,10 +94,10 @@ def _counts(path: Path) -> bool:
     return kept and path.is_file()
 
 
-def _digested(found: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+def _digested(paths: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     try:
         with ThreadPoolExecutor(max_workers=4) as pool:
-            yield from zip(found, pool.map(files.digest, found.values()), strict=True)
+            yield from zip(paths, pool.map(files.digest, paths.values()), strict=True)
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
 
@@ -108,8 +108,8 @@ def _modules(path: Path) -> list[Path]:
     with suppress(SyntaxError, ValueError, ImportError, RecursionError):
         finder.run_script(str(path))
     named: list[Any] = [getattr(m, "__file__", None) for m in finder.modules.values()]
-    found = {Path(f) for f in named if f is not None}
-    return sorted(p for p in found if p != path and p.suffix == ".py")
+    imported = {Path(f) for f in named if f is not None}
+    return sorted(p for p in imported if p != path and p.suffix == ".py")
 
 
 # --- what changed -----------------------------------------------------------------------------------------------------
@@ -140,13 +140,13 @@ def refuse_gone(folder: Path) -> None:
 
 def changed_files(folder: Path, run: Run) -> list[ChangedInput]:
     """The files of a run folder's settings that changed, of those settings that are the same in `run`."""
-    found = run_file(folder)
-    stored, now = values(found.run), values(run)
+    file = run_file(folder)
+    stored, now = values(file.run), values(run)
     # A setting that is changed now names another file on purpose.
-    then = {p: d for p, d in _began(found.facts).items() if p in stored and stored[p] == now.get(p)}
+    then = {p: d for p, d in _began(file.facts).items() if p in stored and stored[p] == now.get(p)}
     # A setting whose files are all gone has no entry, and must still be compared: with nothing.
     none: Digests = {p: {} for p in then}
-    return _differ(then, none | input_digests(found.run)) if then else []
+    return _differ(then, none | input_digests(file.run)) if then else []
 
 
 def changed_tasks(folder: Path, run: Run, environments: Mapping[str, Environment]) -> list[ChangedInput]:

@@ -57,13 +57,13 @@ def admitted(
         UntrustedError: the folder asks for something that is not in this user's note of the run and is not allowed
             now.
     """
-    found = run_file(folder)
+    file = run_file(folder)
     # The classes of pieces whose file was not imported yet. A command that reads no stage needs none of them.
-    absent = found.absent if not parts or STAGES in parts else ()
-    run = change(dotted.apply(found.run, list(overrides)))
-    wanted = [*_imports(found, absent), *_wanted(found, run, parts), *(_links(Path(folder)) if links else ())]
+    absent = file.absent if not parts or STAGES in parts else ()
+    run = change(dotted.apply(file.run, list(overrides)))
+    wanted = [*_imports(file, absent), *_wanted(file, run, parts), *(_links(Path(folder)) if links else ())]
     # Before the first import: code that runs could change all that is decided after it.
-    _permit(folder, found, wanted, allow, say)
+    _permit(folder, file, wanted, allow, say)
     if not absent:
         return run
     check_files(Path(folder), absent)
@@ -72,14 +72,14 @@ def admitted(
     return change(dotted.apply(run_file(folder).run, list(overrides)))
 
 
-def _permit(folder: Path | str, found: RunFile, wanted: Sequence[Ask], allow: bool, say: Say) -> None:
+def _permit(folder: Path | str, file: RunFile, wanted: Sequence[Ask], allow: bool, say: Say) -> None:
     """UntrustedError for what the folder asks for; where the user allows it, it is listed."""
     if not wanted:
         return
     lines = _listed(wanted)
     if not allow:
-        raise UntrustedError("\n".join((f"{folder} {_whose(found)}. It asks for this:", *lines, _HELP)))
-    for line in (f"{folder} {_whose(found)}. It asks for this, and --trust allows it:", *lines):
+        raise UntrustedError("\n".join((f"{folder} {_whose(file)}. It asks for this:", *lines, _HELP)))
+    for line in (f"{folder} {_whose(file)}. It asks for this, and --trust allows it:", *lines):
         say(line)
 
 
@@ -125,18 +125,18 @@ _HELP = (
 )
 
 
-def _whose(found: RunFile) -> str:
-    if provenance.recall(found.identity) is None:
+def _whose(file: RunFile) -> str:
+    if provenance.recall(file.identity) is None:
         return "was not made by you on this machine, as far as your notes of your runs say"
     return "asks for more than when you made it"
 
 
-def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
+def _wanted(file: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
     """Yields the requests of the folder: values that come from the folder and not from an override, and are not in the
     user's note."""
     # Without a note nothing was ever allowed, so everything is asked.
-    note = provenance.recall(found.identity) or provenance.Note()
-    stored, now = values(found.run), values(run)
+    note = provenance.recall(file.identity) or provenance.Note()
+    stored, now = values(file.run), values(run)
     stages = {s.name for s in run.stages}
     for ask in asks(run):
         head = ask.path.split(".")[0]
@@ -147,9 +147,9 @@ def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
             yield ask
 
 
-def _imports(found: RunFile, absent: Sequence[OwnPiece]) -> Iterator[Ask]:
+def _imports(file: RunFile, absent: Sequence[OwnPiece]) -> Iterator[Ask]:
     """The files that are imported for the algorithm's pieces and are not in the user's note."""
-    note = provenance.recall(found.identity) or provenance.Note()
+    note = provenance.recall(file.identity) or provenance.Note()
     yield from (ask for ask in piece_asks(absent) if ask.digest not in note.asked)
 
 
@@ -168,25 +168,25 @@ def _links(folder: Path) -> Iterator[Ask]:
 
 def remember_run(folder: Path, run: Run) -> Iterator[str]:
     """Write this user's note of a run that was just made. Yields a line where it cannot be written."""
-    found = run_file(folder)
-    why = provenance.remember(found.identity or "", found.digest, [*asks(run), *piece_asks(own_pieces(found.facts))])
+    file = run_file(folder)
+    why = provenance.remember(file.identity or "", file.digest, [*asks(run), *piece_asks(own_pieces(file.facts))])
     if why:
         yield f"note: going on with this run will need --trust, because no note of it could be written: {why}"
 
 
 def edit_notes(folder: Path) -> Iterator[str]:
     """Lines about run.json of a resumed run: entries that were changed since they were written."""
-    found = run_file(folder)
-    note = provenance.recall(found.identity)
-    if found.edited:
+    file = run_file(folder)
+    note = provenance.recall(file.identity)
+    if file.edited:
         yield (
-            f"note: run.json was edited since the run was made: {', '.join(found.edited)}. What follows is another run"
+            f"note: run.json was edited since the run was made: {', '.join(file.edited)}. What follows is another run"
             " than what came before"
         )
         return
     # Its own digests fit, and the note, which lies outside the folder, has another one: whoever edited it wrote them
     # anew.
-    if note is not None and note.written != found.digest:
+    if note is not None and note.written != file.digest:
         yield (
             "note: run.json is not as it was when you made the run, and its digests were written anew. What follows is"
             " another run"

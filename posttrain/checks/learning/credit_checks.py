@@ -83,7 +83,7 @@ class StepCreditAudit:
 
     def check(self, batch: Batch) -> None:
         """The minibatch holds the expected streams, credit and weights of its episodes."""
-        found: list[ExpectedCredit] = []
+        matched: list[ExpectedCredit] = []
         # The spoken tokens of an episode stand side by side, so each episode is one slice.
         self._rows = [
             slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
@@ -98,9 +98,9 @@ class StepCreditAudit:
                     " look at what packs or reorders them"
                 )
             self._seen[key] += 1
-            found.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[key])))
+            matched.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[key])))
         if self._batches < len(self._parts):
-            self.weights_agree(batch, found, self._parts[self._batches])
+            self.weights_agree(batch, matched, self._parts[self._batches])
         self._batches += 1
 
     def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
@@ -140,11 +140,11 @@ class StepCreditAudit:
             " batch is packed in the order of its tokens: look for a shift or another order"
         )
 
-    def weights_agree(self, batch: Batch, found: Sequence[ExpectedCredit], part: set[int]) -> None:
+    def weights_agree(self, batch: Batch, matched: Sequence[ExpectedCredit], part: set[int]) -> None:
         """Each token has the weight that the aggregation over the whole minibatch gives it.
 
         Args:
-            found: for each episode of the batch, the expected one that it is.
+            matched: for each episode of the batch, the expected one that it is.
             part: the numbers of the minibatch's groups.
         """
         # All these count in the denominators, those without credit too.
@@ -155,7 +155,7 @@ class StepCreditAudit:
         if want is None:
             return
         weight = {id(o): w for o, w in zip(members, want, strict=True)}
-        for rows, expected in zip(self._rows, found, strict=True):
+        for rows, expected in zip(self._rows, matched, strict=True):
             got = batch[WEIGHT][rows]
             # Equal answers are each other's twins: the weight is wrong only if it fits none of them.
             twins = [o for o in self._by_key[expected.key] if id(o) in weight]

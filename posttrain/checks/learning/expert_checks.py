@@ -93,17 +93,17 @@ def every_token_has_its_experts(packed: Packed) -> None:
         )
 
 
-def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndarray, dtype: str) -> Gauges:
+def choices_are_the_samplers(followed: RoutedPass, packed: Packed, fresh_N: np.ndarray, dtype: str) -> Gauges:
     """The sampler's choices are those that the present weights make: no other expert scores higher, but for rounding.
 
     Args:
-        found: a pass of the learner that follows the choices.
+        followed: a pass of the learner that follows the choices.
         fresh_N: the tokens that the learner's weights computed in the sampler.
     """
     assert packed.routed_N is not None
     known = known_rows(packed.routed_N)
     # First that the pass did what it was asked: without that its scores mean nothing.
-    if bool(np.any(found.used[known] != packed.routed_N[known])):
+    if bool(np.any(followed.used[known] != packed.routed_N[known])):
         raise InvariantError(
             "a pass that was given the sampler's experts computed tokens by others: the routers' choices are not taken"
             " up. Look for a layer that chooses again, or a hook that was removed"
@@ -112,9 +112,9 @@ def choices_are_the_samplers(found: RoutedPass, packed: Packed, fresh_N: np.ndar
     chosen = np.flatnonzero(fresh_N & known)
     if not len(chosen):
         return {}
-    regret = found.regret[chosen]
+    regret = followed.regret[chosen]
     # Rounding grows with the logits, so the bound does.
-    bound = NEAR[dtype] * max(1.0, found.scale)
+    bound = NEAR[dtype] * max(1.0, followed.scale)
     # Written so that a NaN is wrong.
     if not float(regret.max()) <= bound:
         n, r = (int(i) for i in np.unravel_index(int(regret.argmax()), regret.shape))

@@ -112,14 +112,14 @@ class JudgedData:
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 
-    def _pair(self, row: PromptRow, found: JudgedRow, rng: np.random.Generator) -> Pair:
+    def _pair(self, row: PromptRow, judged: JudgedRow, rng: np.random.Generator) -> Pair:
         """The pair of a row, or one that is drawn from the completions that belong together with it."""
-        if found.kind == "pair":
-            chosen, rejected = found.completions
-            further = {"margin": found.margin, "weight": found.weight}
+        if judged.kind == "pair":
+            chosen, rejected = judged.completions
+            further = {"margin": judged.margin, "weight": judged.weight}
             return Pair(task=row.task, place=row.place, chosen=chosen, rejected=rejected, **further)
         pairs = self._pairs(row)
-        return self._made(row, found, pairs[int(rng.integers(len(pairs)))])
+        return self._made(row, judged, pairs[int(rng.integers(len(pairs)))])
 
     def _pairs(self, row: PromptRow) -> list[tuple[int, int]]:
         """Indices, in the group of a row, of the pairs that can be made of it."""
@@ -130,11 +130,11 @@ class JudgedData:
         worse = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(values))
         return [(i, j) for i in better for j in worse if values[i] > values[j]]
 
-    def _made(self, row: PromptRow, found: JudgedRow, pair: tuple[int, int]) -> Pair:
+    def _made(self, row: PromptRow, judged: JudgedRow, pair: tuple[int, int]) -> Pair:
         one, two = (self._groups[self._group_of(row)][i] for i in pair)
         place = " and ".join(dict.fromkeys((one.row.place, two.row.place)))
         chosen, rejected = one.completion, two.completion
-        margin = one.value - two.value if found.scored else None
+        margin = one.value - two.value if judged.scored else None
         return Pair(task=row.task, place=place, chosen=chosen, rejected=rejected, margin=margin)
 
     @cached_property
@@ -164,7 +164,7 @@ class JudgedData:
     @cached_property
     def _ordered(self) -> bool:
         """True where no two completions of a row were judged equal."""
-        return all(len(set(found.values)) == len(found.values) for found in self._judged)
+        return all(len(set(judged.values)) == len(judged.values) for judged in self._judged)
 
     def _best(self, row: PromptRow) -> str | None:
         """The text to imitate of a row; None if there is none."""

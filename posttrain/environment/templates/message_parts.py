@@ -27,7 +27,7 @@ def read_by(tokenizer: Any) -> bool:
     return all(written.count(text) == 1 for text in TEXTS) and "'type'" not in written and '"type"' not in written
 
 
-def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
+def shielded(content: Content, specials: Sequence[str], shield: str) -> Content:
     """The content with `shield` inside each special token's name, also if the name spans two parts.
 
     A template may trim each part, and then a name could form across two parts that white space kept apart. So every
@@ -39,7 +39,7 @@ def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
             text = text.replace(special, f"{special[0]}{shield}{special[1:]}")
         return text
 
-    whole = mapped(found, cut)
+    whole = mapped(content, cut)
     if isinstance(whole, str):
         return whole
     shielded_parts: list[ContentPart] = []

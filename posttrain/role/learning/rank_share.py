@@ -68,7 +68,7 @@ def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[
 
 def digest(batch: Batch) -> str:
     """Digest of everything that a loss reads of a minibatch."""
-    found = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
     # Everything with numbers, by name and in the order of names, with
     # type and shape: arrays of other types can have equal bytes.
@@ -76,9 +76,9 @@ def digest(batch: Batch) -> str:
     held |= {} if batch.kept is None else {"kept": batch.kept.ids, "offsets": batch.kept.offsets}
     held |= {f"stream {s.name}": x for s, x in batch.streams.items()}
     for name in sorted(held):
-        found.update(f"{name} {held[name].dtype} {held[name].shape};".encode())
-        found.update(np.ascontiguousarray(held[name]).tobytes())
-    return found.hexdigest()
+        hashed.update(f"{name} {held[name].dtype} {held[name].shape};".encode())
+        hashed.update(np.ascontiguousarray(held[name]).tobytes())
+    return hashed.hexdigest()
 
 
 def smallest_unit(batch: Batch) -> Batch:

@@ -185,9 +185,9 @@ def opponents_play(groups: Sequence[Group], opposed: range) -> None:
         for e in g.episodes:
             right = e.sibling in opposed
             if e.spoken and e.opposed is not right:
-                found, owner = ("opponent" if x else "policy" for x in (e.opposed, right))
+                speaker, owner = ("opponent" if x else "policy" for x in (e.opposed, right))
                 raise InvariantError(
-                    f"completion {e.sibling} of task {g.task.id!r} was said by the {found}, and it is the {owner}'s:"
+                    f"completion {e.sibling} of task {g.task.id!r} was said by the {speaker}, and it is the {owner}'s:"
                     " the policy would be compared with itself, or learn from what it did not say"
                 )
 

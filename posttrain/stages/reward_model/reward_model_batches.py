@@ -80,21 +80,21 @@ def ranking_loss(stage: RewardModel) -> RankingLoss:
 def _ratings(judgement: Judgement, stage: RewardModel) -> list[float]:
     """The rating of each attribute of the stage, NaN where the judgement has none."""
     assert isinstance(judgement, Rating)
-    found = [float(judgement.ratings.get(name, math.nan)) for name in stage.attributes]
-    if all(math.isnan(x) for x in found):
+    ratings = [float(judgement.ratings.get(name, math.nan)) for name in stage.attributes]
+    if all(math.isnan(x) for x in ratings):
         rated = ", ".join(judgement.ratings) or "nothing"
         raise judgement.told(
             f"it rates {rated}, and {stage.name} learns {', '.join(stage.attributes)}: leave the row out, or name other"
             f" attributes ({stage.name}.attributes)"
         )
-    if any(math.isinf(x) for x in found):
+    if any(math.isinf(x) for x in ratings):
         raise judgement.told("a rating is infinite: give a finite number")
-    if stage.classes and not (found[0] == int(found[0]) and 0 <= found[0] < stage.classes):
+    if stage.classes and not (ratings[0] == int(ratings[0]) and 0 <= ratings[0] < stage.classes):
         raise judgement.told(
-            f"the rating {found[0]:g} of {stage.attributes[0]} is none of the classes 0 to {stage.classes - 1}: number"
-            f" them from 0, or learn the number ({stage.name}.classes=0)"
+            f"the rating {ratings[0]:g} of {stage.attributes[0]} is none of the classes 0 to {stage.classes - 1}:"
+            f" number them from 0, or learn the number ({stage.name}.classes=0)"
         )
-    return found
+    return ratings
 
 
 def heldout_of_kind(environment: Environment, kind: Kind) -> list[Judgement]:

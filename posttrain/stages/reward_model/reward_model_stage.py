@@ -112,6 +112,6 @@ def labelled(parts: RunParts, stage: RewardModel) -> Environment:
     args = {"judged": "steps", "separator": stage.separator}
     # As many of these rows are held out as the stage's environment would hold out tasks.
     config = Env(name="prompts", prompts=str(rows), args=args, heldout=parts.run.env_of(stage).heldout)
-    found = environment(config, parts.run.seed)
-    parts.say(f"{stage.name}: {len(found.abilities.rows or ())} answers that {stage.labels_of} labelled")
-    return found
+    rows_environment = environment(config, parts.run.seed)
+    parts.say(f"{stage.name}: {len(rows_environment.abilities.rows or ())} answers that {stage.labels_of} labelled")
+    return rows_environment

@@ -345,18 +345,18 @@ class Scheduler:
             self.counts.found += len(cached_blocks) * BLOCK - prompt.done
             prompt.done = len(cached_blocks) * BLOCK
 
-    def _take_over(self, prompt: Prompt, found: np.ndarray) -> None:
-        """Let the prompt hold `found`, the tree's blocks of its beginning, in place of its own
+    def _take_over(self, prompt: Prompt, cached: np.ndarray) -> None:
+        """Let the prompt hold `cached`, the tree's blocks of its beginning, in place of its own
         blocks of the same tokens.
 
         So a request that holds a block of the tree also holds all blocks before it, even where two requests
         computed the same at once. Therefore no request holds a block after one that only the tree owns, and all
         spare blocks can be evicted."""
         # Shared before its own are released: at no moment is a block that is in use without an owner.
-        differs = prompt.blocks[: len(found)] != found
-        self.blocks.share(found[differs])
-        self.blocks.release(prompt.blocks[: len(found)][differs])
-        prompt.rows[: len(found) * BLOCK] = rows_of(found)
+        differs = prompt.blocks[: len(cached)] != cached
+        self.blocks.share(cached[differs])
+        self.blocks.release(prompt.blocks[: len(cached)][differs])
+        prompt.rows[: len(cached) * BLOCK] = rows_of(cached)
 
     def _join(self, prompt: Prompt) -> bool:
         """The first waiting slot begins after `prompt`. It shares the full blocks and copies the partial one; the last

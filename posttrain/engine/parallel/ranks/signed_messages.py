@@ -44,15 +44,15 @@ def users_key() -> bytes:
         ConfigError: the key is too short, or there is no such file and none can be made.
     """
     try:
-        found = os.environ.get(VARIABLE, "").encode() or _of_file(notes_folder().parent / FILE)
-        if len(found) < SHORTEST:
-            raise PermissionError(f"this one has {len(found)} characters")
+        key = os.environ.get(VARIABLE, "").encode() or _of_file(notes_folder().parent / FILE)
+        if len(key) < SHORTEST:
+            raise PermissionError(f"this one has {len(key)} characters")
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"ranks need a key that nobody else can read, and {error}. Set {VARIABLE} to the same characters on all"
             f" machines, drawn at random, at least {SHORTEST} of them"
         ) from error
-    return found
+    return key
 
 
 def _of_file(path: Path) -> bytes:
