@@ -165,15 +165,15 @@ class SiblingVerdicts:
 
 
 async def judged_together(
-    together: Together, attempts: Sequence[Attempt], at: StepNumber
+    judge_together: Together, attempts: Sequence[Attempt], at: StepNumber
 ) -> tuple[list[tuple[Judged, ...]], Gauges]:
     """The verdicts of sources that judge a whole group. They are asked again up to `JUDGE_RETRIES` times while one
     fails."""
-    verdicts_by_attempt, logged = await together(attempts, at)
+    verdicts_by_attempt, logged = await judge_together(attempts, at)
     for _ in range(JUDGE_RETRIES):
         if not any(_broken(verdicts) for verdicts in verdicts_by_attempt):
             break
-        verdicts_by_attempt, logged = await together(attempts, at)
+        verdicts_by_attempt, logged = await judge_together(attempts, at)
     return [
         tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts) for verdicts in verdicts_by_attempt
     ], logged

@@ -65,12 +65,12 @@ def kind_of(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> str:
     def has(column: str) -> bool:
         return data.get(column) is not None
 
-    sides = [c.chosen_column, c.rejected_column]
+    side_columns = [c.chosen_column, c.rejected_column]
     # The signs come in order, the most certain one first. Only a pair has columns such as `chosen`. A column `label`
     # beside a completion may mean something else.
-    if any(has(x) for x in sides):
-        if missing := [x for x in sides if not has(x)]:
-            present = next(x for x in sides if x not in missing)
+    if any(has(x) for x in side_columns):
+        if missing := [x for x in side_columns if not has(x)]:
+            present = next(x for x in side_columns if x not in missing)
             raise DataError(
                 f"{place}: there is {present!r} and no {missing[0]!r}: give both sides of the pair (env.args."
                 f"chosen_column, env.args.rejected_column), or set env.args.judged=none if {present!r} is no judgement"

@@ -301,10 +301,10 @@ class Chat:
 
     def _structured(self, said: str) -> Message:
         """A turn with its reasoning in the fields from which templates read it."""
-        parts = self._parsed(said)
-        turn = Message(role="assistant", content=parts.content)
-        if parts.reasoning:
-            turn["reasoning_content"] = turn["thinking"] = parts.reasoning
+        parsed = self._parsed(said)
+        turn = Message(role="assistant", content=parsed.content)
+        if parsed.reasoning:
+            turn["reasoning_content"] = turn["thinking"] = parsed.reasoning
         return turn
 
     # --- what a template does, found by trying ------------------------------------------------------------------------

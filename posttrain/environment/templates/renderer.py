@@ -292,8 +292,8 @@ class Renderer:
         ids = self.encode(text)
         n = len(self.leading)
         # The text may begin with the BOS token already.
-        written = n > 0 and tuple(ids[:n].tolist()) == self.leading
-        return ids if written or not n else np.concatenate([np.array(self.leading, np.int32), ids])
+        has_leading = n > 0 and tuple(ids[:n].tolist()) == self.leading
+        return ids if has_leading or not n else np.concatenate([np.array(self.leading, np.int32), ids])
 
 
 class RenderedDialogue:

@@ -107,13 +107,13 @@ class GenerativeJudge:
     async def verdicts(self, episodes: Sequence[Episode]) -> list[Verdict]:
         """The verdict about each answer of a group."""
         # Indices: n counts comparisons, i answers of the group, k the votes about one comparison.
-        asked = comparisons(len(episodes), self.judging.sides, self.rivals)
-        votes = await together([self._votes(episodes, sides) for sides in asked])
+        sides_asked = comparisons(len(episodes), self.judging.sides, self.rivals)
+        votes = await together([self._votes(episodes, sides) for sides in sides_asked])
         kept = [self.kept(each) for each in votes]
         yes = await together([self._yes(each) for each in votes]) if self.judging.sides == 1 else []
         out: list[Verdict] = []
         for i, episode in enumerate(episodes):
-            about = [n for n, sides in enumerate(asked) if i in sides]
+            about = [n for n, sides in enumerate(sides_asked) if i in sides]
             why = " ".join(self._written(episodes, i, votes[n], kept[n]) for n in about)
             values = [v for n in about for v in self._values(i, votes[n], kept[n])]
             if yes and values:

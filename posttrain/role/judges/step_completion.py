@@ -88,20 +88,20 @@ class ContinuedSampler:
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """The tokens said before, and what the engine says after them: at most `max_tokens` together."""
-        begun = self.said
+        said = self.said
         # Both parts are one turn: the tokens said before count in its limits.
-        left = sampling.max_tokens - len(begun.ids)
+        left = sampling.max_tokens - len(said.ids)
         if left < 1:
-            return replace(begun, stop=Stop.LENGTH)
-        rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(begun.ids)))
-        new = await self.inner.generate(np.concatenate([ids, begun.ids]).astype(np.int32), rest, place)
-        sets = None if begun.kept is None else [*begun.kept.sets(), *(new.kept.sets() if new.kept else [])]
+            return replace(said, stop=Stop.LENGTH)
+        rest = replace(sampling, max_tokens=left, min_tokens=max(0, sampling.min_tokens - len(said.ids)))
+        new = await self.inner.generate(np.concatenate([ids, said.ids]).astype(np.int32), rest, place)
+        sets = None if said.kept is None else [*said.kept.sets(), *(new.kept.sets() if new.kept else [])]
         # A transcript needs the kept set of every spoken token, those of `said` included.
         kept = None if sets is None else TruncationSets.of(sets)
         return SampledTurn(
-            np.concatenate([begun.ids, new.ids]).astype(np.int32),
-            np.concatenate([begun.logp, new.logp]).astype(np.float32),
-            np.concatenate([begun.version, new.version]).astype(np.int32),
+            np.concatenate([said.ids, new.ids]).astype(np.int32),
+            np.concatenate([said.logp, new.logp]).astype(np.float32),
+            np.concatenate([said.version, new.version]).astype(np.int32),
             new.stop,
             kept,
         )
