@@ -87,21 +87,21 @@ def placed_engine(
     policy: Policy,
     text: Callable[[np.ndarray], str],
     say: Callable[[str], None] = lambda line: None,
-    own: bool = False,
+    keeps: bool = False,
 ) -> ServedSampler:
     """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
         say: tells the user what happens to engines elsewhere.
-        own: the policy's weights are the engine's alone.
+        keeps: the policy's weights are the engine's alone.
 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed.
         EngineError: it does not start.
     """
     if isinstance(run.placement, Local):
-        return make_engine(run, policy, text, own)
+        return make_engine(run, policy, text, keeps)
     # Checked before processes start. There the error would come late, and from several processes.
     if not isinstance(run.engine, Embedded):
         check_vllm(run, run.engine, policy)

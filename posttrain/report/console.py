@@ -59,13 +59,15 @@ class PlainConsole(Console):
     Our own words get a colour as `Text(word, style=...)`.
     """
 
-    def __init__(self, **how: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         # in a notebook too: its HTML output would not be text of ours
-        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **how)
+        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **options)
 
-    def render_str(self, text: str, **how: Any) -> Text:
+    def render_str(self, text: str, **options: Any) -> Text:
         """Escape plain strings, printed or in a table; rich calls this before the layout."""
-        return super().render_str(visible_lines(text), **{**how, "markup": False, "emoji": False, "highlight": False})
+        return super().render_str(
+            visible_lines(text), **{**options, "markup": False, "emoji": False, "highlight": False}
+        )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Escape all other output; control codes that rich itself writes are marked as such and kept."""

@@ -44,8 +44,8 @@ Phase = Literal["idle", "headers", "body", "answer"]
 class Connection(web.RequestHandler):
     """aiohttp's handler of one connection, with its phase and the time since it began."""
 
-    def __init__(self, listener: Listener, address: str, sock: socket.socket, **how: Any) -> None:
-        super().__init__(listener.server, **how)
+    def __init__(self, listener: Listener, address: str, sock: socket.socket, **options: Any) -> None:
+        super().__init__(listener.server, **options)
         self.address, self._sock = address, sock
         self.phase: Phase = "headers"
         self._clock: Callable[[], float] = self._loop.time

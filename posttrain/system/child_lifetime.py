@@ -78,16 +78,16 @@ def end_with(name: str, parent: int) -> threading.Event:
     return over
 
 
-def begun(program: str, **how: Any) -> subprocess.Popen[bytes]:
+def begun(program: str, **options: Any) -> subprocess.Popen[bytes]:
     """Start Python with this program, which ends with this process.
 
     Args:
         program: Python statements. They find the modules that this process finds.
-        how: what `subprocess.Popen` is to know besides.
+        options: what `subprocess.Popen` is to know besides.
     """
     # The new process gets the `sys.path` of this one, so that it finds the same modules.
     code = COMMAND.format(path=sys.path, parent=os.getpid(), program=program)
-    return _starter().start([sys.executable, "-c", code], how)
+    return _starter().start([sys.executable, "-c", code], options)
 
 
 class _Starter:
@@ -98,16 +98,16 @@ class _Starter:
         self.thread = threading.Thread(target=self._work, name="starts processes", daemon=True)
         self.thread.start()
 
-    def start(self, command: Sequence[str], how: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], options: dict[str, Any]) -> subprocess.Popen[bytes]:
         started: Future[subprocess.Popen[bytes]] = Future()
-        self._asked.put((started, command, how))
+        self._asked.put((started, command, options))
         return started.result()
 
     def _work(self) -> None:
         while True:
-            started, command, how = self._asked.get()
+            started, command, options = self._asked.get()
             try:
-                started.set_result(subprocess.Popen(command, **how))
+                started.set_result(subprocess.Popen(command, **options))
             except BaseException as error:
                 # Every error goes to the caller, through its future. This thread must not end: the kernel would kill
                 # all processes that it has started.

@@ -147,9 +147,9 @@ def _of_reward_model(o: Namespace) -> list[str]:
     given = {"--samples": o.samples, "--max-tokens": o.max_tokens, "--temperature": o.temperature}
     which = {"checkpoint": o.checkpoint, "trust": o.trust, "ema": o.ema}
     if o.answers:
-        how = {"samples": o.samples, "max_tokens": o.max_tokens, "temperature": o.temperature}
-        found = transfer(o.target, o.answers, *o.overrides, **which, **how)
-        return [line for report in found for line in report.lines()]
+        sampling = {"samples": o.samples, "max_tokens": o.max_tokens, "temperature": o.temperature}
+        reports = transfer(o.target, o.answers, *o.overrides, **which, **sampling)
+        return [line for report in reports for line in report.lines()]
     if strange := [name for name, value in given.items() if value is not None]:
         raise ConfigError(
             f"{o.target} is a reward model, and nothing is sampled from it: leave {strange[0]} out, or name a policy"

@@ -234,18 +234,20 @@ def refuse_split(workers: int, config: Any) -> None:
         )
 
 
-def refuse_few(how: VLLM, placement: Placement) -> None:
+def refuse_few(settings: VLLM, placement: Placement) -> None:
     """ConfigError where the machine lacks what each worker needs: a device, or on CPU a core."""
-    if how.workers == 1 or how.url is not None:
+    if settings.workers == 1 or settings.url is not None:
         return
     if torch.cuda.is_available():
-        if (have := torch.cuda.device_count()) < how.workers:
-            raise ConfigError(f"engine.workers={how.workers} need a GPU each, and this process sees {have}: lower it")
+        if (have := torch.cuda.device_count()) < settings.workers:
+            raise ConfigError(
+                f"engine.workers={settings.workers} need a GPU each, and this process sees {have}: lower it"
+            )
         return
     given_cores = 0 if isinstance(placement, Local) else placement.cores
-    if (have := given_cores or cores()) < how.workers:
+    if (have := given_cores or cores()) < settings.workers:
         where = f"placement.cores={given_cores} gives an engine" if given_cores else "this process may use"
         raise ConfigError(
-            f"engine.workers={how.workers} need a core each, because they spin while they wait for each other, and"
+            f"engine.workers={settings.workers} need a core each, because they spin while they wait for each other, and"
             f" {where} {have}: lower engine.workers{', or raise placement.cores' if given_cores else ''}"
         )
