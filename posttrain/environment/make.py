@@ -44,7 +44,7 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
     """
     # A class of the user's is loaded first, because only the class shows whether the environment reads rows.
     own = ":" in config.name and not is_inline(config.name) and not config.name.startswith(("gym:", "verifiers:"))
-    own_class = _own(config.name) if own else None
+    own_class = _own_class(config.name) if own else None
     if config.name == "prompts" or config.data or own_class is not None:
         from posttrain.environment.rows.own_prompts import PromptsEnv, read_tasks
 
@@ -105,7 +105,7 @@ def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
     return thing
 
 
-def _own(name: str) -> type[SingleTurn]:
+def _own_class(name: str) -> type[SingleTurn]:
     """The environment class of a user's file, `path.py:Class`. ConfigError if it is not one, or lacks methods."""
     path, _, attribute = name.rpartition(":")
     cls: Any = load(Path(path), attribute, "env.name", "class")

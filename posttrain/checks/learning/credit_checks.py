@@ -196,14 +196,14 @@ class CreditCheck(Observer):
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
                 # At due steps only: it is slow, by definition.
-                self._audit = self._begun(roles, groups) if due(e.index) else None
+                self._audit = self._audit_of(roles, groups) if due(e.index) else None
             case PackedEvent(batch=batch) if self._audit is not None:
                 self._audit.check(batch)
             case _:
                 pass
         return None
 
-    def _begun(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
+    def _audit_of(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
         """The audit of a step; None if the algorithm has a piece that is not covered."""
         a, max_tokens = roles.stage.algorithm, roles.sampling.max_tokens
         expected = expected_credit(a, groups, max_tokens=max_tokens, ema=roles.adaptive.ema)

@@ -229,7 +229,7 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
                 )
 
 
-def _told(band: Gauges, dtype: str) -> tuple[str, ...]:
+def _band_line(band: Gauges, dtype: str) -> tuple[str, ...]:
     """The noise band as a line for people, where rounding is coarser than float32."""
     if "mismatch/band" not in band or dtype == "float32":
         return ()
@@ -335,7 +335,9 @@ class SamplerCheck(Observer):
             routers = roles.learner.routers()  # a reference follows no choices
             alone = learner if routers is None else routers.read(packed, replay=False).logp
             no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
-        return ObserverReport(merge(gauges, band), (*_told(band, dtype), *_price(roles.learner.price(packed), fresh)))
+        return ObserverReport(
+            merge(gauges, band), (*_band_line(band, dtype), *_price(roles.learner.price(packed), fresh))
+        )
 
     def _ratio_is_one(
         self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]

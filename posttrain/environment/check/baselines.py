@@ -30,7 +30,7 @@ CLOSE = 0.9
 mean of real answers (1)."""
 
 
-def _said(task: Task, rng: random.Random) -> Mapping[str, str]:
+def _blind_answers(task: Task, rng: random.Random) -> Mapping[str, str]:
     """Answers to a task that do not depend on what it asks, by their kind."""
     prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
     text = "".join(rng.choices(string.ascii_lowercase + " ", k=120))
@@ -43,7 +43,7 @@ async def unread(s: Subject) -> Answer:
     if s.known:
         return Mark.SKIP, "right answers are known and paid, so the probes of silence, constants and templates say it"
     rng, tasks = s.random("baselines"), s.tasks[:TASKS_EACH]
-    attempts = [(t, kind, text) for t in tasks for kind, text in _said(t, rng).items()]
+    attempts = [(t, kind, text) for t in tasks for kind, text in _blind_answers(t, rng).items()]
     judged = await s.judge_all([(t, (text,)) for t, _, text in attempts], repeat=True)
     paid: dict[str, list[float]] = {}
     for (_, kind, _), answer in zip(attempts, judged, strict=True):
@@ -81,7 +81,7 @@ async def paid_and_measured(s: Subject) -> Answer:
         return Mark.SKIP, "nothing is measured beside what is paid (env.rewards.N.measured)"
     tasks, rng = s.tasks[:TASKS_EACH], s.random("measured")
     real_answers = [(t, {"a real answer": text}) for t in tasks if (text := s.completions.get(t.id)) is not None]
-    artificial = [(t, _said(t, rng)) for t in tasks]
+    artificial = [(t, _blind_answers(t, rng)) for t in tasks]
     attempts = [(t, kind, text) for t, texts in (*artificial, *real_answers) for kind, text in texts.items()]
     judged = await s.judge_all([(t, (text,)) for t, _, text in attempts], repeat=True)
     figures: dict[str, list[tuple[float, float, str]]] = {}

@@ -34,7 +34,7 @@ SECONDS = 0.5
 """The seconds for which throughput is measured."""
 
 
-def _given(told: JudgedAnswer) -> Mapping[str, object]:
+def _scores(told: JudgedAnswer) -> Mapping[str, object]:
     """The comparable part of the verdicts: for each source its score, or its state if it has none."""
     return {
         j.source: j.verdict.score if j.verdict.state is State.VALUE else j.verdict.state.value
@@ -54,13 +54,13 @@ def _mixed(s: Subject) -> list[tuple[Task, Sequence[str]]]:
 
 def _differ(one: Sequence[JudgedAnswer], two: Sequence[JudgedAnswer]) -> str:
     """Returns the difference between two rounds of verdicts about the same answers; '' if there is none."""
-    changed = [(a, b) for a, b in zip(one, two, strict=True) if _given(a) != _given(b)]
+    changed = [(a, b) for a, b in zip(one, two, strict=True) if _scores(a) != _scores(b)]
     if not changed:
         return ""
     a, b = changed[0]
     return (
-        f"{len(changed)} of {len(one)} answers, such as {a.said} to {prompt_words(a.task.prompt)}: {dict(_given(a))}"
-        f" and then {dict(_given(b))}"
+        f"{len(changed)} of {len(one)} answers, such as {a.said} to {prompt_words(a.task.prompt)}: {dict(_scores(a))}"
+        f" and then {dict(_scores(b))}"
     )
 
 

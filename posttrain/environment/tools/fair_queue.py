@@ -100,7 +100,7 @@ class QueuedWork:
         is stopped. The work has ended when this returns, so that `stopped` is final. If this coroutine is cancelled,
         the work is stopped as well and ends soon after.
         """
-        await self._begun()
+        await self._wait_and_start()
         try:
             while not self.done.done():
                 # The wait lasts as long as the remaining time would on an idle processor. Then the clock is read again,
@@ -113,7 +113,7 @@ class QueuedWork:
             raise
         return self.done.result()
 
-    async def _begun(self) -> None:
+    async def _wait_and_start(self) -> None:
         """Wait for the turn and start the thread."""
         turn = self._queue.ask(0.0)
         try:

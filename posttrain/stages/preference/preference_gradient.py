@@ -281,7 +281,7 @@ def preference_demand(
     slope_change_E = np.maximum(
         *(np.abs(_slope(a, rows, fixed, sums_E + nudge_E) - slope_E) for nudge_E in (signed_E, -signed_E))
     )
-    pair_weight_E = _own(batch, tokens, rows) if a.weights == "wpo" else np.ones(len(slope_E))
+    pair_weight_E = _wpo_weights(batch, tokens, rows) if a.weights == "wpo" else np.ones(len(slope_E))
     per_M = a.coef * weight_M * pair_weight_E[batch.sequence_M] * share_M
     size_E = np.abs(slope_E) + slope_change_E / NUDGE
     if kind(a.link) in FLAT:
@@ -361,7 +361,7 @@ def _at_rank(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.sort(other)[rank], near.sum(1) == 1
 
 
-def _own(batch: Batch, tokens: _Tokens, rows: JudgedRows) -> np.ndarray:
+def _wpo_weights(batch: Batch, tokens: _Tokens, rows: JudgedRows) -> np.ndarray:
     """[E]: the weight of each pair for `weights=wpo`: how likely the policy is to say both of its sides.
 
     It is the product over both sides of exp(mean over tokens of (log p - log sum p^2)).

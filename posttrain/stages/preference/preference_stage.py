@@ -193,7 +193,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         # are read from the folder.
         scores = ReferenceScores.load(parts.book.folder / folder, self.state.reference)
         before = len(scores)
-        for of_step in self._met():  # each step's own pass, so that a longer stage computes the same bits
+        for of_step in self._all_completions():  # each step's own pass, so that a longer stage computes the same bits
             scores.add(scorer, scores.missing(of_step))
         if len(scores) > before:
             parts.book.anew(folder, scores.save)
@@ -203,7 +203,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             )
         return scores
 
-    def _met(self) -> Iterator[list[Segment]]:
+    def _all_completions(self) -> Iterator[list[Segment]]:
         """Yields the held-out completions, and then for each step the completions that no earlier step had."""
         stage, seen = self.stage, set[tuple[str, object]]()
         yield self._segments(self._heldout)

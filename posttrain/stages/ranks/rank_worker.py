@@ -59,14 +59,14 @@ def work(
             return 0
         except BaseException as error:
             # The reason goes into the store, which still works when exchanges do not. Rank 0 reads it there.
-            orders.fail(_told(error))
+            orders.fail(_reason(error))
             if not isinstance(error, PosttrainError):
                 tell(traceback.format_exc().rstrip(), file=sys.stderr)
             return 1
     return 0
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """The reason that a rank leaves in the store. It begins with `EXCHANGE` where another rank was the cause."""
     # NotImplementedError is a RuntimeError too, but never comes from an exchange.
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError) and of_exchange(error):

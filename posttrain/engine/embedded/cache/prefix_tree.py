@@ -81,7 +81,7 @@ class PrefixTree:
         # be shared only as a whole, since two sequences write behind its rows.
         path, at = self._walk(ids, most // BLOCK)
         done = len(path) * BLOCK
-        begun = self._begun(at, ids[done : min(most, done + BLOCK)])
+        begun = self._longest_beginning(at, ids[done : min(most, done + BLOCK)])
         if begun is None:
             self._touch(path)
             return Match(np.array([n.block for n in path], np.int64))
@@ -89,7 +89,7 @@ class PrefixTree:
         self._touch([*path, node])
         return Match(np.array([n.block for n in path], np.int64), node.block, extra)
 
-    def _begun(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
+    def _longest_beginning(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
         """(the block below node `at` that begins with most tokens of `wanted`, how many these are); None where no block
         begins with the first of them.
 
@@ -118,7 +118,7 @@ class PrefixTree:
         new: list[int] = []
         for i in range(len(path), len(blocks)):
             # The last edge may be shorter than a block. `_walk` asks for
-            # whole blocks only, so such a leaf is found by `_begun` alone.
+            # whole blocks only, so such a leaf is found by `_longest_beginning` alone.
             edge = (at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes())
             node = self._nodes.get(edge)
             if node is None:
