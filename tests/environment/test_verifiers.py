@@ -21,7 +21,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Stop
 from posttrain.core.verdict import State, outcome
 from posttrain.engine.model.tiny_models import build_module
-from posttrain.environment.adapters import verifiers
+from posttrain.environment.adapters import verifiers, verifiers_judge
 from posttrain.environment.adapters.verifiers import Verifiers
 from posttrain.environment.check import Mark, check
 from posttrain.environment.make import environment
@@ -178,6 +178,16 @@ async def test_a_reward_function_that_raises_is_no_zero(tmp_path: Path) -> None:
     metric = await judged(loaded(tmp_path, SINGLE), loaded(tmp_path, SINGLE).train.task(0), ("boom",))
     told = {j.source: j.verdict for j in metric}["breaks"]
     assert told.state is State.ABSTAIN and "the judge is gone" in told.why and outcome(metric) is not None
+
+
+async def test_a_rubric_with_its_own_way_of_scoring_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers_judge, "SECONDS", 0.05)
+    own_way = "class Slow(vf.Rubric):\n    async def score_rollout(self, state):\n        await asyncio.sleep(60)\n\n"
+    source = SINGLE.replace("def load_environment", f"{own_way}def load_environment").replace("vf.Rubric(f", "Slow(f")
+    env = loaded(tmp_path, f"import asyncio\n{source}")
+    verdicts = await asyncio.wait_for(judged(env, env.train.task(0), ("1",)), 20)
+    slow = {j.source: j.verdict for j in verdicts}["Slow"]
+    assert (slow.state, slow.kind) == (State.FAILED, "timeout") and "0.15 s" in slow.why
 
 
 def test_the_split_is_theirs_and_leaks_nothing(tmp_path: Path) -> None:

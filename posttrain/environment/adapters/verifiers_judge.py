@@ -18,7 +18,8 @@ from posttrain.verifier.timed_calls import TimedOut, call
 from posttrain.verifier.user_code import where
 
 SECONDS = 60.0
-"""The most seconds of one function of a rubric. Beyond it the verdict is failed."""
+"""The most seconds of one function of a rubric. Beyond it the verdict is failed. A rubric with its own way of scoring
+has as many for each of its functions."""
 LONGEST = 20_000
 """The most characters of an entry of a state that a record keeps."""
 _LOOP_ENTRIES = (
@@ -126,7 +127,7 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
     watched.__name__ = name
     watched.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     returned = await rubric._call_individual_reward_func(watched, state)
-    verdict = _failed(raised[0], function) if raised else _numbered(returned)
+    verdict = _failed(raised[0], function, SECONDS) if raised else _numbered(returned)
     # A function of weight 0 is a metric. Its failure must not leave the episode without a reward.
     if weight == 0 and verdict.state is State.FAILED:
         verdict = Verdict.abstain(f"{verdict.kind}: {verdict.why}")
@@ -136,10 +137,11 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
 async def _whole(rubric: Any, state: Any) -> list[Judged]:
     """The verdicts of a rubric with its own way of scoring: its reward as one source, its metrics with weight 0."""
     name = type(rubric).__name__
+    seconds = SECONDS * max(1, len(rubric._get_reward_func_names()))
     try:
-        await rubric.score_rollout(state)
+        await call(rubric.score_rollout, seconds, state)
     except Exception as error:
-        return [Judged(name, 1.0, redacted(_failed(error, None)))]
+        return [Judged(name, 1.0, redacted(_failed(error, None, seconds)))]
     judged = [Judged(name, 1.0, _numbered(state["reward"]))]
     return judged + [
         Judged(k, 0.0, v if v.state is State.VALUE else Verdict.abstain(v.why))
@@ -153,7 +155,7 @@ def _numbered(given: Any) -> Verdict:
     return as_verdict(float(given) if isinstance(given, bool) else given)
 
 
-def _failed(error: Exception, function: Any) -> Verdict:
+def _failed(error: Exception, function: Any, seconds: float) -> Verdict:
     if isinstance(error, TimedOut):
-        return Verdict.failed("timeout", f"no result within {SECONDS:g} s")
+        return Verdict.failed("timeout", f"no result within {seconds:g} s")
     return Verdict.failed("raised", where(error, function))
