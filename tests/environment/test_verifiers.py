@@ -190,6 +190,27 @@ async def test_a_rubric_with_its_own_way_of_scoring_is_stopped(tmp_path: Path, m
     assert (slow.state, slow.kind) == (State.FAILED, "timeout") and "0.15 s" in slow.why
 
 
+@pytest.mark.parametrize("group", ["vf.EnvGroup(two)", "vf.EnvGroup([vf.EnvGroup(two)])"], ids=["flat", "nested"])
+async def test_a_function_that_raises_is_no_zero_in_a_group_either(tmp_path: Path, group: str) -> None:
+    member = SINGLE.replace("weights=[1.0, 0.1, 0.0]", "weights=[1.0, 0.1, 0.5]")
+    member = member.replace("def load_environment(", "def one(")
+    both = f"def load_environment():\n    two = [one(), one(system='Sum.')]\n    return {group}\n"
+    env = loaded(tmp_path, f"{member}\n{both}")
+    for system in ("Add.", "Sum."):
+        task = next(t for t in map(env.train.task, range(38)) if t.prompt[0]["content"] == system)  # type: ignore[index]
+        assert env.knows_gold(task)
+        assert outcome(await judged(env, task, (str(task.answer),))) == pytest.approx(1.05)
+        broken = await judged(env, task, ("boom",))
+        failed = {j.source: j.verdict for j in broken}["breaks"]
+        assert (failed.state, failed.kind) == (State.FAILED, "raised") and outcome(broken) is None
+
+
+async def test_tools_of_a_group_have_their_limit(tmp_path: Path) -> None:
+    source = TOOLS.replace("def load_environment", "def one")
+    (member,) = loaded(tmp_path, f"{source}\ndef load_environment():\n    return vf.EnvGroup([one()])\n").inner.envs
+    assert member.tool_map["add"].__wrapped__.__name__ == "add"
+
+
 def test_the_split_is_theirs_and_leaks_nothing(tmp_path: Path) -> None:
     env = loaded(tmp_path, SINGLE)
     assert [t.prompt[-1]["content"] for t in env.heldout] == ["18+1?", "19+1?", "20+1?"]  # type: ignore[index]

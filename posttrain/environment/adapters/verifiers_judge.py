@@ -82,19 +82,39 @@ def _to_package(message: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def rubrics(rubric: Any) -> Iterator[Any]:
-    """The single rubrics of a rubric, which may be a group."""
+def members(env: Any) -> Iterator[Any]:
+    """The single environments of an environment, which may be a group."""
+    if isinstance(env, importlib.import_module("verifiers.envs.env_group").EnvGroup):
+        for member in env.envs:
+            yield from members(member)
+    else:
+        yield env
+
+
+def rubrics(rubric: Any, state: Mapping[str, Any]) -> Iterator[Any]:
+    """The single rubrics of a rubric, which may be a group. Of a group of environments, those of the environment that
+    played the episode: the group's own scoring would make a 0 of a function that raises."""
+    info: Any = state.get("info") or {}
+    route: Any = info.get("env_id") or ()
+    yield from _of_route(rubric, (route,) if isinstance(route, str) else tuple(route))
+
+
+def _of_route(rubric: Any, route: tuple[str, ...]) -> Iterator[Any]:
+    """The single rubrics of a rubric. `route`: names of environments of groups, the outermost first."""
     group: Any = importlib.import_module("verifiers.rubrics.rubric_group").RubricGroup
+    of_environments: Any = importlib.import_module("verifiers.envs.env_group").EnvGroupRubric
     if type(rubric) is group:
         for part in rubric.rubrics:
-            yield from rubrics(part)
+            yield from _of_route(part, route)
+    elif type(rubric) is of_environments and route and route[0] in rubric.env_map:
+        yield from _of_route(rubric.env_map[route[0]].rubric, route[1:])
     else:
         yield rubric
 
 
 def weights(rubric: Any) -> list[float]:
     """The weights of all functions. A rubric with its own way of scoring counts as one function."""
-    return [w for r in rubrics(rubric) for w in ([1.0] if _own_way(r) else r.weights)]
+    return [w for r in _of_route(rubric, ()) for w in ([1.0] if _own_way(r) else r.weights)]
 
 
 def _own_way(rubric: Any) -> bool:
