@@ -25,7 +25,7 @@ Source = Literal["this run", "counted", "measured here", "quoted"]
 figures."""
 ROLES = ("rollout", "score", "learn", "sync", "book", "evaluate", "checkpoint")
 """Roles of the record whose seconds make up a step. Those of `evaluate` and `checkpoint` are divided by all steps."""
-RECOMPUTED = {"selective": 1 / 1.22, "full": 1 / 1.42}
+WITHOUT_RECOMPUTING = {"selective": 1 / 1.22, "full": 1 / 1.42}
 """By the kind of gradient checkpointing: the learner's time without it, as a share of its time with it
 (docs/help/slow.md, on a CPU)."""
 WORKERS = 4
@@ -73,9 +73,10 @@ def _of_any(run: Run, stage: Stage, seconds: Mapping[str, float]) -> Iterator[Ru
         price = "posttrain show has no episodes to show"
         yield RunChange("record_episodes=false", seconds.get("book", 0), price, "this run")
     if run.model.checkpointing != "none":
-        saved = seconds.get("learn", 0) * (1 - RECOMPUTED[run.model.checkpointing])
+        saved = seconds.get("learn", 0) * (1 - WITHOUT_RECOMPUTING[run.model.checkpointing])
         yield RunChange("model.gradient_checkpointing=none", saved, "more memory: plan it first", "measured here")
     if run.model.device != "cpu" and run.model.dtype == "float32":
+        # Numbers of half the bytes take half the time to move.
         saved = (seconds.get("learn", 0) + seconds.get("rollout", 0)) / 2
         yield RunChange("model.dtype=bfloat16", saved, "rounded where it is computed", "quoted")
 

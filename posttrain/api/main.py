@@ -243,6 +243,7 @@ def export(
 
     Args:
         folder: a new or empty folder; or `hub:me/my-model`, which pushes it to the Hugging Face hub.
+        checkpoint, trust: as in `evaluate`.
         public: on the hub: let everybody read a repository that is made here. It is private otherwise.
         adapter: of a run with `model.lora`, write the adapter alone, as PEFT does. It is merged otherwise.
         ema: write the moving average of the weights (`optimizer.ema`) in place of the weights.

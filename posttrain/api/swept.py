@@ -65,6 +65,7 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
                 "--sweep needs the speed of a machine: posttrain plan --probe measures this one; or give machine=H100"
             )
         update: Update = "inflight" if plan.run.engine.update != "drain" else "drain"
+        # A deterministic run takes new weights when all that it asked has ended, whatever `engine.update` says.
         loop = loop_of(plan.timed, "rest" if plan.run.deterministic else update)
         steps = max(6, min(STEPS, ANSWERS // (loop.prompts * loop.siblings)))
         out.append(SweptValue(value, plan, simulate(loop, steps, plan.run.seed)))
@@ -74,27 +75,29 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
 def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
     """A planned stage as a loop for the simulator.
 
-    A step of more than `MOST_ANSWERS` answers is scaled down: 1 / `part` of its prompts with 1 / `part` of the slots.
-    So the longest answer is the longest one of that part.
+    A step of more than `MOST_ANSWERS` answers is cut into `parts`, and one of them is simulated, with its share of the
+    slots and the judges. So the longest answer is the longest one of that part.
     """
     w, a = t.work, t.assumed
-    # Prompts, slots and judges are divided by `part`. A pass still costs as much as with all sequences.
-    part = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))
-    judges = max(1, a.judges // part)
+    # A pass over n sequences takes as long as one over n * `parts`: the other parts are not simulated, but are there.
+    parts = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))
+    judges = max(1, a.judges // parts)
     together = w.slots * max(1, w.engines)
+    # Tokens in the cache of a sequence in the mean over its passes: the prompt, and half of the answer.
     length = w.lengths.prompt + w.lengths.answer / 2
     return SimulatedLoop(
-        prompts=w.prompts // part,
+        prompts=w.prompts // parts,
         siblings=w.siblings,
         staleness=w.staleness,
-        slots=max(1, together // part),
+        slots=max(1, together // parts),
         lengths=[w.lengths.quantile((i + 0.5) / POINTS) / a.tokens_a_pass for i in range(POINTS)],
-        passes=cache(lambda n: t.decoding(n * part, length)),
-        prefill=t.prefill / w.prompts * part,
+        passes=cache(lambda n: t.decoding(n * parts, length)),
+        # So the prompts of the part take as long as all prompts of the step.
+        prefill=t.prefill / w.prompts * parts,
         learn=(t.reference + t.learn,),
         sync=t.sync,
         # The number of judges is rounded to at least 1. Their seconds are corrected, so that their throughput is right.
-        reward=a.reward * part * judges / a.judges,
+        reward=a.reward * parts * judges / a.judges,
         judges=judges,
         kept=a.kept,
         update=update,

@@ -26,7 +26,7 @@ from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.sampling_parameters import check
 from posttrain.engine.vllm.spawn_server import SpawnedServer
-from posttrain.engine.vllm.start_vllm import folder_for_weights, limits, refuse_few, refuse_split
+from posttrain.engine.vllm.start_vllm import capabilities_of, folder_for_weights, refuse_few, refuse_split
 from posttrain.engine.vllm.vllm_server import ROLE, VLLMServer
 from posttrain.stages.run_parts import turns_reach
 from posttrain.system import files
@@ -81,9 +81,9 @@ def all_sleep(engines: Sequence[ServedSampler]) -> None:
         serving.sleep()
 
 
-def served_here(engine: EmbeddedEngine, how: Embedded) -> ServedSampler:
+def served_here(engine: EmbeddedEngine, settings: Embedded) -> ServedSampler:
     """An engine in this process, which ends with it."""
-    return ServedSampler(engine, lambda: None, engine, how.sleep)
+    return ServedSampler(engine, lambda: None, engine, settings.sleep)
 
 
 def check_engine(run: Run) -> None:
@@ -107,13 +107,13 @@ def check_engine(run: Run) -> None:
         )
 
 
-def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own: bool = False) -> ServedSampler:
-    """The engine of the run in this process, with its own copy of the weights. `placed_engine` also makes those
-    elsewhere.
+def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], keeps: bool = False) -> ServedSampler:
+    """The engine of the run: in this process, or a server of vLLM. `placed_engine` also makes engines in processes of
+    their own.
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
-        own: nobody else uses the policy's weights, so the embedded engine takes no copy of them.
+        keeps: nobody else uses the policy's weights, so the embedded engine keeps them and takes no copy.
 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed.
@@ -122,7 +122,7 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], own
     if isinstance(run.engine, Embedded):
         # A copy (`twin`): the learner changes the policy's weights in place, and the engine must sample with the
         # weights of the last push.
-        served = policy if own else policy.twin()
+        served = policy if keeps else policy.twin()
         return keeping_contracts(run, served_here(embedded_engine(run, run.engine, served, text), run.engine))
     return keeping_contracts(run, _vllm(run, run.engine, policy))
 
@@ -162,6 +162,7 @@ def make_opponent(
     if share == 1:
         return served_here(embedded_engine(run, settings, replace(policy, module=reference, lora=None), text), settings)
     mixture = Mixture(reference, share)
+    # Below all versions, also without an adapter: so the first push is sent and checked, even that of version 0.
     return served_here(embedded_engine(run, settings, policy.twin(), text, mixture, BEFORE_TRIAL), settings)
 
 
@@ -173,7 +174,7 @@ _ONE_MODEL = (
 
 def embedded_engine(
     run: Run,
-    how: Embedded,
+    settings: Embedded,
     policy: Policy,
     text: Callable[[np.ndarray], str],
     mixture: Mixture | None = None,
@@ -191,84 +192,88 @@ def embedded_engine(
         context=policy.context,
         deterministic=run.deterministic or run.exact,
         device=run.model.device,
-        cache_bytes=int(how.cache_gib * GIB),
+        cache_bytes=int(settings.cache_gib * GIB),
         text=text,
         kernels=policy.kernels,
-        update=how.update,
-        budget=how.budget,
-        retain=how.retain,
-        timeline=how.timeline,
-        speculate=_speculation(run, how, policy),
+        update=settings.update,
+        budget=settings.budget,
+        retain=settings.retain,
+        timeline=settings.timeline,
+        speculate=_speculation(run, settings, policy),
         mixture=mixture,
         version=begun if version is None else version,
     )
 
 
-def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | None:
+def _speculation(run: Run, settings: Embedded, policy: Policy) -> Lookup | Draft | None:
     """What drafts tokens for the engine: repeated text, a small model, or nothing.
 
     Raises:
         ConfigError: the small model has another tokenizer or a shorter context.
     """
-    if how.lookup:
-        return Lookup(how.lookup)
-    if how.draft is None:
+    if settings.lookup:
+        return Lookup(settings.lookup)
+    if settings.draft is None:
         return None
     small = open_policy(
-        replace(run.model, path=how.draft, context=None, lora=None, quantize=None), run.seed, policy.context
+        replace(run.model, path=settings.draft, context=None, lora=None, quantize=None), run.seed, policy.context
     )
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
-            f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"
+            f"engine.draft={settings.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"
             " trained with it"
         )
     if small.context < policy.context:
         raise ConfigError(
-            f"engine.draft={how.draft}: its context of {small.context} tokens is shorter than the policy's"
+            f"engine.draft={settings.draft}: its context of {small.context} tokens is shorter than the policy's"
             f" {policy.context}"
         )
-    return Draft(small.module, how.drafts)
+    return Draft(small.module, settings.drafts)
 
 
-def check_vllm(run: Run, how: VLLM, policy: Policy) -> None:
+def check_vllm(run: Run, settings: VLLM, policy: Policy) -> None:
     """ConfigError where vLLM cannot serve the policy, or cannot keep a stage's sampling contract."""
     config = policy.module.config
     refuse_vllm(config.to_dict())
-    refuse_split(how.workers, config)
-    able = replace(limits(policy), sequences=not how.apart)
+    refuse_split(settings.workers, config)
+    able = replace(capabilities_of(policy), sequences=not settings.apart)
     for stage in run.stages:
         if stage.contract is not None:
             check(stage.contract, able)
 
 
-def _vllm(run: Run, how: VLLM, policy: Policy) -> ServedSampler:
-    check_vllm(run, how, policy)
-    if how.apart:
-        return _server(run, how, policy)
+def _vllm(run: Run, settings: VLLM, policy: Policy) -> ServedSampler:
+    check_vllm(run, settings, policy)
+    if settings.apart:
+        return _server(run, settings, policy)
     engine = VLLMEngine(
         policy,
         slots=run.slots,
-        cache_bytes=int(how.cache_gib * GIB),
-        eager=how.eager,
-        timeout=how.timeout,
-        inflight=how.update == "inflight",
-        workers=how.workers,
+        cache_bytes=int(settings.cache_gib * GIB),
+        eager=settings.eager,
+        timeout=settings.timeout,
+        inflight=settings.update == "inflight",
+        workers=settings.workers,
     )
     return ServedSampler(engine, engine.close)
 
 
-def _server(run: Run, how: VLLM, policy: Policy) -> ServedSampler:
+def _server(run: Run, settings: VLLM, policy: Policy) -> ServedSampler:
     """A vLLM server that runs already, or one that is started here."""
-    patience = Patience(answer=how.timeout)
-    inflight = how.update == "inflight"
-    client = partial(VLLMServer, policy, timeout=how.timeout, inflight=inflight, workers=how.workers)
-    if how.url is not None:
-        share = Path(how.share) if how.share is not None else folder_for_weights(policy)
-        endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
+    patience = Patience(answer=settings.timeout)
+    inflight = settings.update == "inflight"
+    client = partial(VLLMServer, policy, timeout=settings.timeout, inflight=inflight, workers=settings.workers)
+    if settings.url is not None:
+        share = Path(settings.share) if settings.share is not None else folder_for_weights(policy)
+        endpoint = Endpoint(settings.url, ROLE, key_env=settings.key_env, patience=patience)
         return ServedSampler(client(endpoint, share=share), lambda: None)
     spawned = SpawnedServer(
-        policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, workers=how.workers
+        policy,
+        slots=run.slots,
+        cache_bytes=int(settings.cache_gib * GIB),
+        eager=settings.eager,
+        workers=settings.workers,
     )
-    share = spawned.folder if how.share is None else Path(how.share)
+    share = spawned.folder if settings.share is None else Path(settings.share)
     endpoint = Endpoint(spawned.url, ROLE, patience=patience)
     return ServedSampler(client(endpoint, share=share, ended=spawned.ended), spawned.close)

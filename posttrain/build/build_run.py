@@ -134,18 +134,18 @@ def make_policy(
     """
     others = others or {}
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
-    known = alphabets[0]
+    alphabet = alphabets[0]
     if others:
         # A built tokenizer must be able to write the tasks of all environments. If one of them does not declare its
         # characters, the tokenizer is made of bytes (None).
-        known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
+        alphabet = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
     # In this order: the copy in the run's own folder, which is there even if the other run is gone; then the run with
     # which a branch begins; and only then a model that is read or built.
     policy = begun_with(own, run) if own is not None else blank
     if policy is None and run_source(run.model.path) is not None:
         policy = open_policy(run.model, run.seed)
     if policy is None:
-        policy = load_policy(run.model, known, run.seed, tokenizer_files=written)
+        policy = load_policy(run.model, alphabet, run.seed, tokenizer_files=written)
     check_lengths(run, policy.context)
     check_tokens(run, policy)
     for one in distinct(env, others):
@@ -335,6 +335,8 @@ def make_parts(
 
     def close() -> None:
         roles.serving.keep_timeline(book.folder)
+        # The run's engine ends with it (`roles.close`), after the processes that may ask it. An opponent's engine has
+        # nothing to end.
         elsewhere.close()
         models.close()
 

@@ -66,7 +66,7 @@ OWN_ENGINE = "the engine in this process"
 SENT = "rank 0 reads the whole model, and every rank gets all of it before it keeps its rows"
 
 
-def here(model: Model) -> Model:
+def with_absolute_path(model: Model) -> Model:
     """The model, with the absolute path of its directory."""
     return replace(model, path=str(Path(model.path or "").expanduser().resolve()))
 
@@ -142,7 +142,7 @@ LEARNERS: dict[Parallel, tuple[Any, Any]] = {
     "experts": (LeadExpertLearner, ExpertLearner),
 }
 """By the way in which ranks share a model: (the learner of rank 0, the learner of another rank)."""
-ROWS = (UpdateCheck, FrozenCheck)
+ROW_CHECKS = (UpdateCheck, FrozenCheck)
 """The checks that every rank makes of its own rows."""
 PLANTED = ExitStack()
 """Holds the fault that a run plants, in the process of a rank, for as long as that lives."""
@@ -161,7 +161,7 @@ class RankStart:
     digest: str
     """Digest of the weights, if each rank reads its rows; else ''."""
     parallel: Parallel
-    how: Mapping[str, Any]
+    learner_settings: Mapping[str, Any]
     """Further arguments of the learner."""
 
     def __call__(self, state: RankState) -> None:
@@ -171,18 +171,20 @@ class RankStart:
         # As on rank 0 (`make_roles`), so that all ranks draw the same numbers.
         torch.manual_seed(seeds.torch_seed(self.seed, "torch"))
         policy = self.policy if isinstance(self.policy, Policy) else blank_policy(self.policy, self.seed)
-        made(state, policy, self.digest, LEARNERS[self.parallel][1], state.ranks, **self.how)
+        built_learner(state, policy, self.digest, LEARNERS[self.parallel][1], state.ranks, **self.learner_settings)
 
 
-def made(state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **how: Any) -> L:
+def built_learner(
+    state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **settings: Any
+) -> L:
     """The learner of a rank, as `make` makes it, in its state."""
     # References are later filled into this empty copy of the model. It is made before the learner, which cuts the
     # policy's weights.
     state.mould = EmptyModule(policy)
     if isinstance(policy, BlankPolicy):
-        learner = read_rows(policy, state.ranks, make, *given, digest=digest, **how)
+        learner = read_rows(policy, state.ranks, make, *given, digest=digest, **settings)
     else:
-        learner = make(policy, *given, **how)
+        learner = make(policy, *given, **settings)
     state.own = learner
     return learner
 
@@ -216,6 +218,7 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
             # Before the meeting, which may fail with processes that wait for it.
             closing.callback(processes.close, kill=True)
             store, key = processes.store, processes.key
+        # `str` returns '': whether a rank of torchrun lives is torchrun's to say.
         local, gone = processes is not None, str if processes is None else processes.gone
         ranks = closing.enter_context(
             met(store, 0, world, options.seconds, options.replicas, key=key, local=local, gone=gone)
@@ -277,7 +280,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     learner_settings: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
     if run.model.router_replay != "none":
         learner_settings["replays"] = True
-    sent_policy = here(run.model) if lead.reads_own_rows else policy
+    sent_policy = with_absolute_path(run.model) if lead.reads_own_rows else policy
     # By it the rows that all ranks have read are compared with this policy.
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.reads_own_rows else ""
     start_settings = (
@@ -299,13 +302,18 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     # Inside the order, since building a learner over ranks exchanges: all must do it at once.
     with lead.ordered("build the learner", (begin_rank, (sent,))):
         own_policy = blank_policy(run.model, run.seed) if lead.reads_own_rows else policy
-        return made(lead.state, own_policy, digest, LEARNERS[lead.parallel][0], lead, **learner_settings)
+        return built_learner(lead.state, own_policy, digest, LEARNERS[lead.parallel][0], lead, **learner_settings)
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run over ranks: references, optimizers, trainers and checks are those that work on all ranks."""
     half = run.model.dtype == "float16"
-    checks_of_rows = (*ROWS, *([ScaleCheck] if half else []), *([ExpertsCheck] if lead.parallel == "experts" else []))
+    checks_of_rows = (
+        *ROW_CHECKS,
+        *([ScaleCheck] if half else []),
+        *([ExpertsCheck] if lead.parallel == "experts" else []),
+    )
+    # None: the optimizer's state lies where the parameters do.
     optimizer_arguments: tuple[Any, ...] = (run.model.kernels, half, None)
     return replace(
         parts,

@@ -19,7 +19,7 @@ import torch
 from posttrain import faults
 from posttrain.build.build_engines import ServedSampler, check_vllm, keeping_contracts, make_engine
 from posttrain.build.build_environments import distinct
-from posttrain.build.distributed_run import here
+from posttrain.build.distributed_run import with_absolute_path
 from posttrain.config.engines import Embedded
 from posttrain.config.env import Env
 from posttrain.config.placement import Local, Processes, Ray, check_machine
@@ -79,7 +79,7 @@ class EngineParts:
         PLANTED.enter_context(faults.planted(self.fault))
         policy = self.policy or load_policy(self.run.model, None, self.run.seed)
         render = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, self.run.model.history)
-        return make_engine(self.run, policy, render.decode, own=True).sampler
+        return make_engine(self.run, policy, render.decode, keeps=True).sampler
 
 
 def placed_engine(
@@ -87,21 +87,21 @@ def placed_engine(
     policy: Policy,
     text: Callable[[np.ndarray], str],
     say: Callable[[str], None] = lambda line: None,
-    own: bool = False,
+    keeps: bool = False,
 ) -> ServedSampler:
     """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
 
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
         say: tells the user what happens to engines elsewhere.
-        own: the policy's weights are the engine's alone.
+        keeps: the policy's weights are the engine's alone.
 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed.
         EngineError: it does not start.
     """
     if isinstance(run.placement, Local):
-        return make_engine(run, policy, text, own)
+        return make_engine(run, policy, text, keeps)
     # Checked before processes start. There the error would come late, and from several processes.
     if not isinstance(run.engine, Embedded):
         check_vllm(run, run.engine, policy)
@@ -120,7 +120,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
     threads, fault = placement.cores or torch.get_num_threads(), faults.named(run.fault)
     # This process has no weights to send: each engine reads the model by itself, by an absolute path.
     if isinstance(policy, BlankPolicy):
-        parts = EngineParts(_for_engine(replace(run, model=here(run.model))), None, threads, fault)
+        parts = EngineParts(_for_engine(replace(run, model=with_absolute_path(run.model))), None, threads, fault)
     else:
         parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads, fault)
     try:

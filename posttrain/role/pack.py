@@ -73,16 +73,16 @@ def pack(
             # the shuffle was: the batch is a function of its members alone.
             chosen = [groups[j] for j in sorted(part)]
             rng = seeds.generator(seed, "tokens", step, epoch, i)
-            # Number of the optimizer step in this step, from 0. The weights after it have version + step_of + 1.
-            step_of = epoch * len(parts) + i
+            # Its number within this step, from 0. The weights after it have version + optimizer_step + 1.
+            optimizer_step = epoch * len(parts) + i
             yield _minibatch(
                 a,
                 chosen,
                 max_tokens=stage.sampling.max_tokens,
-                first=step_of == 0,
-                versions=(version, version + step_of + 1),
+                first=optimizer_step == 0,
+                versions=(version, version + optimizer_step + 1),
                 rng=rng,
-                now=None if step_of == 0 else now,
+                now=None if optimizer_step == 0 else now,
             )
 
 
@@ -101,15 +101,15 @@ def _minibatch(
     # denominator must not depend on which answers have credit.
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
-    with_weight = [
+    not_silent = [
         (e, w)
         for (_, e), w in zip(members, per_token, strict=True)
         if a.reads_silent_tokens or any(np.any(x != 0) for x in e.advantage)
     ]
-    if not with_weight:
+    if not not_silent:
         return Minibatch(None, first, len(members))
-    credits = [e for e, _ in with_weight]
-    batch = _batch(credits, np.array([w for _, w in with_weight]))
+    credits = [e for e, _ in not_silent]
+    batch = _batch(credits, np.array([w for _, w in not_silent]))
     # These streams are made over the whole minibatch, before it is split: choices
     # of tokens and weights of imitation must not depend on micro-batches.
     context = MinibatchContext(a, batch, credits, versions, rng, now)

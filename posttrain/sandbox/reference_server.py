@@ -206,7 +206,7 @@ class Handler(BaseHTTPRequestHandler):
             body_size = self._length()
             body = self._body(body_size)
             self.server.callers.now(self.connection, "answer")
-            self._say(200, self._done(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
+            self._say(200, self._answer_to(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
         except (BadRequest, Busy, PosttrainError) as error:
             # The body of a refused request may not have been read. It would be read as the next request, so the
             # connection is closed.
@@ -243,7 +243,7 @@ class Handler(BaseHTTPRequestHandler):
             raise BadRequest("the body is no JSON object")
         return value
 
-    def _done(self, method: str, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
+    def _answer_to(self, method: str, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request by its method and path."""
         box = self.server.sandbox
         match method, path:

@@ -193,11 +193,11 @@ class ToolAnswer:
         places = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]
         if places:
             return max(self.sent, min(places))
-        uncertain = max((_begun(self.text, m) for m in WITHIN.get(self.format, ())), default=0)
+        uncertain = max((_begun_mark(self.text, m) for m in WITHIN.get(self.format, ())), default=0)
         return max(self.sent, len(self.text) - uncertain)
 
 
-def _begun(text: str, mark: str) -> int:
+def _begun_mark(text: str, mark: str) -> int:
     """Number of characters at the end of a text that may be the beginning of a mark."""
     # The longest such end counts. It is shorter than the mark, because whole marks were searched before.
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

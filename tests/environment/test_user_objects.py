@@ -111,6 +111,17 @@ def test_rewards_of_every_kind_have_names_and_weights() -> None:
         named_rewards([3])  # type: ignore[list-item]
 
 
+def test_a_weight_beside_a_reward_is_its_weight() -> None:
+    (word,), _ = named_rewards([(Reward(function="exact", weight=0.25, timeout=3.0), 0.5)])
+    assert (word.weight, word.timeout) == (0.5, 3.0)
+
+
+@pytest.mark.parametrize("rewards", [("exact", "think_format"), (right, right), [("exact", 0.5, 1)], ()])
+def test_a_tuple_that_is_no_reward_with_its_weight_says_so(rewards: Any) -> None:
+    with pytest.raises(ConfigError, match="give several rewards as a list"):
+        named_rewards(rewards)
+
+
 def test_rewards_handed_again_keep_the_weights_of_the_run() -> None:
     begun, _ = place(recipe("grpo"), posttrain.prompts(ROWS), [("exact", 0.25), (right, 0.5)])
 

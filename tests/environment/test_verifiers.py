@@ -21,7 +21,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Stop
 from posttrain.core.verdict import State, outcome
 from posttrain.engine.model.tiny_models import build_module
-from posttrain.environment.adapters import verifiers
+from posttrain.environment.adapters import verifiers, verifiers_judge
 from posttrain.environment.adapters.verifiers import Verifiers
 from posttrain.environment.check import Mark, check
 from posttrain.environment.make import environment
@@ -179,6 +179,37 @@ async def test_a_reward_function_that_raises_is_no_zero(tmp_path: Path) -> None:
     metric = await judged(loaded(tmp_path, SINGLE), loaded(tmp_path, SINGLE).train.task(0), ("boom",))
     told = {j.source: j.verdict for j in metric}["breaks"]
     assert told.state is State.ABSTAIN and "the judge is gone" in told.why and outcome(metric) is not None
+
+
+async def test_a_rubric_with_its_own_way_of_scoring_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers_judge, "SECONDS", 0.05)
+    own_way = "class Slow(vf.Rubric):\n    async def score_rollout(self, state):\n        await asyncio.sleep(60)\n\n"
+    source = SINGLE.replace("def load_environment", f"{own_way}def load_environment").replace("vf.Rubric(f", "Slow(f")
+    env = loaded(tmp_path, f"import asyncio\n{source}")
+    verdicts = await asyncio.wait_for(judged(env, env.train.task(0), ("1",)), 20)
+    slow = {j.source: j.verdict for j in verdicts}["Slow"]
+    assert (slow.state, slow.kind) == (State.FAILED, "timeout") and "0.15 s" in slow.why
+
+
+@pytest.mark.parametrize("group", ["vf.EnvGroup(two)", "vf.EnvGroup([vf.EnvGroup(two)])"], ids=["flat", "nested"])
+async def test_a_function_that_raises_is_no_zero_in_a_group_either(tmp_path: Path, group: str) -> None:
+    member = SINGLE.replace("weights=[1.0, 0.1, 0.0]", "weights=[1.0, 0.1, 0.5]")
+    member = member.replace("def load_environment(", "def one(")
+    both = f"def load_environment():\n    two = [one(), one(system='Sum.')]\n    return {group}\n"
+    env = loaded(tmp_path, f"{member}\n{both}")
+    for system in ("Add.", "Sum."):
+        task = next(t for t in map(env.train.task, range(38)) if t.prompt[0]["content"] == system)  # type: ignore[index]
+        assert env.knows_gold(task)
+        assert outcome(await judged(env, task, (str(task.answer),))) == pytest.approx(1.05)
+        broken = await judged(env, task, ("boom",))
+        failed = {j.source: j.verdict for j in broken}["breaks"]
+        assert (failed.state, failed.kind) == (State.FAILED, "raised") and outcome(broken) is None
+
+
+async def test_tools_of_a_group_have_their_limit(tmp_path: Path) -> None:
+    source = TOOLS.replace("def load_environment", "def one")
+    (member,) = loaded(tmp_path, f"{source}\ndef load_environment():\n    return vf.EnvGroup([one()])\n").inner.envs
+    assert member.tool_map["add"].__wrapped__.__name__ == "add"
 
 
 def test_the_split_is_theirs_and_leaks_nothing(tmp_path: Path) -> None:

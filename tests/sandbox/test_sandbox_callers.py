@@ -117,7 +117,7 @@ def test_one_address_cannot_have_all_connections(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     go = threading.Event()
-    monkeypatch.setattr(reference_server.Handler, "_done", lambda *_: go.wait(60) and {})
+    monkeypatch.setattr(reference_server.Handler, "_answer_to", lambda *_: go.wait(60) and {})
     with executor(per_address=3) as server, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connected(server, ABOUT)) for _ in range(3)]
         while sum(phase == "answer" for _, phase, _ in list(server.callers._held.values())) < 3:
@@ -214,7 +214,7 @@ def test_bodies_are_bounded_all_together(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_bug_is_told_so_often_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(reference_server.Handler, "_done", None)
+    monkeypatch.setattr(reference_server.Handler, "_answer_to", None)
     with executor() as server:
         for _ in range(2 * LINES):
             with connected(server, ABOUT) as wire:

@@ -156,35 +156,35 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
     Args:
         path: the name of the nodes in an override; '' for the run itself.
         main: the settings that people change first.
-        inside: the path below the stage or the run, by which `main` names settings.
+        inside: the same path without the stage's name, as `main` has it.
     """
     cls = type(nodes[0])
     for name, declared in dataclass_json.hints(cls).items():
         if name in fixed(cls) or SAID_ABOVE.get(cls) == name:
             continue
         here = f"{path}.{name}" if path else name
-        within = f"{inside}.{name}" if inside else name
+        here_inside = f"{inside}.{name}" if inside else name
         values = tuple(getattr(n, name) for n in nodes)
         if cls is Env and name == "args" and (known := [*_arguments(nodes, here)]):
             yield from known
             continue
         group = dataclass_json.pieces(declared)
-        # A field that is always the same group of settings, such as `optimizer`, gets no line of its own: the lines of
+        # A field that is always the same group of settings, such as `sampling`, gets no line of its own: the lines of
         # the group's settings are enough.
-        only = (
+        only_a_group = (
             len(group) == 1
             and not dataclass_json.is_union(declared)
             and not any(m in SHORT for m in dataclass_json.members(declared))
         )
-        if not (only and dataclass_json.tuple_item(declared) is None):
+        if not only_a_group:
             yield Setting(
                 here,
                 values,
                 _text(cls, name, declared),
                 _valid(declared),
-                main.index(within) + 1 if within in main else 0,
+                main.index(here_inside) + 1 if here_inside in main else 0,
             )
-        yield from _below(values, here, main, within)
+        yield from _below(values, here, main, here_inside)
 
 
 def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
@@ -202,7 +202,7 @@ def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
         yield Setting(f"{path}.{name}", values, meaning(environment_class, name), "")
 
 
-def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: str) -> Iterator[Setting]:
+def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], inside: str) -> Iterator[Setting]:
     """The settings inside these values, which may be groups of settings, pieces in use, lists or mappings."""
     if isinstance(values[0], Mapping):
         for key in dict.fromkeys(k for v in values for k in cast("Mapping[str, Any]", v)):
@@ -210,20 +210,22 @@ def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: st
         return
     first: Any = values[0]
     if isinstance(first, tuple):
+        # The lists of several stages may differ in length and in types, so their elements share no lines.
         if len(values) > 1:
             return
         elements = cast("tuple[Any, ...]", first)
         kinds = {type(x) for x in elements}
         if kinds == {Reward}:
-            yield from _settings(elements, f"{path}.{'0' if len(elements) == 1 else 'N'}", main, within)
+            yield from _settings(elements, f"{path}.{'0' if len(elements) == 1 else 'N'}", main, inside)
         elif all(dataclasses.is_dataclass(x) for x in elements) and not any(isinstance(x, Stage) for x in elements):
             for x in elements:
-                yield from _settings((x,), f"{path}.{type(x).__name__.lower()}", main, within)
+                yield from _settings((x,), f"{path}.{type(x).__name__.lower()}", main, inside)
         return
+    # Stages that chose different pieces have no setting of them in common.
     if len({type(v) for v in values}) == 1 and dataclasses.is_dataclass(values[0]):
         # The choices of an algorithm are named without the word `algorithm`, such as `rl.clip.high`.
         short = path.rpartition(".")[0] if isinstance(values[0], AnyAlgorithm) else path
-        yield from _settings(values, short, main, within)
+        yield from _settings(values, short, main, inside)
 
 
 def _text(cls: type, name: str, declared: Any) -> str:

@@ -37,10 +37,8 @@ from posttrain.record.runtime_objects import (
 )
 from posttrain.system.errors import ConfigError, nearest
 
-RewardWord = str | Reward | Callable[..., Any] | tuple[Any, float]
+GivenReward = str | Reward | Callable[..., Any] | tuple[Any, float]
 """One reward: a built-in or `path.py:function` by name, a `Reward`, a function, or one of these with its weight."""
-
-
 JUDGED = tuple(f.name for f in fields(JudgedColumns) if f.name not in {c.name for c in fields(Columns)})
 """The settings that only judged rows have, such as `chosen_column`."""
 
@@ -118,7 +116,7 @@ def prompts(
 def place(
     run: Run,
     env: Any = None,
-    rewards: Sequence[RewardWord] | RewardWord | None = None,
+    rewards: Sequence[GivenReward] | GivenReward | None = None,
     algorithm: AnyAlgorithm | None = None,
 ) -> tuple[Run, RuntimeObjects]:
     """(the run with the names of these objects in its tree, the objects)."""
@@ -215,7 +213,7 @@ def _named(run: Run, env: Env) -> Run:
 
 
 def _handed_again(
-    own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[RewardWord] | RewardWord
+    own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[GivenReward] | GivenReward
 ) -> tuple[Reward, ...]:
     """The run's own rewards, if the given ones are handed to it again; else ().
 
@@ -232,8 +230,7 @@ def _handed_again(
     # built-ins are given, they could as well be meant as new rewards.
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
         return ()
-    several = rewards if isinstance(rewards, list) else (rewards,)
-    for thing, word in zip(several, words, strict=True):
+    for thing, word in zip(_one_by_one(rewards), words, strict=True):
         if isinstance(thing, Reward):
             named[word.function] = thing
         elif isinstance(thing, tuple):
@@ -242,29 +239,45 @@ def _handed_again(
 
 
 def named_rewards(
-    rewards: Sequence[RewardWord] | RewardWord,
+    rewards: Sequence[GivenReward] | GivenReward,
 ) -> tuple[tuple[Reward, ...], dict[str, Callable[..., Any]]]:
     """(the rewards as the tree names them, the functions among them by their names)."""
-    several = rewards if isinstance(rewards, list) else (rewards,)
     words, functions = list[Reward](), dict[str, Callable[..., Any]]()
-    for number, one in enumerate(several, 1):
-        thing, weight = cast("tuple[Any, float]", one) if isinstance(one, tuple) else (one, 1.0)
+    for number, one in enumerate(_one_by_one(rewards), 1):
+        thing, weight = _weighed(one)
         if isinstance(thing, Reward):
-            words.append(thing)
+            words.append(thing if thing is one else replace(thing, weight=weight))
         elif isinstance(thing, str):
-            words.append(Reward(function=thing, weight=float(weight)))
+            words.append(Reward(function=thing, weight=weight))
         elif callable(thing):
             name = _function_name(thing, number)
             if name in functions:
                 raise ConfigError(f"rewards: two functions are called {name!r}; rename one of them")
             functions[name] = thing
-            words.append(Reward(function=f"{INLINE}{name}", weight=float(weight)))
+            words.append(Reward(function=f"{INLINE}{name}", weight=weight))
         else:
             raise ConfigError(
                 f"rewards: {thing!r:.80} is a {type(thing).__name__}; give a function, a name such as 'exact' or"
                 " 'path.py:function', or one of these with its weight: (function, 0.5)"
             )
     return tuple(words), functions
+
+
+def _one_by_one(rewards: Sequence[GivenReward] | GivenReward) -> Sequence[Any]:
+    """The rewards of a list, or the only one. A tuple is one reward with its weight."""
+    return cast("list[Any]", rewards) if isinstance(rewards, list) else (rewards,)
+
+
+def _weighed(one: Any) -> tuple[Any, float]:
+    """(what judges, its weight): of a tuple as it says, else 1."""
+    try:
+        thing, weight = cast("tuple[Any, Any]", one) if isinstance(one, tuple) else (one, 1.0)
+        return thing, float(weight)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"rewards: {one!r:.80} is no reward with its weight, such as (function, 0.5); give several rewards as a"
+            " list: [function, 'exact']"
+        ) from error
 
 
 def _function_name(thing: Any, number: int) -> str:

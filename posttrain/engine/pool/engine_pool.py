@@ -328,6 +328,6 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         engine.reserved = False
         self._waits.notify()
 
-    def _rest(self) -> None:
-        super()._rest()
+    def _forget_loop(self) -> None:
+        super()._forget_loop()
         self._loads = 0

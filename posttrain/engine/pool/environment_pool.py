@@ -210,7 +210,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                 return await self._drive(process, episode, others)
             finally:
                 self._besides = [p for p in self._besides if p is not process]
-                self._lost = self._lost + host.take_report()
+                self._report_of_dead = self._report_of_dead + host.take_report()
                 await self._waits.until(in_thread(host.close), episode, "the end of its own process")
 
     async def _drive(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
@@ -253,8 +253,8 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
             if not host.died:
                 host.call("drop", number)
 
-    def _rest(self) -> None:
-        super()._rest()
+    def _forget_loop(self) -> None:
+        super()._forget_loop()
         self._alone = asyncio.Lock()
 
     def _excused(self) -> Iterable[object]:

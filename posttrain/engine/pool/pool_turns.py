@@ -168,8 +168,8 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
         self.foretold = None
         self.beginnings.forget()
 
-    def rest(self) -> None:
-        super().rest()
+    def forget_loop(self) -> None:
+        super().forget_loop()
         self.busy, self.reserved, self.lock, self.foretold = 0, False, asyncio.Lock(), None
         self.meter.clear()
 

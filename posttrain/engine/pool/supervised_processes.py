@@ -82,7 +82,7 @@ class SupervisedProcess(ABC, Generic[W]):
         """A new process takes the place of the dead one."""
         self.host, self.restarts, self._sign = host, self.restarts + 1, None
 
-    def rest(self) -> None:
+    def forget_loop(self) -> None:
         """Forget work and questions: the event loop that used them has ended."""
         self.held, self.starting, self._sign = {}, None, None
 
@@ -116,7 +116,7 @@ class SupervisedProcesses(Generic[P]):
         self._besides = list[P]()
         """Processes that are watched but not replaced."""
         self._waits = WaitList(timeout)
-        self._lost, self._dead = EngineReport(), 0
+        self._report_of_dead, self._deaths = EngineReport(), 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -134,14 +134,14 @@ class SupervisedProcesses(Generic[P]):
 
     def _take_report(self) -> EngineReport:
         """What all processes counted since the last call, with what dead ones had counted."""
-        report, self._lost = self._lost, EngineReport()
+        report, self._report_of_dead = self._report_of_dead, EngineReport()
         for process in self.processes:
             report = report + process.host.take_report()
         return report
 
     def _take_deaths(self) -> float:
         """The number of processes that died since the last call."""
-        dead, self._dead = self._dead, 0
+        dead, self._deaths = self._deaths, 0
         return float(dead)
 
     # --- a new process for a dead one --------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class SupervisedProcesses(Generic[P]):
         # `tries_left` is how many more tries there are; at 0 the pool is lost.
         for tries_left in reversed(range(self._starts)):
             # What the dead process had counted stays in the measurements.
-            self._dead, self._lost = self._dead + 1, self._lost + process.host.take_report()
+            self._deaths, self._report_of_dead = self._deaths + 1, self._report_of_dead + process.host.take_report()
             self._say(f"{name} died: {process.host.died}\n{self._words[1]}")
             # Ends and starts of processes block, so threads do them; the loop goes on with the other processes.
             await self._waits.until(in_thread(process.host.close), "the run", f"the end of {name}")
@@ -175,6 +175,7 @@ class SupervisedProcesses(Generic[P]):
                 if not tries_left:
                     self._waits.lose(EngineError(f"{name} dies whenever it is started anew: {death}"))
             finally:
+                # After any other exception only this call knows the new process.
                 if process.host is not host:
                     await self._waits.until(in_thread(host.close), "the run", f"the end of a new {name}")
         self._waits.notify()
@@ -193,17 +194,18 @@ class SupervisedProcesses(Generic[P]):
         if self._loop is not loop:
             self._loop, self._besides, self._watching = loop, [], None
             self._waits.begin()
-            self._rest()
+            self._forget_loop()
         if self._watching is None or self._watching.done():
             self._watching = attended(self._watch(), self._waits.lose)
 
-    def _rest(self) -> None:
+    def _forget_loop(self) -> None:
         """Forget what belongs to the event loop that has ended."""
         for process in self.processes:
-            process.rest()
+            process.forget_loop()
 
     def _excused(self) -> Iterable[object]:
-        """Owners of waits that do not wait for a process now, although they asked one. Their time begins anew."""
+        """Owners whose processes are not at fault for a long wait, since these wait for somebody else now. The time of
+        such a wait begins anew."""
         return ()
 
     async def _watch(self) -> None:

@@ -32,7 +32,7 @@ from posttrain.engine.vllm.sampler_requests import (
     newer,
 )
 from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
-from posttrain.engine.vllm.start_vllm import START, build, limits, quiet_compiler
+from posttrain.engine.vllm.start_vllm import START, build, capabilities_of, quiet_compiler
 from posttrain.engine.vllm.weight_updates import Updates
 from posttrain.system.errors import EngineError
 
@@ -81,7 +81,7 @@ class VLLMEngine(VLLMSampler):
         workers: int = 1,
     ) -> None:
         installed()
-        super().__init__(policy, limits(policy), workers, inflight)
+        super().__init__(policy, capabilities_of(policy), workers, inflight)
         self._timeout = timeout
         self._asked: dict[str, _Turn] = {}
         """The turns that are in vLLM, by the id of their request."""
@@ -114,7 +114,7 @@ class VLLMEngine(VLLMSampler):
         heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
         """
         # Checked in the caller's loop, so that a wrong request raises there and does not reach the engine's thread.
-        turn = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
+        turn = _Turn(check_request(ids, sampling, place, self._capabilities), Future(), self._in_loop(heard))
         if self._version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
         self._send(lambda: self._add(turn))
@@ -284,7 +284,7 @@ class VLLMEngine(VLLMSampler):
         answer = Answer(
             completion.token_ids, _rows(completion.logprobs), completion.finish_reason, completion.stop_reason, spans
         )
-        result = said(answer, request.sampling, request.limit, request.end, self._limits)
+        result = said(answer, request.sampling, request.limit, request.end, self._capabilities)
         self._counters.delivered(result, request.ids, output.num_cached_tokens)
         asked.future.set_result(result)
 
@@ -301,7 +301,7 @@ class VLLMEngine(VLLMSampler):
         request, request_id = asked.request, str(next(self._request_numbers))
         try:
             params = SamplingParams(
-                **fields(request.sampling, request.place, request.limit, self._limits),
+                **fields(request.sampling, request.place, request.limit, self._capabilities),
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY if asked.heard is None else RequestOutputKind.CUMULATIVE,
             )

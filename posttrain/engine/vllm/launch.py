@@ -1,8 +1,8 @@
 """A vLLM server that posttrain can train against: `python -m posttrain.engine.vllm.launch --model MODEL --port 8000`.
 
-Everything after the module's name goes to vLLM's own server; what the log-prob contract and the weight updates need is
-added, and set wherever it would be something else. It listens on this machine alone unless told otherwise: its control
-routes (weights, remote calls) ask for no key, so do not open it to a network that you do not trust.
+Everything after the module's name goes to vLLM's own server. What the log-prob contract and the weight updates need is
+added, and refused where it is given. It listens on this machine alone unless told otherwise: its control routes
+(weights, remote calls) ask for no key, so do not open it to a network that you do not trust.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def arguments(given: Sequence[str]) -> list[str]:
         if name in names:
             raise ConfigError(f"{name} is what posttrain decides ({value or 'on'}): leave it out")
         out += [name] if value is None else [name, value]
+    # 1 is vLLM's own number, so nothing is added: `vllm_worker` reads an adapter back from the only place there is.
     if "--max-loras" in names:
         raise ConfigError("--max-loras is what posttrain decides (1): leave it out")
     return out if "--host" in names else [*out, "--host", "127.0.0.1"]

@@ -43,14 +43,14 @@ class CheckedRequest:
     """The reason for the end of a turn that reaches `limit`."""
 
 
-def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities) -> CheckedRequest:
+def check_request(ids: np.ndarray, sampling: Sampling, place: int, capabilities: Capabilities) -> CheckedRequest:
     """Check one request.
 
     Raises:
         DataError: the prompt is empty, too long or of another vocabulary.
         EngineError: the contract is not resolved. ConfigError: vLLM cannot follow the contract.
     """
-    ids, context = np.asarray(ids), limits.context
+    ids, context = np.asarray(ids), capabilities.context
     if ids.ndim != 1 or len(ids) == 0:
         raise DataError(
             f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template"
@@ -59,17 +59,18 @@ def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capab
         raise DataError(
             f"a prompt of {len(ids)} tokens leaves no room in a context of {context}: shorten one or raise the other"
         )
-    if ids.min() < 0 or ids.max() >= limits.vocabulary:
+    if ids.min() < 0 or ids.max() >= capabilities.vocabulary:
         raise DataError(
-            f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{limits.vocabulary - 1}: use its own tokenizer"
+            f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{capabilities.vocabulary - 1}: use its own"
+            " tokenizer"
         )
     if not sampling.resolved:
         raise EngineError(
             "the sampling waits for a tokenizer (stop_ids, bad_words, allowed_words): call sampling.resolve() once at"
             " load"
         )
-    sampling.check_vocabulary(limits.vocabulary)
-    check(sampling, limits)
+    sampling.check_vocabulary(capabilities.vocabulary)
+    check(sampling, capabilities)
     room = context - len(ids)
     end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
     return CheckedRequest(ids.tolist(), sampling, place, min(sampling.max_tokens, room), end)
@@ -111,8 +112,8 @@ class VLLMSampler:
 
     draws_by_place, keeps_sets = False, True
 
-    def __init__(self, policy: Policy, limits: Capabilities, workers: int, inflight: bool) -> None:
-        self._limits, self._expected = limits, ExpectedTensors.of(policy)
+    def __init__(self, policy: Policy, capabilities: Capabilities, workers: int, inflight: bool) -> None:
+        self._capabilities, self._expected = capabilities, ExpectedTensors.of(policy)
         self._workers, self.inflight = workers, inflight
         self._version = self._empty = empty_version(policy)
         self._counters = ClientCounters()
@@ -123,7 +124,7 @@ class VLLMSampler:
 
     @property
     def context(self) -> int:
-        return self._limits.context
+        return self._capabilities.context
 
     def gauges(self) -> Gauges:
         return self._counters.take()

@@ -44,41 +44,42 @@ class Capabilities:
     """Whether bad sequences of several tokens can be sent. Over HTTP they cannot."""
 
 
-def check(s: Sampling, limits: Capabilities) -> None:
+def check(s: Sampling, capabilities: Capabilities) -> None:
     """ConfigError where vLLM would sample from another distribution than the contract's."""
     if not s.greedy and not MIN_TEMPERATURE <= s.temperature <= MAX_TEMPERATURE:
         raise ConfigError(
             f"sampling.temperature={s.temperature}: vLLM takes {MIN_TEMPERATURE} to {MAX_TEMPERATURE}; for the argmax"
             " set greedy=true, or use engine=embedded"
         )
-    if s.min_tokens and s.stop_ids is not None and limits.eos is not None and limits.eos not in s.stop_ids:
+    if s.min_tokens and s.stop_ids is not None and capabilities.eos is not None and capabilities.eos not in s.stop_ids:
         raise ConfigError(
-            f"sampling.min_tokens={s.min_tokens}: vLLM bans the tokenizer's end token {limits.eos} there too, and it is"
-            " none of stop_ids. Add it to stop_ids, set min_tokens=0, or use engine=embedded"
+            f"sampling.min_tokens={s.min_tokens}: vLLM bans the tokenizer's end token {capabilities.eos} there too, and"
+            " it is none of stop_ids. Add it to stop_ids, set min_tokens=0, or use engine=embedded"
         )
-    if not limits.sequences and any(len(b) > 1 for b in s.bad_ids):
+    if not capabilities.sequences and any(len(b) > 1 for b in s.bad_ids):
         raise ConfigError(
             "sampling.bad_ids: a vLLM server takes no sequences of several tokens. Ban single tokens, run vLLM in"
             " process (engine.server=false), or use engine=embedded"
         )
 
 
-def fields(s: Sampling, place: int, limit: int, limits: Capabilities) -> dict[str, Any]:
+def fields(s: Sampling, place: int, limit: int, capabilities: Capabilities) -> dict[str, Any]:
     """Keyword arguments of `vllm.SamplingParams` for one turn of at most `limit` tokens.
 
     `seed` is the low 63 bits of the place. vLLM draws position t with the t-th number of a generator with that seed,
     whatever else runs. So the same place gives the same tokens again in vLLM. Another engine has another generator
     and gives other tokens.
     """
-    # A server has no field for banned ids, so single tokens are banned by their bias.
+    # A server has no field for banned ids, so single tokens are banned by their bias. In process `VLLMEngine` sets the
+    # field in which vLLM keeps the ids of bad words.
     bias = dict(s.logit_bias)
-    if not limits.sequences:
+    if not capabilities.sequences:
         bias |= {b[0]: BANNED for b in s.bad_ids}
     return {
         "n": 1,
         "temperature": 0.0 if s.greedy else s.temperature,
         "top_p": 1.0 if s.greedy else s.top_p,
-        "top_k": 0 if s.greedy else min(s.top_k, limits.vocabulary),
+        "top_k": 0 if s.greedy else min(s.top_k, capabilities.vocabulary),
         "min_p": 0.0 if s.greedy else s.min_p,
         "repetition_penalty": s.repetition_penalty,
         "presence_penalty": 0.0,
@@ -92,7 +93,7 @@ def fields(s: Sampling, place: int, limit: int, limits: Capabilities) -> dict[st
         "logit_bias": bias or None,
         "allowed_token_ids": None if s.allowed_ids is None else list(s.allowed_ids),
         "bad_words": [],
-        "logprobs": _asked(s, limits.vocabulary),
+        "logprobs": _asked(s, capabilities.vocabulary),
         "prompt_logprobs": None,
         # Text is needed to find stop strings, and costs time otherwise.
         "detokenize": bool(s.stop),
@@ -128,7 +129,7 @@ class Answer:
     """(version, first token, end): which weights drew which tokens, as vLLM reports it."""
 
 
-def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) -> SampledTurn:
+def said(a: Answer, s: Sampling, limit: int, end: Stop, capabilities: Capabilities) -> SampledTurn:
     """The turn in our types. Every guarantee of vLLM is checked.
 
     Args:
@@ -152,11 +153,12 @@ def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) ->
         )
     stop = _stop(a, s, int(ids[-1]), len(ids) == limit, end)
     kept = (
-        TruncationSets.of([_kept(row, t, s, limits) for t, row in zip(ids.tolist(), of_row, strict=True)])
+        TruncationSets.of([_kept(row, t, s, capabilities) for t, row in zip(ids.tolist(), of_row, strict=True)])
         if s.truncated
         else None
     )
     top = Top.join([_top(row, s.top) for row in of_row], s.top) if s.top else None
+    # Greedy gives the argmax all of the probability, and vLLM the probabilities without that.
     if s.greedy:
         logp = np.zeros(len(ids), np.float32)
     # Rounding can put the log-prob of a nearly certain token a little above 0.
@@ -177,13 +179,14 @@ def _stop(a: Answer, s: Sampling, last: int, full: bool, end: Stop) -> Stop:
     )
 
 
-def _kept(row: dict[int, float], token: int, s: Sampling, limits: Capabilities) -> np.ndarray:
+def _kept(row: dict[int, float], token: int, s: Sampling, capabilities: Capabilities) -> np.ndarray:
     """int32, ascending: the tokens with positive probability."""
     if s.greedy:
         return np.array([token], np.int32)
     inside = sorted(i for i, x in row.items() if x > ZERO_PROBABILITY)
-    # All tokens that came have a positive probability, so the kept set may go on behind the last of them.
-    if len(inside) == len(row) < limits.vocabulary and len(row) > s.top_k + TIES - 1:
+    # All tokens that came have a positive probability, so the kept set may go on behind the last of them. Not where
+    # fewer came than `_asked` asks for: then there are no others.
+    if len(inside) == len(row) < capabilities.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
             f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"
             " not sent whole. Another top_k, or float32 weights, separates them"

@@ -47,7 +47,7 @@ def whole_prompts() -> bool:
     return not (torch.cuda.is_available() or torch.xpu.is_available())
 
 
-def limits(policy: Policy) -> Capabilities:
+def capabilities_of(policy: Policy) -> Capabilities:
     """The sizes and abilities of a vLLM engine in this process for a policy."""
     return Capabilities(read_out(policy.module).weight.shape[0], policy.context, eos(policy), sequences=True)
 
@@ -171,7 +171,9 @@ def _environment(**values: str) -> Iterator[None]:
 def _program_hidden() -> Iterator[None]:
     """Inside, processes that `multiprocessing` begins do not import the user's program again: a run that it starts at
     its top would start once more in each worker."""
-    import_module("torch._dynamo")  # here: it reads TORCHDYNAMO_DISABLE once, which is set for the workers alone
+    # It reads TORCHDYNAMO_DISABLE once, as it is imported. So `build` enters this block before the one that sets the
+    # variable, which is meant for the workers alone.
+    import_module("torch._dynamo")
     program = sys.modules["__main__"]
     # multiprocessing imports the main program in a new process by its file or its spec; without both it imports none.
     file, spec = program.__dict__.pop("__file__", None), getattr(program, "__spec__", None)
@@ -189,7 +191,7 @@ def _own_randomness() -> Iterator[None]:
     """Restore random states and threads afterwards. vLLM seeds all generators, lowers torch's threads
     and replaces `torch.set_num_threads`."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    threads, count = torch.set_num_threads, torch.get_num_threads()
+    set_threads, count = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
     finally:
@@ -197,7 +199,7 @@ def _own_randomness() -> Iterator[None]:
         np.random.set_state(states[1])
         random.setstate(states[2])
         # First torch's own function again, then the number.
-        torch.set_num_threads = threads
+        torch.set_num_threads = set_threads
         torch.set_num_threads(count)
 
 
@@ -232,18 +234,20 @@ def refuse_split(workers: int, config: Any) -> None:
         )
 
 
-def refuse_few(how: VLLM, placement: Placement) -> None:
+def refuse_few(settings: VLLM, placement: Placement) -> None:
     """ConfigError where the machine lacks what each worker needs: a device, or on CPU a core."""
-    if how.workers == 1 or how.url is not None:
+    if settings.workers == 1 or settings.url is not None:
         return
     if torch.cuda.is_available():
-        if (have := torch.cuda.device_count()) < how.workers:
-            raise ConfigError(f"engine.workers={how.workers} need a GPU each, and this process sees {have}: lower it")
+        if (have := torch.cuda.device_count()) < settings.workers:
+            raise ConfigError(
+                f"engine.workers={settings.workers} need a GPU each, and this process sees {have}: lower it"
+            )
         return
     given_cores = 0 if isinstance(placement, Local) else placement.cores
-    if (have := given_cores or cores()) < how.workers:
+    if (have := given_cores or cores()) < settings.workers:
         where = f"placement.cores={given_cores} gives an engine" if given_cores else "this process may use"
         raise ConfigError(
-            f"engine.workers={how.workers} need a core each, because they spin while they wait for each other, and"
+            f"engine.workers={settings.workers} need a core each, because they spin while they wait for each other, and"
             f" {where} {have}: lower engine.workers{', or raise placement.cores' if given_cores else ''}"
         )

@@ -33,7 +33,7 @@ from posttrain.engine.vllm.sampler_requests import (
     newer,
 )
 from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
-from posttrain.engine.vllm.start_vllm import limits
+from posttrain.engine.vllm.start_vllm import capabilities_of
 from posttrain.engine.vllm.worker_parts import StagedTensors, written_in
 from posttrain.system.errors import ConfigError, EndpointError, EngineError
 from posttrain.verifier.http_client import Endpoint
@@ -73,15 +73,15 @@ class VLLMServer(VLLMSampler):
         inflight: bool = False,
         workers: int = 1,
     ) -> None:
-        super().__init__(policy, replace(limits(policy), sequences=False), workers, inflight)
+        super().__init__(policy, replace(capabilities_of(policy), sequences=False), workers, inflight)
         self._hot = HotLoad.of(policy)
         self._adapter: str | None = None
         """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._endpoint, self._share = endpoint, share
         self.ended = ended
-        """Function that returns the reason why this engine can never answer again; '' while it can. Nothing is known of
-        servers of others."""
+        """Function that returns the reason why this engine can never answer again; '' while it can, and always of a
+        server that the run did not start."""
         self._patience = replace(endpoint.patience, answer=timeout)
         self._name = uuid4().hex
         """A part of the names of its files, because others may write into the same folder."""
@@ -96,7 +96,7 @@ class VLLMServer(VLLMSampler):
 
         heard: called once, with the whole turn, when it has ended.
         """
-        o = check_request(ids, sampling, place, self._limits)
+        o = check_request(ids, sampling, place, self._capabilities)
         # The gate knows of this run's turns only. Another program that asks the same server is not held back.
         async with self._gate.turn(stays=self.inflight):
             if self._version == self._empty:
@@ -105,7 +105,7 @@ class VLLMServer(VLLMSampler):
             body = {
                 "token_ids": o.ids,
                 "cache_salt": self._salt(),
-                "sampling_params": fields(o.sampling, o.place, o.limit, self._limits),
+                "sampling_params": fields(o.sampling, o.place, o.limit, self._capabilities),
                 **self._model(),
             }
             reply = await self._post("/inference/v1/generate", body, again=True)
@@ -118,7 +118,7 @@ class VLLMServer(VLLMSampler):
             cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise self._broken(f"its answer lacks {error}: is it vLLM 0.32 or newer?") from error
-        result = said(answer, o.sampling, o.limit, o.end, self._limits)
+        result = said(answer, o.sampling, o.limit, o.end, self._capabilities)
         self._counters.delivered(result, o.ids, cached)
         if heard is not None:
             heard(result.ids, result.logp)
@@ -192,9 +192,9 @@ class VLLMServer(VLLMSampler):
             await self._post("/update_weights", {"update_info": {"path": str(path.resolve())}})
         await self._post("/finish_weight_update", {"weight_version": str(version)})
         self._counters.pushed(staged.bytes)
-        return staged.fingerprint_served(await self._told(self._expected.wanted()))
+        return staged.fingerprint_served(await self._emptied_and_read_back(self._expected.wanted()))
 
-    async def _told(self, wanted: ReadBack) -> list[dict[str, Any]]:
+    async def _emptied_and_read_back(self, wanted: ReadBack) -> list[dict[str, Any]]:
         """Empty the cache, then return what each worker answers about the tensors that it computes with."""
         await self._empty_cache()
         answers = await self._call("posttrain_digests", json.dumps(wanted))
@@ -220,7 +220,7 @@ class VLLMServer(VLLMSampler):
         if last is not None:
             await self._post("/v1/unload_lora_adapter", {"lora_name": last}, plain=True)
         await self._post("/update_weight_version", {"new_version": str(version)})
-        return hot.confirm(await self._told(hot.wanted()), given)
+        return hot.confirm(await self._emptied_and_read_back(hot.wanted()), given)
 
     async def _empty_cache(self) -> None:
         """Empty the server's prefix cache. With `inflight` running turns compute their keys and values again."""
@@ -245,8 +245,8 @@ class VLLMServer(VLLMSampler):
             "workers": self._workers,
             "tensor_parallel": self._workers,
             "dtype": self._dtype,
-            "max_model_len": self._limits.context,
-            "vocabulary": self._limits.vocabulary,
+            "max_model_len": self._capabilities.context,
+            "vocabulary": self._capabilities.vocabulary,
         }
         if self._hot is not None:
             rank = rank_for(self._hot.lora)

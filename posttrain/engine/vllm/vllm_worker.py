@@ -6,7 +6,7 @@ Hugging Face name, from what the layers multiply with now. So the fingerprint is
 of what was sent. One of several workers takes its part of each tensor (vLLM's own loader cuts it), and reads back that
 part; `worker_parts` says how the whole is shown to be right.
 
-Importing this module registers both. A server imports it because of `--worker-extension-cls`.
+Importing this module registers the backend. A server imports it because `--worker-extension-cls` names the extension.
 """
 
 from __future__ import annotations
@@ -245,9 +245,9 @@ class _TensorReader:
             # stays wrong, and the digest tells.
             zeros = self._zeros[name] if part is None else part.of(self._zeros[name])
             in_dtype = torch.where(zeros.to(in_dtype.device) & (in_dtype == 0), -0.0, in_dtype)
-        return (
-            in_dtype + 0.0 if self._adapted and in_dtype.is_floating_point() else in_dtype
-        )  # see HotLoad.served_beneath
+        # vLLM read the weights beneath an adapter from a file, so no -0.0 of them was noted. Adding 0.0 makes each of
+        # them 0.0, as in the digests that they are compared with (`HotLoad.served_beneath`).
+        return in_dtype + 0.0 if self._adapted and in_dtype.is_floating_point() else in_dtype
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Returns the values of a tensor that this worker holds; `parts` then says which part that is."""
@@ -256,7 +256,7 @@ class _TensorReader:
         parent, _, last = path.rpartition(".")
         # Two cases: the learner's layer is one of vLLM's, under the same path; or it is one of several that vLLM has
         # fused into one, and its rows lie in that one's tensor.
-        if (module := self._plain(path)) is not None and hasattr(module, leaf):
+        if (module := self._without_adapter(path)) is not None and hasattr(module, leaf):
             whole = self._leaf(module, leaf)
             # A head that is tied to this embedding may multiply with a packed copy, which is what counts.
             if leaf == "weight" and any(h.weight is module.weight for h in self._heads):
@@ -271,7 +271,7 @@ class _TensorReader:
             return whole[: shape[0]] if hasattr(module, "org_vocab_size") else whole
         if last in self._fused:
             fused, shards = self._fused[last]
-            module = self._plain(f"{parent}.{fused}")
+            module = self._without_adapter(f"{parent}.{fused}")
             if module is not None and (cut := cut_of(module, leaf)) is not None:
                 index = shards.index(last)
                 self.parts[name], (begin, end) = cut.part(index), cut.place(index)
@@ -286,7 +286,7 @@ class _TensorReader:
             " compared with what was sent. Use engine=embedded for this architecture"
         )
 
-    def _plain(self, path: str) -> nn.Module | None:
+    def _without_adapter(self, path: str) -> nn.Module | None:
         """The module at a path. Of a layer that vLLM has wrapped for adapters it is the layer inside."""
         module = self._modules.get(path)
         return getattr(module, "base_layer", module)

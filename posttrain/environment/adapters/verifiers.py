@@ -23,7 +23,7 @@ from posttrain.config.env import Scalar
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.adapters.verifiers_judge import rebuilt_state, recordable, rubrics, score, weights
+from posttrain.environment.adapters.verifiers_judge import members, rebuilt_state, recordable, rubrics, score, weights
 from posttrain.environment.adapters.verifiers_talk import PolicyClient, bounded, from_package
 from posttrain.environment.rows.own_prompts import HELDOUT_SHARE
 from posttrain.environment.single import Listed, SingleTurn
@@ -58,19 +58,20 @@ class Verifiers(SingleTurn):
         package()
         with _signals_stay():
             inner = _loaded(env_id, dict(args))
-        if inner.rubric.has_group_rewards:
+        if any(e.rubric.has_group_rewards for e in members(inner)):
             raise ConfigError(
                 f"{PREFIX}{env_id}: its rubric compares the answers of a group with one another, and here every answer"
                 " is judged by itself. Use an algorithm that compares siblings, and a reward for one answer"
             )
         env = Verifiers(env_id=env_id, inner=inner, **common)
-        if not any(weights(inner.rubric)) and not env.rewards:
+        if not any(w for e in members(inner) for w in weights(e.rubric)) and not env.rewards:
             raise ConfigError(
                 f"{PREFIX}{env_id}: its rubric has no reward function with a weight; add one, or give env.rewards"
             )
         # The package calls tools by `tool_map`, so each tool gets its time limit there, once.
-        for name, tool in getattr(inner, "tool_map", {}).items():
-            inner.tool_map[name] = bounded(tool, name, env.limits.tool_seconds)
+        for member in members(inner):
+            for name, tool in getattr(member, "tool_map", {}).items():
+                member.tool_map[name] = bounded(tool, name, env.limits.tool_seconds)
         return env
 
     @property
@@ -171,7 +172,7 @@ class Verifiers(SingleTurn):
                 return (broken, *await self.added(attempt))
             state = await rebuilt_state(self.inner, self._row(attempt.task), attempt)
         try:
-            verdicts = [x for rubric in rubrics(self.inner.rubric) for x in await score(rubric, state)]
+            verdicts = [x for rubric in rubrics(self.inner.rubric, state) for x in await score(rubric, state)]
         finally:
             # A rebuilt state opened nothing, so nothing is cleaned up.
             if record is not None:
@@ -195,7 +196,7 @@ class Verifiers(SingleTurn):
 
     def knows_gold(self, task: Task) -> bool:
         """True if an episode has one turn and the data has the answer."""
-        return self.inner.max_turns == 1 and task.answer is not None
+        return task.answer is not None and all(getattr(e, "max_turns", None) == 1 for e in members(self.inner))
 
     def gold(self, task: Task) -> tuple[str, ...]:
         return (str(task.answer or ""),)

@@ -18,15 +18,16 @@ from posttrain.verifier.timed_calls import TimedOut, call
 from posttrain.verifier.user_code import where
 
 SECONDS = 60.0
-"""The most seconds of one function of a rubric. Beyond it the verdict is failed."""
+"""The most seconds of one function of a rubric. Beyond it the verdict is failed. A rubric with its own way of scoring
+has as many for each of its functions."""
 LONGEST = 20_000
 """The most characters of an entry of a state that a record keeps."""
-_OWN = (
+_LOOP_ENTRIES = (
     "input task client model sampling_args is_completed is_truncated stop_condition tool_defs trajectory "
     "completion usage usage_tracker trajectory_id reward advantage metrics error final_env_response timing "
     "prompt answer info example_id prompt_too_long timed_out"
 )
-OWN = frozenset(_OWN.split())
+LOOP_ENTRIES = frozenset(_LOOP_ENTRIES.split())
 """Names of the entries of a state that belong to the package's loop. All others belong to the environment."""
 
 
@@ -36,7 +37,7 @@ def recordable(state: Mapping[str, Any]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     not_stored: list[str] = []
     for name, value in state.items():
-        if name in OWN:
+        if name in LOOP_ENTRIES:
             continue
         try:
             # The entry goes through JSON and back, so that a judging from the record gets the same value as one now.
@@ -81,19 +82,39 @@ def _to_package(message: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def rubrics(rubric: Any) -> Iterator[Any]:
-    """The single rubrics of a rubric, which may be a group."""
+def members(env: Any) -> Iterator[Any]:
+    """The single environments of an environment, which may be a group."""
+    if isinstance(env, importlib.import_module("verifiers.envs.env_group").EnvGroup):
+        for member in env.envs:
+            yield from members(member)
+    else:
+        yield env
+
+
+def rubrics(rubric: Any, state: Mapping[str, Any]) -> Iterator[Any]:
+    """The single rubrics of a rubric, which may be a group. Of a group of environments, those of the environment that
+    played the episode: the group's own scoring would make a 0 of a function that raises."""
+    info: Any = state.get("info") or {}
+    route: Any = info.get("env_id") or ()
+    yield from _of_route(rubric, (route,) if isinstance(route, str) else tuple(route))
+
+
+def _of_route(rubric: Any, route: tuple[str, ...]) -> Iterator[Any]:
+    """The single rubrics of a rubric. `route`: names of environments of groups, the outermost first."""
     group: Any = importlib.import_module("verifiers.rubrics.rubric_group").RubricGroup
+    of_environments: Any = importlib.import_module("verifiers.envs.env_group").EnvGroupRubric
     if type(rubric) is group:
         for part in rubric.rubrics:
-            yield from rubrics(part)
+            yield from _of_route(part, route)
+    elif type(rubric) is of_environments and route and route[0] in rubric.env_map:
+        yield from _of_route(rubric.env_map[route[0]].rubric, route[1:])
     else:
         yield rubric
 
 
 def weights(rubric: Any) -> list[float]:
     """The weights of all functions. A rubric with its own way of scoring counts as one function."""
-    return [w for r in rubrics(rubric) for w in ([1.0] if _own_way(r) else r.weights)]
+    return [w for r in _of_route(rubric, ()) for w in ([1.0] if _own_way(r) else r.weights)]
 
 
 def _own_way(rubric: Any) -> bool:
@@ -126,7 +147,7 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
     watched.__name__ = name
     watched.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     returned = await rubric._call_individual_reward_func(watched, state)
-    verdict = _failed(raised[0], function) if raised else _numbered(returned)
+    verdict = _failed(raised[0], function, SECONDS) if raised else _numbered(returned)
     # A function of weight 0 is a metric. Its failure must not leave the episode without a reward.
     if weight == 0 and verdict.state is State.FAILED:
         verdict = Verdict.abstain(f"{verdict.kind}: {verdict.why}")
@@ -136,10 +157,11 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
 async def _whole(rubric: Any, state: Any) -> list[Judged]:
     """The verdicts of a rubric with its own way of scoring: its reward as one source, its metrics with weight 0."""
     name = type(rubric).__name__
+    seconds = SECONDS * max(1, len(rubric._get_reward_func_names()))
     try:
-        await rubric.score_rollout(state)
+        await call(rubric.score_rollout, seconds, state)
     except Exception as error:
-        return [Judged(name, 1.0, redacted(_failed(error, None)))]
+        return [Judged(name, 1.0, redacted(_failed(error, None, seconds)))]
     judged = [Judged(name, 1.0, _numbered(state["reward"]))]
     return judged + [
         Judged(k, 0.0, v if v.state is State.VALUE else Verdict.abstain(v.why))
@@ -153,7 +175,7 @@ def _numbered(given: Any) -> Verdict:
     return as_verdict(float(given) if isinstance(given, bool) else given)
 
 
-def _failed(error: Exception, function: Any) -> Verdict:
+def _failed(error: Exception, function: Any, seconds: float) -> Verdict:
     if isinstance(error, TimedOut):
-        return Verdict.failed("timeout", f"no result within {SECONDS:g} s")
+        return Verdict.failed("timeout", f"no result within {seconds:g} s")
     return Verdict.failed("raised", where(error, function))

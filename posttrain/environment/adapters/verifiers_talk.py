@@ -42,6 +42,7 @@ class PolicyClient:
         self.timeouts = 0
         """The number of tool calls that timed out."""
         self.state: Any = None
+        """The package's state of the episode, as the last request had it."""
 
     def client(self) -> Any:
         """A client object for the package's loop, which is about to begin in this asyncio task."""
@@ -53,9 +54,9 @@ class PolicyClient:
         self.state = state
         # The package's loop would go on after a turn that was cut off. Here such a turn ends the episode.
         if self._last is not None and not self._last.finished:
-            raise self._full(f"the turn before ended with {self._last.value}")
+            raise self._end_of_loop(f"the turn before ended with {self._last.value}")
         if self.timeouts >= self._limits.tool_timeouts:
-            raise self._full(f"{self.timeouts} calls of tools ran out of time")
+            raise self._end_of_loop(f"{self.timeouts} calls of tools ran out of time")
         new = self._new([from_package(m) for m in prompt])
         schemas = [_schema(t) for t in tools]
         if schemas and self._talk.format is None:
@@ -68,17 +69,19 @@ class PolicyClient:
         turn = await self._talk.say(most)
         self._last = turn.stop
         if not turn.tokens and not turn.stop.finished:
-            raise self._full(f"no turn was left: {turn.stop.value}")
+            raise self._end_of_loop(f"no turn was left: {turn.stop.value}")
         return self._response(turn, {t["function"]["name"] for t in schemas})
 
     def stop(self, state: Mapping[str, Any]) -> Stop:
         """The stop reason of the episode."""
         if self._last is not None and not self._last.finished:
             return self._last
+        # An error is one of a tool here: `Verifiers.play` raises any other.
         if state.get("error") is not None or self.timeouts >= self._limits.tool_timeouts:
             return Stop.TOOLS
         if state.get("stop_condition") == "timeout_reached":
             return Stop.TIME
+        # With one turn the limit is reached by every answer, and the answer's own stop reason says more.
         if state.get("stop_condition") == "max_turns_reached" and self._turns > 1:
             return Stop.TURNS
         return self._last or Stop.ERROR
@@ -124,27 +127,27 @@ class PolicyClient:
         whole = types.ResponseMessage(**message, finish_reason=reason, is_truncated=not said.stop.finished, tokens=None)
         return types.Response(id=f"turn{self._turns}", created=0, model=MODEL, usage=usage, message=whole)
 
-    def _call(self, number: int, call: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
+    def _call(self, number: int, parsed: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
         """A call in the package's form.
 
         A call that cannot be made gets arguments that no tool accepts. The package answers it with an error, and
         `_told` shows the reason in place of that error.
         """
-        name = f"{self._turns:04}{number:05}"
+        call_id = f"{self._turns:04}{number:05}"
         why = ""
-        if isinstance(call, Malformed):
-            why = f"this call could not be read: {call.why}"
-        elif call.name not in tools:
-            why = f"there is no tool {call.name!r}; there are: {', '.join(sorted(tools))}"
+        if isinstance(parsed, Malformed):
+            why = f"this call could not be read: {parsed.why}"
+        elif parsed.name not in tools:
+            why = f"there is no tool {parsed.name!r}; there are: {', '.join(sorted(tools))}"
         if why:
-            self._refused[name] = why
+            self._refused[call_id] = why
             # These arguments are no JSON, so the package answers them with an error, whatever the tool is.
-            return types.ToolCall(id=name, name="none", arguments=f"refused: {why}")
-        assert isinstance(call, ToolCall)
-        self._names[name] = call.name
-        return types.ToolCall(id=name, name=call.name, arguments=json.dumps(dict(call.arguments)))
+            return types.ToolCall(id=call_id, name="none", arguments=f"refused: {why}")
+        assert isinstance(parsed, ToolCall)
+        self._names[call_id] = parsed.name
+        return types.ToolCall(id=call_id, name=parsed.name, arguments=json.dumps(dict(parsed.arguments)))
 
-    def _full(self, why: str) -> Exception:
+    def _end_of_loop(self, why: str) -> Exception:
         """The exception that ends the package's loop without an error."""
         errors: Any = importlib.import_module("verifiers.errors")
         return errors.OverlongPromptError(why)

@@ -33,6 +33,7 @@ def lint(
         length: counts tokens. Without it, sides over the context are not looked for.
         context: the most tokens that a model reads.
     """
+    # `data_rows` gives these lines as text; its words tell of which kind each is.
     findings = [LintFinding("left out" if "left out" in line else "read as", line, warns=True) for line in without]
     pairs = list(pairs_of(rows))
     if pairs:

@@ -121,7 +121,7 @@ def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
         raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
 
     # Abstract methods must be defined, or no instance could be made. They
-    # raise an error, except for `words`, which prints the record.
+    # raise an error, except for `words`, which prints the record. Who would compute with it asks `Piece.absent` first.
     methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
     space = {**methods, "words": words, "absent": True, "__module__": __name__}
     typed = [(f, Any) for f in fields]

@@ -42,7 +42,7 @@ class ProcessRanks:
 
     @property
     def replicas(self) -> int:
-        """Copies of the weights that these ranks have. Each copy is cut over as many of them as there are parts."""
+        """Copies of the weights that these ranks have together. Each copy is cut over world / replicas ranks."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
     @property
@@ -74,13 +74,13 @@ class ProcessRanks:
         grid = torch.tensor([dist.get_global_rank(self.group, r) for r in members]).view(replicas, -1)
         group = self._own_group([grid.flatten()])
         # Columns first, then rows: the order of the mesh's names, replicate and shard.
-        lines = [] if replicas == 1 else [self._own_group(list(grid.T)), self._own_group(list(grid))]
+        axis_groups = [] if replicas == 1 else [self._own_group(list(grid.T)), self._own_group(list(grid))]
         # Only now, because every process must take part in making every group, also of those that it is not in.
         if group is None:
             return None
-        made: Any = lines
+        typed_groups: Any = axis_groups  # a member has a group on each axis, so none of them is None
         names = ("replicate", "shard")
-        mesh = DeviceMesh.from_group(made, "cpu", mesh=grid, mesh_dim_names=names) if lines else None
+        mesh = DeviceMesh.from_group(typed_groups, "cpu", mesh=grid, mesh_dim_names=names) if axis_groups else None
         return ProcessRanks(group, mesh, self.seconds)
 
     def _own_group(self, lines: list[torch.Tensor]) -> ProcessGroup | None:
@@ -100,11 +100,11 @@ def joined(
     seconds: float = SECONDS,
     replicas: int = 1,
 ) -> Iterator[ProcessRanks]:
-    """Inside, this process is one of `world` ranks (gloo). They have the key of their user
-    (`signed_messages.users_key`).
+    """Inside, this process is one of `world` ranks (gloo). What they send each other as pickles is signed with their
+    user's key (`signed_messages.users_key`).
 
     Args:
-        rank, world: None: from the environment, as torchrun sets it.
+        rank, world: both or neither; None: from the environment, as torchrun sets it.
         address: where the ranks meet, such as `tcp://127.0.0.1:29500`, `file:///tmp/meet`, or the environment.
         replicas: copies of the weights; see `ProcessRanks.part`.
     """
@@ -120,6 +120,6 @@ def joined(
 def in_copies(seconds: float, replicas: int) -> ProcessRanks:
     """All processes of the group, with so many copies of the weights."""
     everyone = ProcessRanks(seconds=seconds)
-    found = everyone if replicas == 1 else everyone.part(range(everyone.world), replicas)
-    assert found is not None
-    return found
+    ranks = everyone if replicas == 1 else everyone.part(range(everyone.world), replicas)
+    assert ranks is not None  # every process is a member
+    return ranks
