@@ -116,7 +116,7 @@ class SupervisedProcesses(Generic[P]):
         self._besides = list[P]()
         """Processes that are watched but not replaced."""
         self._waits = WaitList(timeout)
-        self._report_of_dead, self._deaths = EngineReport(), 0
+        self._report_of_dead, self._new_deaths = EngineReport(), 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -141,7 +141,7 @@ class SupervisedProcesses(Generic[P]):
 
     def _take_deaths(self) -> float:
         """The number of processes that died since the last call."""
-        dead, self._deaths = self._deaths, 0
+        dead, self._new_deaths = self._new_deaths, 0
         return float(dead)
 
     # --- a new process for a dead one --------------------------------------------------------------------------------
@@ -158,7 +158,8 @@ class SupervisedProcesses(Generic[P]):
         # `tries_left` is how many more tries there are; at 0 the pool is lost.
         for tries_left in reversed(range(self._starts)):
             # What the dead process had counted stays in the measurements.
-            self._deaths, self._report_of_dead = self._deaths + 1, self._report_of_dead + process.host.take_report()
+            self._new_deaths += 1
+            self._report_of_dead = self._report_of_dead + process.host.take_report()
             self._say(f"{name} died: {process.host.died}\n{self._words[1]}")
             # Ends and starts of processes block, so threads do them; the loop goes on with the other processes.
             await self._waits.until(in_thread(process.host.close), "the run", f"the end of {name}")

@@ -23,7 +23,14 @@ from posttrain.config.env import Scalar
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.adapters.verifiers_judge import members, rebuilt_state, recordable, rubrics, score, weights
+from posttrain.environment.adapters.verifiers_judge import (
+    environments,
+    rebuilt_state,
+    recordable,
+    rubrics,
+    score,
+    weights,
+)
 from posttrain.environment.adapters.verifiers_talk import PolicyClient, bounded, from_package
 from posttrain.environment.rows.own_prompts import HELDOUT_SHARE
 from posttrain.environment.single import Listed, SingleTurn
@@ -58,18 +65,18 @@ class Verifiers(SingleTurn):
         package()
         with _signals_stay():
             inner = _loaded(env_id, dict(args))
-        if any(e.rubric.has_group_rewards for e in members(inner)):
+        if any(e.rubric.has_group_rewards for e in environments(inner)):
             raise ConfigError(
                 f"{PREFIX}{env_id}: its rubric compares the answers of a group with one another, and here every answer"
                 " is judged by itself. Use an algorithm that compares siblings, and a reward for one answer"
             )
         env = Verifiers(env_id=env_id, inner=inner, **common)
-        if not any(w for e in members(inner) for w in weights(e.rubric)) and not env.rewards:
+        if not any(w for e in environments(inner) for w in weights(e.rubric)) and not env.rewards:
             raise ConfigError(
                 f"{PREFIX}{env_id}: its rubric has no reward function with a weight; add one, or give env.rewards"
             )
         # The package calls tools by `tool_map`, so each tool gets its time limit there, once.
-        for member in members(inner):
+        for member in environments(inner):
             for name, tool in getattr(member, "tool_map", {}).items():
                 member.tool_map[name] = bounded(tool, name, env.limits.tool_seconds)
         return env
@@ -196,7 +203,7 @@ class Verifiers(SingleTurn):
 
     def knows_gold(self, task: Task) -> bool:
         """True if an episode has one turn and the data has the answer."""
-        return task.answer is not None and all(getattr(e, "max_turns", None) == 1 for e in members(self.inner))
+        return task.answer is not None and all(getattr(e, "max_turns", None) == 1 for e in environments(self.inner))
 
     def gold(self, task: Task) -> tuple[str, ...]:
         return (str(task.answer or ""),)

@@ -82,11 +82,11 @@ def _to_package(message: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def members(env: Any) -> Iterator[Any]:
+def environments(env: Any) -> Iterator[Any]:
     """The single environments of an environment, which may be a group."""
     if isinstance(env, importlib.import_module("verifiers.envs.env_group").EnvGroup):
         for member in env.envs:
-            yield from members(member)
+            yield from environments(member)
     else:
         yield env
 
