@@ -155,7 +155,8 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
 
     `cleanup` gets a function for each part that closes it.
     """
-    run, book, quiet, held = request.run, request.book, request.quiet, resident()
+    # Memory is read before the model is loaded: what the run takes is counted above it.
+    run, book, quiet, resident_before = request.run, request.book, request.quiet, resident()
     check_drivers(run)
     check_engine(run)
     in_ranks = request.ranks.world is not None
@@ -177,7 +178,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         began = {**began_with(run, policy, by_stage), **prompt_count(request.environment)}
         began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, by_stage)}
         book = RunFolder.create(
-            folder, run, {**facts(policy, threads, tuple(contained), held), **began, **request.recorded}
+            folder, run, {**facts(policy, threads, tuple(contained), resident_before), **began, **request.recorded}
         )
         cleanup.callback(book.close)
         if request.objects.data:
@@ -199,7 +200,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     cleanup.callback(parts.close)
     if not quiet and lead is None:
         # Added to the list that `parts` has, so it gets every step. It reads the model's shape from the run folder.
-        trackers.append(watch_plan(run, book.folder, held, terminal.say))
+        trackers.append(watch_plan(run, book.folder, resident_before, terminal.say))
     if not quiet and isinstance(parts.sampler, EmbeddedEngine | EnginePool):
         terminal.say(parts.sampler.describe())
     checkpoint = request.checkpoint
@@ -221,6 +222,7 @@ def count_on(folder: Path, environments: Iterable[Environment]) -> None:
     steps = run_reader.steps(folder) if sources else ()
     for source in sources:
         name = f"verifier/{source.name}/{CALLS}"
+        # Counts depend on time, so the record has them in `clock` (`training_step`). The largest one is the last.
         source.calls = max((int(s.clock.get(name, 0)) for s in steps), default=0)
 
 

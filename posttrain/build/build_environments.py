@@ -43,8 +43,8 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
         if isinstance(stage, Rejection) and stage.method.regenerate is not None:
             for reward in config.rewards:
                 # A completion from the middle of an answer is judged by the environment alone. With a model that pays,
-                # whole answers and such completions would have different rewards. A model that only scores steps pays
-                # nothing.
+                # whole answers and such completions would have different rewards. Settings do not tell a process
+                # reward model from another one (`model:PATH`); that is refused when it is loaded.
                 if reward.judge_run or reward.steps != "score":
                     raise ConfigError(stage.judged_alone(reward.function))
         if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
@@ -56,7 +56,7 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
                 f" {offered}. Use another algorithm, or data with the columns that it needs"
             )
         if isinstance(stage, Preference | RewardModel) and stage.judged == "pair":
-            _margins(stage, abilities.rows or ())
+            _refuse_missing_margins(stage, abilities.rows or ())
         if stage.contract is not None and not (abilities.judges or config.has_reward_models):
             raise ConfigError(
                 f"{stage.name} learns from verdicts on what it samples, and nothing judges it: environment {env.name!r}"
@@ -64,7 +64,7 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             )
 
 
-def _margins(stage: Preference | RewardModel, rows: Sequence[DataRow]) -> None:
+def _refuse_missing_margins(stage: Preference | RewardModel, rows: Sequence[DataRow]) -> None:
     """DataError for the first pair without a margin, where the loss reads the margins of pairs."""
     without_margin = [r for r in rows if r.judged is not None and r.judged.kind == "pair" and r.judged.margin is None]
     if isinstance(stage, RewardModel):

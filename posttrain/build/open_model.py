@@ -49,7 +49,8 @@ def target_run(
 
     Args:
         parts, allow, change: see `trust_prompt.admitted`. A model directory or hub id needs no permission: the user
-        named it. say: gets a line for each setting that is chosen for a model directory or hub id.
+            named it.
+        say: gets a line for each setting that is chosen for a model directory or hub id.
     """
     if is_run(target):
         run = admitted(target, *overrides, parts=parts, allow=allow, change=change)
@@ -176,7 +177,10 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
 
 def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
-    """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints."""
+    """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints.
+
+    `most`: tokens of the run's longest sequence, for a model whose context is not said.
+    """
     from posttrain.engine.model.policy_model import load_policy
 
     if run_source(model.path) is not None:
@@ -209,7 +213,7 @@ def adapter_base(folder: Path) -> str:
 
 
 def built_policy(folder: Path, run: Run) -> Policy:
-    """The policy of a run folder, as `run.model` describes it.
+    """The policy of a run folder, as `run.model` describes it. Permission for what that names was given before.
 
     A model that was built by the run gets its tokenizer from the folder, so no environment is needed for its alphabet.
     """

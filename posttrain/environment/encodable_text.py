@@ -15,7 +15,7 @@ from posttrain.system.errors import DataError
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The part of a transformers tokenizer that this file and `environment.templates` use."""
 
     chat_template: Any
     bos_token_id: int | None
@@ -62,8 +62,8 @@ class Writable:
         Raises:
             DataError: the text cannot be encoded even then.
         """
-        # The text stays as it is in two cases. Each character can be encoded. Or the tokenizer neither drops unknown
-        # characters nor refuses this text, so it has an <unk> token.
+        # The text stays as it is in two cases. Each character can be encoded. Or the tokenizer has an <unk> token: it
+        # lacks characters, and neither drops them nor refuses this text.
         if all(self._writes(c) for c in set(text)) or not (self.everything or self._drops or self._ids(text) is None):
             return text
         shown = "".join(c if self._writes(c) else self.stand_in for c in text)

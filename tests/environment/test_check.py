@@ -221,7 +221,7 @@ def brief(task: Task, text: str) -> float:
 @pytest.mark.prove
 async def test_a_shaping_reward_is_told_apart_and_must_not_outweigh_the_answer() -> None:
     well = await tried(exact, brief, weights=(1.0, 0.1))
-    assert well.passed and "do not look at the answer: judge1" in next(
+    assert well.passed and "do not tell right answers from wrong ones: judge1" in next(
         f.detail for f in well.findings if f.probe == "gold"
     )
     badly = await tried(exact, brief, weights=(0.1, 1.0))

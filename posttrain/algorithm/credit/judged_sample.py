@@ -32,7 +32,7 @@ class Sample:
     paid_T: Array
     """Rewards of turns, at the last token of each turn; zeros where the algorithm learns from no rewards."""
     dropped: str
-    """Why the episode may have no gradient; '' where it may have one."""
+    """Why the episode gets no gradient; '' where nothing forbids one."""
 
     @property
     def spoken(self) -> int:
@@ -59,8 +59,8 @@ def compared_rewards(a: Algorithm, samples: Sequence[Sample]) -> tuple[Array, fl
     """(rewards [G] by which siblings are compared, the largest difference of these that counts as rounding)."""
     # A KL that each token is charged alone is subtracted from the credit later, and belongs to no reward.
     rewards = np.array([s.shaped - (s.charged if a.charges_answers else 0.0) for s in samples], np.float64)
-    # A sum of large terms may be a small number, and its rounding
-    # error is that of the terms. So sizes are compared, not rewards.
+    # A sum of large terms may be a small number, and its rounding error is that of the terms. So what counts as
+    # rounding comes from the sizes of the terms, not from the rewards.
     sizes = [s.charged_size if a.charges_answers else s.size for s in samples]
     return rewards, rounding(sizes, max((s.resolution for s in samples), default=0.0))
 

@@ -136,8 +136,8 @@ def _(region: Soft, inputs: TrustInputs) -> Push:
 
 @pushed.register
 def _(region: Geometric, inputs: TrustInputs) -> Push:
-    """GMPO: with w = exp(mean of clipped log-ratios), d/dlogp_t of w * A is w * A / |y|,
-    and 0 where the token is clipped."""
+    """GMPO: with w = exp(mean of clipped log-ratios), d/dlogp_t of w * A is w * A / |y|, and 0 where the token is
+    clipped. The 1 / |y| is not here: `aggregate="sequence_mean"` brings it."""
     low, high = region.low, region.high
     high_M = inputs.up_M & (inputs.log_ratio_M > high)
     low_M = inputs.down_M & (inputs.log_ratio_M < -low)

@@ -23,7 +23,7 @@ from posttrain.system.errors import ConfigError, DataError, RunFolderError
 
 MODEL, TOKENIZER = "model", "tokenizer"
 """Folders inside a run folder, with the policy's model configuration and tokenizer at the start of the run."""
-MOST = 32
+LONGEST_CHAIN = 32
 """How far a line of branches (a run that began with a run that began with ...) is followed at most."""
 
 
@@ -60,6 +60,7 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         saved = saved_adapter(run.model.path) if run.model.path is not None else None
         if saved is None:
             return run, {}
+        # No run: a folder with a saved adapter, which is trained further. Its settings become the run's.
         lora = goes_on(run.model.lora, saved.lora, f"model={run.model.path}")
         return replace(run, model=replace(run.model, lora=lora)), {}
     # From here on: the run begins with another run. `last` is replaced by the checkpoint's own name, since the other
@@ -97,8 +98,8 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
 
 def was_built(path: str | Path | None) -> bool:
     """True where the weights at a path go back to a model that a run built, over any number of branches."""
-    # A damaged folder may name itself, so the line is followed for `MOST` runs at most.
-    for _ in range(MOST):
+    # A damaged folder may name itself, so the line is followed for `LONGEST_CHAIN` runs at most.
+    for _ in range(LONGEST_CHAIN):
         source = run_source(path)
         if source is None:
             return False
@@ -112,7 +113,7 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     """The policy (`engine.model.policy_model.Policy`) at `model.path`, which is a run or one of its checkpoints.
 
     The weights beneath an adapter are the run's own copy, where it has one, or else those of the model that it was
-    given.
+    given. `most`: tokens of the run's longest sequence, for a model whose context is not said.
 
     Raises:
         DataError: the model needs code of its own, so its folder is not enough.

@@ -81,7 +81,7 @@ ALLOWED: Mapping[str, str] = {
     "Embedded.sleep": "whether the cache is freed while the learner works",
     "Embedded.timeline": "whether a timeline is written",
 }
-"""Fields (`Class.field`) that may change when a run goes on, and what the change does."""
+"""Fields (`Class.field`) that may change when a run goes on. The texts say what they are, for readers of this table."""
 REFUSED: Mapping[str, str] = {
     "Model": "the weights are of this model",
     "Env": "the record and the held-out figures are of these tasks and rewards",
@@ -115,7 +115,7 @@ class Change:
 
 def changes(old: Run, new: Run) -> tuple[Change, ...]:
     """The settings in which two runs differ."""
-    before, after = values(old), values(new)
+    before, after = values(old), values(new)  # path -> (Class.field, value)
     paths = [p for p in {**before, **after} if before.get(p) != after.get(p)]
     return tuple(
         Change(p, (after.get(p) or before[p])[0], *(x[p][1] if p in x else None for x in (before, after)))
@@ -319,7 +319,7 @@ def _plain(value: Any) -> Any:
 
 
 def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """Write down that the run goes on with other settings. Returns the checkpoint to go on from."""
+    """Record that the run goes on with other settings. Returns the checkpoint to go on from, opened anew."""
     written = run_file(book.folder)
     note = provenance.recall(written.identity)
     if e.gauges is not None and checkpoint is not None and e.state is not None:

@@ -1,9 +1,11 @@
 """A learner whose layers are cut over ranks by columns and rows (tensor parallelism), by the plan that transformers has
 for the architecture (`base_model_tp_plan`) and PyTorch's `parallelize_module`.
 
-Every rank computes every token, with its heads and its part of the feed-forward layers; their results are summed over
-ranks twice in a layer. So all ranks are given the same micro-batches, each has the trainer of a single process, and
-only the optimizer's norm is exchanged (`StageOptimizer(parts=...)`). Embedding, norms and heads are whole on each rank.
+Every rank computes every token, with its attention heads and its part of the feed-forward layers; their results are
+summed over ranks twice in a layer. So all ranks are given the same micro-batches, and each has the trainer of a single
+process. Embedding, norms and the output head are whole on each rank. Beside the sums ranks exchange the gradients of
+what is whole (`agree` gives all of them those of rank 0) and the squares of the gradient's norm
+(`StageOptimizer(parts=...)`).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class TensorLearner(HFLearner):
         InvariantError: the ranks begin with different weights.
     """
 
-    row_gradients = False  # ranks add up whole gradients
+    row_gradients = False  # `agree` sends the embedding's gradient, and `norm` measures it, as one dense tensor
     every_part_is_used = True  # by each token
 
     def __init__(

@@ -73,9 +73,9 @@ async def gold(s: Subject) -> Answer:
             f" {example.said} to {prompt_words(example.task.prompt)} ({example.scores[source]:g})"
         )
     # `shape` is the name of the form in which right answers earn most; `shaped` writes a text in this form; `shaping`
-    # are the sources that do not look at the answer.
+    # are the other sources.
     form = {"bare": "", WRITTEN: ", as the completions are written"}.get(s.shape, f", written {s.shaped('X')!r}")
-    other_sources = f"; do not look at the answer: {', '.join(s.shaping)}" if s.shaping else ""
+    other_sources = f"; do not tell right answers from wrong ones: {', '.join(s.shaping)}" if s.shaping else ""
     return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{other_sources}"
 
 

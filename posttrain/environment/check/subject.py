@@ -91,7 +91,7 @@ class Subject:
         earned: dict[str, float] = {}
         has_completions = self.env.abilities.rows is not None and all(t.id in self.completions for t in tasks)
         for name in (*SHAPES, *([WRITTEN] if has_completions else [])):
-            self.shape = name
+            self.shape = name  # `right` writes in this form; whoever calls sets the best one
             judged = await self.judge_all([(t, self.right(t)) for t in tasks])
             earned[name] = math.fsum(t.outcome or 0.0 for t in judged)
         return max(earned, key=lambda n: earned[n])
@@ -162,6 +162,7 @@ class Subject:
             stop = await self.env.play(task, talk)
         except ScriptEnded:
             stop = Stop.TURNS
+        # int: there are no tokens here, so positions of verdicts on steps stay in characters.
         attempt = Attempt(task, tuple(talk.said), stop, int, talk.state)
         return JudgedAnswer(task, attempt.turns, (*await self.env.judge(attempt), *talk.paid))
 
@@ -209,7 +210,7 @@ class Subject:
 
     @property
     def shaping(self) -> tuple[str, ...]:
-        """Sources that do not look at the answer."""
+        """The other sources: they do not look at the answer, seldom tell right from wrong, or turn them round."""
         return tuple(s for s in self._scored if s not in self.sources)
 
     def deciding(self, task: Task) -> tuple[str, ...]:

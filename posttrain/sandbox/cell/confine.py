@@ -19,6 +19,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 # Options of prctl; numbers of the Landlock calls; flags of mount.
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+CREATE_RULESET_VERSION, SECCOMP_MODE_FILTER = 1, 2
 MS_NOSUID, MS_NODEV, MS_REMOUNT = 2, 4, 32
 
 # Rights of Landlock, as bits.
@@ -50,7 +51,7 @@ def prctl(option: int, value: int, what: str, pointer: Any = 0) -> None:
 
 def landlock_version() -> int:
     """Landlock's version in this kernel; 0 where there is none."""
-    return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
+    return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(CREATE_RULESET_VERSION)))
 
 
 def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
@@ -116,8 +117,8 @@ def bound_files(path: str, size: int, files: int) -> bool:
 def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> None:
     """Sets the rlimits of one job. `tasks` bounds threads and processes, if the uid is the sandbox's own.
 
-    With `cpu=False` there is no limit on processor time. A session needs a limit for each piece, and this one would be
-    for the whole life of the process.
+    With `cpu=False` there is no limit on processor time. A session needs a limit for each piece of code that it is
+    sent, and this one would be for the whole life of the process.
     """
     # The kernel counts whole seconds. At the soft limit it sends SIGXCPU, which a program can ignore; one
     # second later SIGKILL.
@@ -140,7 +141,7 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
 
 def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) -> tuple[Any, Any]:
     """Sets Landlock, and prepares the filter for `shut`. This is everything that is possible before the job is
-    known. `told`: as of `syscalls.program`."""
+    known. `told`: see `syscalls.program`."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
     # Landlock can be set before the job comes, because it only concerns files that are opened later. The filter of
@@ -155,11 +156,11 @@ def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) ->
         os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes, told=told
     )
     text = ctypes.create_string_buffer(code, len(code))
-    # The header has the address of `text`, so both objects have to exist until `shut`.
+    # struct sock_fprog: the number of instructions, and their address. So both objects have to exist until `shut`.
     return ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text))), text
 
 
 def shut(filter: tuple[Any, Any]) -> None:
     """Sets the seccomp filter. After this the process can make only the calls that the filter allows."""
     header, _ = filter
-    prctl(PR_SET_SECCOMP, 2, "seccomp", ctypes.addressof(header))
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, "seccomp", ctypes.addressof(header))

@@ -275,7 +275,8 @@ class WorkerProcess:
                 if self.process.poll() is not None:
                     raise self._guardian_error()
                 if time.monotonic() >= deadline:
-                    raise WorkerError("wall", f"no answer within {self.spec.wall:g} s, most of it spent waiting")
+                    allowed = f"{self.spec.start:g} s to start, {self.spec.wall:g} s for a request"
+                    raise WorkerError("wall", f"no answer in time ({allowed})")
 
     def _guardian_error(self) -> WorkerError:
         """The error for a guardian that has ended."""
