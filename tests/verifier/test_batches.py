@@ -169,12 +169,12 @@ async def test_a_reward_that_compares_siblings_sees_them_all() -> None:
 async def test_a_batch_is_judged_again_as_a_batch() -> None:
     env = PromptsEnv(rewards=(source(rank),))
     episodes, _ = await judged_group(env)
-    checks = RejudgedAnswers(_turn=3)
+    checks = RejudgedAnswers(_steps_before=3)
     assert await checks.after(env, [Group(TASK, 0, tuple(episodes))], StepNumber(1, 4)) == ()
     first, *_, last = episodes
     swapped = [replace(first, verdicts=last.verdicts), *episodes[1:3], replace(last, verdicts=first.verdicts)]
     with pytest.raises(InvariantError, match="changed or\\s+reordered"):
-        await RejudgedAnswers(_turn=3).after(env, [Group(TASK, 0, tuple(swapped))], StepNumber(1, 4))
+        await RejudgedAnswers(_steps_before=3).after(env, [Group(TASK, 0, tuple(swapped))], StepNumber(1, 4))
 
 
 async def test_scores_that_go_to_the_wrong_siblings_in_a_way_that_repeats_stop_the_run() -> None:
@@ -184,7 +184,7 @@ async def test_scores_that_go_to_the_wrong_siblings_in_a_way_that_repeats_stop_t
     env = PromptsEnv(rewards=(source(reversed_),))
     episodes, _ = await judged_group(env)
     with pytest.raises(InvariantError, match="scores to the wrong siblings"):
-        await RejudgedAnswers(_turn=3).after(env, [Group(TASK, 0, tuple(episodes))], StepNumber(1, 4))
+        await RejudgedAnswers(_steps_before=3).after(env, [Group(TASK, 0, tuple(episodes))], StepNumber(1, 4))
 
 
 async def test_one_answer_alone_is_a_batch_of_one() -> None:
