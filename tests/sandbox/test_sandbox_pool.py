@@ -151,13 +151,13 @@ def test_a_job_that_cannot_be_confined_does_not_run(tmp_path: Path) -> None:
     worker.close()
 
 
-VERSION = "return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))"
+VERSION = "return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(CREATE_RULESET_VERSION)))"
 """Where the inside asks for Landlock's version: tests pretend an older kernel there."""
 PLANTED = [
     pytest.param(
         "namespaces",
         "confine.py",
-        'prctl(PR_SET_SECCOMP, 2, "seccomp", ctypes.addressof(header))',
+        'prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, "seccomp", ctypes.addressof(header))',
         "del header",
         "can: fork",
         id="no seccomp",
