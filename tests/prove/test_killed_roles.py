@@ -135,7 +135,11 @@ def test_a_poisonous_task_ends_on_the_dead_letter_list_whoever_else_dies(
     assert {(e.task.id, e.sibling) for e in failed} == {
         (e.episode.task.id, e.episode.sibling) for e in healthy if e.episode.task.id == poisoned.task.id
     }
-    assert all(e.verdicts[0].source == DEADLY and "2 engines died" in e.error for e in failed)
+    assert all(e.verdicts[0].source == DEADLY for e in failed)
+    # Where the killer met an episode's environment twice, that may have ended it before the second engine died of it.
+    by_engines = ["2 engines died" in e.error for e in failed]
+    by_environments = ["2 processes of environments died" in e.error for e in failed]
+    assert any(by_engines) and all(x or y for x, y in zip(by_engines, by_environments, strict=True))
     others = [{said(e) for e in rows if e.episode.task.id != poisoned.task.id} for rows in (healthy, found)]
     assert others[0] == others[1] and others[0]
     notes = [n for s in run_reader.steps(tmp_path / "poisoned") for n in s.notes if n.startswith("dead letter")]
