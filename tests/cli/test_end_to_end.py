@@ -227,7 +227,9 @@ def test_a_checkpoint_of_ones_own(arch: str, tokenizer: str, tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("env", ["calculator", "countdown", pytest.param("gym:chain_sum", marks=pytest.mark.prove)])
+@pytest.mark.parametrize(
+    "env", ["calculator", *(pytest.param(x, marks=pytest.mark.prove) for x in ("countdown", "gym:chain_sum"))]
+)
 def test_one_step_of_every_environment(env: str, tmp_path: Path) -> None:
     words = (
         "arithmetic",

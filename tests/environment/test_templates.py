@@ -139,7 +139,7 @@ def test_two_results_of_one_turn_and_a_result_of_a_malformed_call(name: str) -> 
 
 
 @pytest.mark.parametrize("name", TALKS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_no_word_of_the_policy_upsets_a_template_that_appends(name: str, data: st.DataObject) -> None:
     """Any ids: what follows is the template's own words, and never takes anything back."""

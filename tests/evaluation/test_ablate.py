@@ -132,6 +132,7 @@ def test_several_optimizer_steps_are_taken_as_one_and_said(sparse: Path, capsys:
 # --- the others -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_every_algorithm_is_evaluated_or_named_with_its_reason(everything: Ablation) -> None:
     rows, refused = {r.name: r for r in everything.rows}, dict(everything.refused)
     assert {*rows, *refused} == set(LADDER) and not {*rows} & {*refused}
