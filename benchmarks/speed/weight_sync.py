@@ -7,7 +7,7 @@ A Qwen3 model learns for some steps with AdamW at a learning rate of 1e-6 (loss:
 masters. Each version then goes by each transport to one engine in another process, which checks every tensor and copies
 it over the weights of its own module. Both processes have one thread.
 
-gather, cast, reshard, transfer, announce   in the learner's process (`WeightSender.clock`); reshard has the checksums
+gather, cast, reshard, transfer, announce   in the learner's process (`ParcelSender.clock`); reshard has the checksums
                                             and the encoding of deltas
 read, install                               in the engine's: read has decoding and checksums
 push                                        from the call of publish until the engine answers

@@ -20,8 +20,8 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import SampledTurn, Stop
 from posttrain.engine.pool.engine_pool import EnginePool
 from posttrain.engine.pool.engine_process import ProcessHost
-from posttrain.engine.pool.parent_side import OpenCalls
-from posttrain.engine.pool.worker_side import EngineFacts, EngineReport, EngineStart, HostedEngine
+from posttrain.engine.pool.parent_side import EngineHost
+from posttrain.engine.pool.worker_side import EngineFacts, EngineStart, HostedEngine
 from posttrain.engine.transfer.parcel import Parcel
 from posttrain.engine.transfer.receiver import ParcelReceiver
 from posttrain.engine.transfer.sender import ParcelSender
@@ -99,20 +99,17 @@ class MemoryWeights:
         self.there.clear()
 
 
-class ScriptedHost:
+class ScriptedHost(EngineHost):
     """An engine in this process that dies after a number of answers, at a deadly place, or when `kill` is called."""
 
     def __init__(self, weights: MemoryWeights, script: Script, make: Callable[[], Any] = KnownSampler) -> None:
         self._engine = HostedEngine(EngineStart(make, lambda: weights))
-        self._calls, self._tasks, self.pid = OpenCalls(), set[asyncio.Task[None]](), 1
+        super().__init__("scripted")
+        self._tasks, self.pid = set[asyncio.Task[None]](), 1
         self._script, self._left = script, script.lives.pop(0) if script.lives else None
         self.asked = 0
         self.started: Future[EngineFacts] = Future()
         self.started.set_result(EngineFacts(0, True, True, 512, "known", 1))
-
-    @property
-    def died(self) -> str:
-        return self._calls.died
 
     def call(self, method: str, *given: Any) -> Future[Any]:
         number, future = self._calls.begin()
@@ -139,9 +136,6 @@ class ScriptedHost:
             if self._left < 0:
                 return self.kill("its time had come")
         return self._calls.end(number, value, None, report)
-
-    def take_report(self) -> EngineReport:
-        return self._calls.take_report()
 
     def kill(self, why: str) -> None:
         self._calls.die(why)

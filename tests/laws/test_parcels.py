@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.engine.files.fingerprint import ROW, Spot, fingerprint
 from posttrain.engine.transfer.block import DTYPES, HEAD, head_bytes, raw, read_block, table_bytes
-from posttrain.engine.transfer.parcel import AuditRule, Parcel, ParcelBaseError, ParcelDamageError, ParcelEntry
+from posttrain.engine.transfer.parcel import Parcel, ParcelBaseError, ParcelDamageError, ParcelEntry
 from posttrain.engine.transfer.receiver import ParcelReceiver
 from posttrain.engine.transfer.sender import ParcelSender
 
@@ -242,7 +242,7 @@ def test_a_spot_is_rows_of_the_tensor_and_every_row_has_its_turn(count: int, one
 def test_large_models_are_checked_by_spots_with_an_audit_every_few_pushes() -> None:
     """A tensor of the version before is found at every push; one wrong word is found at an audit at the latest."""
     carrier = TruncationSets()
-    sender, receiver = sides(carrier, audit=AuditRule(above=1000, every=4))
+    sender, receiver = sides(carrier, large=1000, audit_every=4)
     wide = {"a": torch.randn(80 * 2 * ROW), "b": torch.arange(5)}
     found = list[bool]()
     for version in range(9):

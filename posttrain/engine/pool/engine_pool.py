@@ -22,11 +22,11 @@ from posttrain.core.exchange.role_status import RoleRow
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import SampledTurn
-from posttrain.engine.pool.parent_side import EngineDied, EngineHost, NewHost, PoolSender, all_started
-from posttrain.engine.pool.pool_turns import PooledEngine, PooledTurn, measured, summary, unassigned
+from posttrain.engine.pool.parent_side import EngineDied, EngineHost, NewHost, all_started
+from posttrain.engine.pool.pool_turns import PooledEngine, PooledTurn
 from posttrain.engine.pool.supervised_processes import SupervisedProcesses
 from posttrain.engine.pool.turn_router import choose
-from posttrain.engine.transfer.parcel import Parcel
+from posttrain.engine.transfer.parcel import Parcel, WeightSender
 from posttrain.system.errors import EngineError, InvariantError
 
 
@@ -50,7 +50,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
     def __init__(
         self,
         new: NewHost,
-        sender: PoolSender,
+        sender: WeightSender,
         *,
         count: int,
         timeout: float,
@@ -85,12 +85,8 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         return f"{n} engine{'s' * (n > 1)} in processes of {'their' if n > 1 else 'its'} own; {self._facts.described}"
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
-        """Sample one turn; see `core.ports.Sampler`. It is asked again where its engine dies.
-
-        Raises:
-            UnanswerableTurn: it has killed as many engines as a turn may.
-            EngineError: nobody answered in time, or engines do not start any more.
-        """
+        """Sample one turn; see `core.ports.Sampler`. It is asked again where its engine dies. UnanswerableTurn where it
+        has killed as many engines as a turn may; EngineError where nobody answers in time or engines do not start."""
         self._attend()
         turn = PooledTurn(ids, sampling, place, asker())
         while True:
@@ -104,21 +100,17 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             return answer
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: see `core.ports.Sampler`. Every engine is asked, and they must agree.
-
-        Raises:
-            InvariantError: two engines differ by more than the tolerance.
-        """
+        """float32 [T - 1]: see `core.ports.Sampler`. Every engine is asked; InvariantError where two of them differ by
+        more than the tolerance."""
         self._attend()
         self._probe = ids  # the next weights are scored with it where they are installed
-        # Engines that scored these ids when they installed the weights are not asked again. `scores` has the order of
-        # the engines.
-        early_scores = [engine.scored(ids) for engine in self.processes]
-        coming = [
-            self._call(e, "score", ids) for e, early in zip(self.processes, early_scores, strict=True) if early is None
-        ]
-        new_scores = iter(await asyncio.gather(*coming))
-        scores = [next(new_scores) if early is None else early for early in early_scores]
+
+        async def scored(engine: PooledEngine) -> np.ndarray:
+            # An engine that scored these ids when it installed the weights is not asked again.
+            early = engine.scored(ids)
+            return await self._call(engine, "score", ids) if early is None else early
+
+        scores = await asyncio.gather(*map(scored, self.processes))
         gaps = [float(np.abs(x.astype(np.float64) - scores[0]).max(initial=0.0)) for x in scores]
         at = int(np.argmax(gaps))  # argmax finds a NaN where there is one, and `max` may pass over it
         # Written as `not <=`, so that NaN is refused as well.
@@ -132,25 +124,21 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version` on every engine; returns their fingerprint. Turns that are asked meanwhile
-        wait.
-
-        Raises:
-            InvariantError: the engines do not serve the same weights. EngineError: the version is not newer.
-        """
+        wait. InvariantError where the engines do not serve the same, EngineError where the version is not newer."""
         self._attend()
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
-        # From here until `finally` no turn is given away (`_held`). Turns that run are not stopped: their engines
-        # finish them, and each token carries the version that it was drawn with.
+        # No turn is given away until `finally` (`_held`). Turns that run are finished by their engines, and each token
+        # carries the version that it was drawn with.
         self._loads += 1
         try:
             # The new parcel is known before any engine has it: an engine that dies now is started with it.
             before, self._parcel = self._parcel, self._sender.publish(version, tensors)
             await asyncio.gather(*(self._install(engine, self._parcel) for engine in self.processes))
             self._check_agree()
-            # Last, when all engines have said that they serve the same.
+            # Last, when all engines have said that they serve the same. No engine can want the previous parcel any
+            # more: one that starts anew takes the newest.
             self._version = version
-            # No engine can want the previous parcel any more: an engine that starts anew takes the newest one.
             if before is not None:
                 self._sender.retire(before.version)
         finally:
@@ -165,45 +153,61 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         return taken
 
     def clock(self) -> Mapping[str, float]:
-        """Measurements of all engines together since the last call: seconds, counters, the share of time without a
-        turn, tokens in flight, and deaths."""
-        counted, sent = measured(self.processes, self._take_report()), self._sender.clock()
+        """Measurements of all engines since the last call: seconds, counters, time without a turn, tokens in flight,
+        deaths."""
+        report, busy = self._take_report(), [e.meter.take() for e in self.processes]
+        # The pool itself counts the tokens of delivered turns: that of the engines has turns that were asked twice.
+        counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
+        if "engine/steps" in counted:  # each counts once, so their mean says nothing
+            counted["engine/steps"] = report.gauges["engine/steps"].sum
+        counted = {**report.seconds, **counted}
+        counted["engine/idle"] = sum(b.idle_share for b in busy) / len(busy)
+        counted["engine/in_flight"] = sum(b.in_flight for b in busy)
         # What sender and engines both measure, such as sync/install, is added up.
-        added = {name: spent + counted[name] for name, spent in sent.items() if name in counted}
-        return {**sent, **counted, **added, "engine/deaths": self._take_deaths()}
+        for name, spent in self._sender.clock().items():
+            counted[name] = spent + counted.get(name, 0.0)
+        return {**counted, "engine/deaths": self._take_deaths()}
 
     def line(self) -> str:
         """Returns in a few words what all engines do now."""
-        return summary(self.processes)
+        engines, restarts = self.processes, sum(e.restarts for e in self.processes)
+        turns, tokens = sum(len(e.held) for e in engines), sum(e.busy for e in engines)
+        ready = f"{sum(e.ready for e in engines)} of {len(engines)} engines ready"
+        return f"{ready}, {turns} turns and {tokens} tokens in flight{f', {restarts} restarts' if restarts else ''}"
 
     def rows(self) -> list[RoleRow]:
-        """Returns what each engine does now, and the turns that none of them has yet. It may be called from any
-        thread."""
-        return [*super().rows(), unassigned(self._waits.owners(), self.processes)]
+        """Returns what each engine does now, and the turns that none of them has yet. Any thread may call it."""
+        taken = {t for e in self.processes for t in list(e.held)}
+        turns = [o for o in self._waits.owners() if isinstance(o, PooledTurn) and o not in taken]
+        router = RoleRow(
+            name="router",
+            doing="holds turns back" if turns else "ready",
+            depth=f"{len(turns)} turns",
+            tokens=sum(t.tokens for t in turns),
+            age=time.monotonic() - min(t.since for t in turns) if turns else None,
+        )
+        return [*super().rows(), router]
 
     def close(self) -> None:
-        """End all engines."""
         super().close()
         self._sender.close()
         self._end()
 
-    # --- turns -------------------------------------------------------------------------------------------------------
-
     async def _engine_for(self, turn: PooledTurn) -> PooledEngine:
         """The engine that says the turn. It is the turn's from here on."""
-        # A turn that may cause n deaths and has seen n - 1 is asked alone, so that the last death tells whether it was
-        # the turn or a neighbour. With n = 1 that cannot be told.
+        # With one death left a turn is asked alone, so that the last death tells whether it was the turn or a
+        # neighbour. Where one death is all it may cause, that cannot be told.
         turn.since, turn.alone = time.monotonic(), turn.deaths >= self._deaths - 1 > 0
         while True:
             self._waits.check()
             self._revive()
-            # Asked anew in each round: while this turn waited, an engine may have died, been reserved or come back.
+            # Anew in each round: while this turn waited, an engine may have died, been reserved or come back.
             at = None if self._held() else choose(turn.tokens, [e.load(turn.ids) for e in self.processes])
             if at is None:
                 on = "new weights on every engine" if self._loads else "an engine that can be asked"
                 await self._waits.change(turn, on)
-            # No await lies between the choice of an engine and `take`, unless the turn is asked alone: then the engine
-            # is reserved, and `_reserve` has looked again at what may have changed.
+            # No await lies between the choice of an engine and `take`, except in `_reserve`, which has looked again at
+            # what may have changed.
             elif not turn.alone or await self._reserve(turn, self.processes[at]):
                 engine = self.processes[at]
                 engine.take(turn)
@@ -217,37 +221,33 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
     async def _reserve(self, turn: PooledTurn, engine: PooledEngine) -> bool:
         """Reserve an engine and wait until its other turns have ended. False: it died, or new weights came."""
         # Reserved first and waited for then, or new turns would keep it busy for ever.
-        engine.reserved = True
+        engine.reserved, empty = True, False
         try:
             while engine.ready and not self._loads and engine.held:
                 await self._waits.change(turn, f"the other turns of {engine.name}, to be asked alone")
                 self._waits.check()
             empty = engine.ready and not self._loads
-        except BaseException:
-            self._end_reservation(engine)
-            raise
-        if not empty:
-            self._end_reservation(engine)
+        finally:
+            if not empty:
+                self._end_reservation(engine)
         return empty
 
     async def _ask(self, engine: PooledEngine, turn: PooledTurn) -> SampledTurn:
         """The engine's answer to the turn. EngineDied where the engine dies first."""
         try:
             future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
-            # The callback runs in the thread that reads answers. The event loop may take the answer up much later,
-            # while the learner computes in it, and that time is not the engine's.
+            # In the thread that reads answers: the event loop may take the answer up much later, while the learner
+            # computes in it, and that time is not the engine's.
             future.add_done_callback(lambda _: engine.meter.end(turn))
             return await self._waits.until(future, turn, engine.name, turn.since)
         finally:
             engine.leave(turn)
             if turn.alone:
                 self._end_reservation(engine)
-            # Somebody waits until this engine has no turn.
             elif engine.reserved:
                 self._waits.notify()
 
     def _survive(self, turn: PooledTurn, cause: str) -> None:
-        """Count the death of an engine that had the turn."""
         turn.deaths += 1
         if turn.deaths >= self._deaths and (turn.alone or self._deaths == 1):
             raise UnanswerableTurn(turn.who, turn.deaths, cause)
@@ -267,23 +267,22 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         engine.beginnings.add(np.concatenate([turn.ids, said.ids]))
         self._turns, self._tokens = self._turns + 1, self._tokens + len(said.ids)
 
-    # --- engines -----------------------------------------------------------------------------------------------------
-
     async def _install(self, engine: PooledEngine, parcel: Parcel) -> None:
         """Make an engine serve a parcel. One that is started anew meanwhile has it already."""
         while engine.version != parcel.version:
-            arguments = parcel, self._probe
-            answer = await self._call(engine, "install", *arguments, unless=lambda: engine.version == parcel.version)
+            probe = self._probe
+            answer = await self._call(engine, "install", parcel, probe, unless=lambda: engine.version == parcel.version)
             if answer is not None:
-                engine.serves(parcel.version, answer.served, answer.probe, answer.scores)
+                served, scores = answer
+                engine.serves(parcel.version, served, probe, scores)
 
     async def _call(self, engine: PooledEngine, method: str, *arguments: Any, unless: Callable[[], bool] = bool) -> Any:
         """The answer of one engine. Where it dies, the new one in its place is asked. None where `unless` is true when
         the engine could be asked; its default, `bool`, gives False."""
         while True:
             self._revive()
-            # `_restart` holds the lock, but waiting for a lock is no wait that `WaitList` knows of. So it is waited for
-            # here, with an owner and a reason.
+            # `_restart` holds the lock, but `WaitList` does not know of waits for locks: here the wait has an owner and
+            # a reason.
             if engine.replacing:
                 await self._waits.change(f"{method} of {engine.name}", "its new process")
                 self._waits.check()
@@ -298,7 +297,6 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
                     self._waits.check()
 
     def _check_agree(self) -> None:
-        """InvariantError where the engines do not all serve the same weights."""
         if len({e.served for e in self.processes}) != 1:
             served = ", ".join(f"{e.name} {e.served}" for e in self.processes)
             raise InvariantError(
@@ -317,14 +315,13 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             return
         # A new process holds no base, so a delta would be of no use to it.
         parcel = self._sender.whole(self._parcel.version)
-        answer = await self._waits.until(host.call("install", parcel), "the run", f"install of {process.name}")
-        process.serves(parcel.version, answer.served)
+        served, _ = await self._waits.until(host.call("install", parcel), "the run", f"install of {process.name}")
+        process.serves(parcel.version, served)
         # While new weights come, others may still serve the version before; `load` compares all of them at its end.
         if not self._loads:
             self._check_agree()
 
     def _end_reservation(self, engine: PooledEngine) -> None:
-        """End the reservation of an engine."""
         engine.reserved = False
         self._waits.notify()
 

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from posttrain.engine.pool.parent_side import CallingHost
+from posttrain.engine.pool.parent_side import EngineHost
 from posttrain.engine.pool.worker_side import EngineEnded, EngineReport, HostStart, WorkerMethods, portable
 from posttrain.system.child_lifetime import begun
 from posttrain.system.terminal_output import tell
@@ -40,9 +40,6 @@ CANCEL, START = "cancel", "start"
 """Messages that are no calls: cancel the call of this number; make the engine. The number of a cancel is 0."""
 COMMAND = "from {module} import serve; serve({fd})  # {name}"
 """The Python program of the process. The comment shows the engine's name in a list of processes."""
-
-
-# --- in the engine's process -----------------------------------------------------------------------------------------
 
 
 def serve(fd: int) -> None:
@@ -85,7 +82,6 @@ async def _answer(hosted: WorkerMethods, connection: Connection, number: int, me
     """Make one call and send its answer, or the error of an answer that cannot be sent. A cancelled call has none."""
     try:
         _send(connection, number, *await hosted.answer(method, arguments))
-    # Nobody waits for the answer of a call that was cancelled.
     except asyncio.CancelledError:
         return
     except BaseException as error:
@@ -113,12 +109,8 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: 
         loop.call_soon_threadsafe(messages.put_nowait, message)
 
 
-# --- in the learner's process ----------------------------------------------------------------------------------------
-
-
-class ProcessHost(CallingHost):
-    """`parent_side.EngineHost` over a process. It begins at once; the first answer, to `started`, comes when it can
-    sample.
+class ProcessHost(EngineHost):
+    """The learner's side of a process. It begins at once; the first answer, to `started`, comes when it can sample.
 
     Args:
         start: a pickled `worker_side.HostStart`.
@@ -129,6 +121,7 @@ class ProcessHost(CallingHost):
     def __init__(self, name: str, start: bytes, *, threads: int, cores: frozenset[int] | None) -> None:
         super().__init__(name)
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-engine-")
+        self._log = Path(self._folder.name) / "log"
         ours, theirs = socket.socketpair()
         with self._log.open("wb") as log:
             self._process = begun(
@@ -139,11 +132,11 @@ class ProcessHost(CallingHost):
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             )
-        # The other end is only the child's now. As long as this process held it too, the end of the child would not be
-        # seen as the end of the stream.
+        self.pid = self._process.pid
+        # As long as this process held the child's end too, the end of the child would not be the end of the stream.
         theirs.close()
         if cores is not None:
-            os.sched_setaffinity(self._process.pid, cores)
+            os.sched_setaffinity(self.pid, cores)
         self._killed = ""
         """Why this process has ended it."""
         atexit.register(self.close)
@@ -155,10 +148,6 @@ class ProcessHost(CallingHost):
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._write, self._read)]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         number, future = self._calls.begin()
@@ -184,7 +173,11 @@ class ProcessHost(CallingHost):
         # Before the connection ends, so that calls that still wait get this cause and not the end of the stream.
         self._calls.die("it was closed at the end of the run")
         self._outgoing.put(None)
-        self._shut()
+        # close() does not wake a thread that reads or writes on the same descriptor; shutdown does, in both directions
+        # and on both sides. It is done on a copy, because the socket object closes what it was given.
+        if not self._connection.closed:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -196,15 +189,6 @@ class ProcessHost(CallingHost):
         with contextlib.suppress(OSError):
             self._connection.close()
         self._folder.cleanup()
-
-    def _shut(self) -> None:
-        """Close both directions, so that reads and writes on both sides stop."""
-        if self._connection.closed:
-            return
-        # close() does not wake a thread that reads or writes on the same descriptor; shutdown does. It is done on a
-        # copy of it, because the socket object closes what it was given.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
         """What a thread runs: sends the messages in their order, until None comes."""
@@ -225,8 +209,7 @@ class ProcessHost(CallingHost):
             except BaseException as error:  # else no call would ever be answered
                 self.kill(f"it was ended, as what it answered could not be read ({type(error).__name__}: {error})")
                 return
-            # The process lives but its engine does not, so it is ended as a dead one; its calls raise EngineDied and
-            # are asked again.
+            # The process lives but its engine does not: its calls raise EngineDied and are asked again.
             if isinstance(error, EngineEnded):
                 self.kill(str(error))
             self._calls.end(number, value, error, report)
@@ -237,17 +220,11 @@ class ProcessHost(CallingHost):
             # The stream ends a moment before the exit code is there.
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"it closed its connection and goes on as process {self.pid}{self._last_words()}"
-        end = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal_name(-code)}"
-        return f"{self._killed or end}{self._last_words()}"
-
-    def _last_words(self) -> str:
-        """The last reading of the process's memory, and the last lines that it printed, as the end of a message."""
-        return self._calls.memory + last_words(self._log)
-
-    @property
-    def _log(self) -> Path:
-        return Path(self._folder.name) / "log"
+            cause = f"it closed its connection and goes on as process {self.pid}"
+        else:
+            end = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal_name(-code)}"
+            cause = self._killed or end
+        return cause + self._calls.memory + last_words(self._log)
 
 
 def last_words(log: Path) -> str:

@@ -1,9 +1,8 @@
 """Environments in processes of their own. Any of the processes may die at any time.
 
-An episode whose process died is played again from its beginning in another one, against what it had been told before:
-turns that were said are not asked again, and what the environment writes must be what it wrote. So nothing is sampled
-twice, and an environment that is a function of its task and of what is said ends as if nobody had died. One that writes
-something else the second time fails its episode, by name.
+An episode whose process died is played again from its beginning in another one. Turns that were said are not asked
+again, and what the environment writes must be what it wrote, or the episode fails by name. So nothing is sampled twice,
+and an environment that is a function of its task and of what is said ends as if nobody had died.
 
 An episode may cause a limited number of deaths. When only one is left, it is played in a process that plays nothing
 else. If that process dies too, the episode is guilty: it raises `UnanswerableTurn`.
@@ -51,6 +50,8 @@ class PlayedElsewhere:
     task: Task
     talk: Talk
     environment: int
+    others: bool
+    """Whether other seats have players of their own."""
     who: RequestOwner | None
     done: list[Move] = field(default_factory=list[Move])
     """The moves in the conversation so far."""
@@ -66,10 +67,7 @@ class PlayedElsewhere:
 
     def does(self, move: Move, index: int) -> None:
         """Do a move to the conversation, unless it was done before. `index` is its number, from 0, in the present play.
-
-        Raises:
-            PlayedDifferentlyError: another one was done before.
-        """
+        PlayedDifferentlyError where another move was done before."""
         # Played again: up to here the conversation has everything already, so the move is compared and not done twice.
         if index < len(self.done):
             if self.done[index] != move:
@@ -139,66 +137,51 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
         self._deaths, self._number, self._alone = deaths, 0, asyncio.Lock()
 
     async def play(self, environment: int, task: Task, talk: Talk, others: bool = False) -> Stop:
-        """Play one episode of environment number `environment`.
-
-        Args:
-            others: whether other seats have players of their own.
-
-        Raises:
-            UnanswerableTurn: it has killed as many processes as an episode may. EngineError: nothing moves any more.
-            InvariantError: the conversation is not what its environment wrote and heard. Exception: what the
-            environment raised.
-        """
+        """Play one episode of environment number `environment`; see `role.rollout.EpisodePlayer`. UnanswerableTurn
+        where it has killed as many processes as an episode may, EngineError where nothing moves any more,
+        InvariantError where the conversation is not what its environment wrote and heard."""
         self._attend()
         accounted = AccountedTalk(talk)
-        episode = PlayedElsewhere(task, accounted, environment, asker())
+        episode = PlayedElsewhere(task, accounted, environment, others, asker())
         try:
             while True:
                 alone = episode.deaths >= self._deaths - 1 > 0
                 try:
-                    ended = await (
-                        self._play_alone(episode, others) if alone else self._play_among_others(episode, others)
-                    )
-                    same_account(str(episode), accounted.account(), ended.account)
+                    ended = await (self._play_alone(episode) if alone else self._play_among_others(episode))
+                    same_account(str(episode), accounted.accounts(), ended.account)
                     assert ended.stop is not None
                     return ended.stop
                 except EngineDied as death:
                     episode.deaths += 1
-                    # Only a death that it had alone proves that it was this episode's; with one allowed death the first
-                    # one counts.
+                    # Only a death that it had alone proves that it was this episode's. With one allowed death the first
+                    # counts.
                     if episode.deaths >= self._deaths and (alone or self._deaths == 1):
                         what = "processes of environments died while they played it"
                         raise UnanswerableTurn(episode.who, episode.deaths, str(death), what) from None
         finally:
-            # Turns that are still being said are cancelled and waited for, so that none enters an episode that has
-            # ended.
+            # No turn that is still being said may enter an episode that has ended.
             running = list(episode.turns.values())
             for turn in running:
                 turn.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     def gauges(self) -> Gauges:
-        """Returns the gauges that the environments counted since the last call."""
         return self._take_report().gauges
 
     def clock(self) -> Mapping[str, float]:
         """Returns the number of processes that died since the last call."""
         return {"environment/deaths": self._take_deaths()}
 
-    # --- episodes ----------------------------------------------------------------------------------------------------
-
-    async def _play_among_others(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
+    async def _play_among_others(self, episode: PlayedElsewhere) -> EndedMove:
         """Play it in the process that plays the fewest."""
         while True:
             self._waits.check()
             self._revive()
-            ready = [p for p in self.processes if p.ready]
-            if ready:
-                process = min(ready, key=lambda p: len(p.held))
-                return await self._drive(process, episode, others)
+            if ready := [p for p in self.processes if p.ready]:
+                return await self._drive(min(ready, key=lambda p: len(p.held)), episode)
             await self._waits.change(episode, "a process that plays environments")
 
-    async def _play_alone(self, episode: PlayedElsewhere, others: bool) -> EndedMove:
+    async def _play_alone(self, episode: PlayedElsewhere) -> EndedMove:
         """Play it in a process of its own, one such episode after the other."""
         async with self._alone:
             new = in_thread(self._new, len(self.processes))
@@ -207,22 +190,22 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
             try:
                 await self._waits.until(started, episode, "a process of its own")
                 self._besides.append(process)
-                return await self._drive(process, episode, others)
+                return await self._drive(process, episode)
             finally:
                 self._besides = [p for p in self._besides if p is not process]
                 self._report_of_dead = self._report_of_dead + host.take_report()
                 await self._waits.until(in_thread(host.close), episode, "the end of its own process")
 
-    async def _drive(self, process: EnvironmentProcess, episode: PlayedElsewhere, others: bool) -> EndedMove:
+    async def _drive(self, process: EnvironmentProcess, episode: PlayedElsewhere) -> EndedMove:
         """Do to the conversation what the process does, until the episode has ended there."""
         self._number += 1
         number, host, moves_done = self._number, process.host, 0
-        # There are two kinds of events. The process sends moves (`coming`: one question for them is open at a time),
-        # and turns end here. The words of a turn that has ended are sent to the process before its next moves are read.
+        # Two kinds of events: moves of the process (`coming`: one question for them is open at a time), and ends of
+        # turns, whose words are sent to the process before its next moves are read.
         coming: asyncio.Future[list[Move]] | None = None
         process.held[episode] = None
         try:
-            args = (number, episode.environment, episode.task, episode.talk.format, others)
+            args = (number, episode.environment, episode.task, episode.talk.format, episode.others)
             await self._waits.until(host.call("begin", *args), episode, f"{process.name} to begin")
             while True:
                 if coming is None:
@@ -244,8 +227,10 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                         if move.number in episode.said:
                             host.call("said", number, move.number, episode.said[move.number])
                         await asyncio.sleep(0)  # the turn begins before what comes after it
+                    if isinstance(move, EndedMove) and move.error is not None:
+                        raise move.error
                     if isinstance(move, EndedMove):
-                        return _last_move(move)
+                        return move
         finally:
             process.held.pop(episode, None)  # `rest` may have forgotten it
             if coming is not None and not coming.cancel() and not coming.cancelled():
@@ -260,13 +245,6 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
     def _excused(self) -> Iterable[object]:
         # An environment that waits for a turn has done nothing wrong; its time begins when the turn has been said.
         return [episode for process in self._everyone() for episode in process.held if episode.turns]
-
-
-def _last_move(move: EndedMove) -> EndedMove:
-    """The last move; raises the error with which its episode ended."""
-    if move.error is not None:
-        raise move.error
-    return move
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Any
 
 from posttrain.engine.pool.worker_side import EngineFacts, EngineReport
-from posttrain.engine.transfer.parcel import Parcel, WeightSender
 from posttrain.system.errors import EngineError
 
 
@@ -16,43 +17,36 @@ class EngineDied(Exception):
     """The process of an engine has ended, or was ended because it gave no sign of life. Its words are the cause."""
 
 
-class EngineHost(Protocol):
+class EngineHost(ABC):
     """One engine in a process of its own, from its start to its end."""
+
+    pid: int | None = None
+    """The process that computes; None before it is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._calls = name, OpenCalls()
 
     @property
     def died(self) -> str:
         """The reason why the engine cannot be asked any more; '' while it can."""
-        ...
-
-    @property
-    def pid(self) -> int | None:
-        """The process that computes; None before it is known."""
-        ...
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the engine (`worker_side.HostedEngine`). The future raises EngineDied where the engine dies
-        first. Cancelling the future cancels the call in the engine."""
-        ...
+        return self._calls.died
 
     def take_report(self) -> EngineReport:
         """Returns the report of what the engine counted since the last call."""
-        ...
+        return self._calls.take_report()
 
+    @abstractmethod
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the engine (`worker_side.HostedEngine`). The future raises EngineDied where the engine dies
+        first. Cancelling the future cancels the call in the engine."""
+
+    @abstractmethod
     def kill(self, why: str) -> None:
         """End it now. `why` becomes the cause of its death."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End it and free what it held. A second call does nothing."""
-        ...
-
-
-class PoolSender(WeightSender, Protocol):
-    """A sender that can also send its newest weights to an engine that has none."""
-
-    def whole(self, version: int) -> Parcel:
-        """Returns the last published version, as a parcel that needs no base."""
-        ...
 
 
 NewHost = Callable[[int], tuple[EngineHost, Future[EngineFacts]]]
@@ -101,33 +95,27 @@ class OpenCalls:
     def begin(self) -> tuple[int, Future[Any]]:
         """A new call: its number and its future. Where the engine is dead, the future raises that at once."""
         future: Future[Any] = Future()
+        # Under the lock, so that no call can be opened after `die` has told all open ones.
         with self._lock:
             self._next += 1
-            number = self._next
-            # Under the lock, so that no call can be opened after `die` has told all open ones.
             if self.died:
                 future.set_exception(EngineDied(self.died))
-                return number, future
-            self._open[number] = future
-        return number, future
+            else:
+                self._open[self._next] = future
+            return self._next, future
 
     def end(self, number: int, value: Any, error: BaseException | None, report: EngineReport | None) -> None:
         """An answer has come. One of a call that was cancelled meanwhile is dropped."""
         with self._lock:
             if report is not None:
                 self._report = self._report + report
-            # The future's result is set outside the lock: its callbacks run at once in this thread, and may begin
-            # another call.
             future = self._open.pop(number, None)
-        if future is None:
-            return
-        try:
-            if error is None:
+        # Outside the lock: the callbacks of the future run at once in this thread, and may begin another call.
+        with suppress(InvalidStateError):
+            if future is not None and error is None:
                 future.set_result(value)
-            else:
+            elif future is not None:
                 future.set_exception(error)
-        except InvalidStateError:
-            return
 
     def drop(self, number: int) -> None:
         """Nobody waits for this call any more."""
@@ -140,10 +128,8 @@ class OpenCalls:
             self.died = self.died or cause
             waiting, self._open = list(self._open.values()), {}
         for future in waiting:
-            try:
+            with suppress(InvalidStateError):
                 future.set_exception(EngineDied(self.died))
-            except InvalidStateError:
-                continue
 
     def take_report(self) -> EngineReport:
         with self._lock:
@@ -156,17 +142,3 @@ class OpenCalls:
         """The last reading of the process's memory, as the end of a message about its death; '' without a reading."""
         memory = self._report.memory
         return f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""
-
-
-class CallingHost:
-    """The part that all kinds of `EngineHost` have: the calls that are open, and how the engine died."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self._calls = name, OpenCalls()
-
-    @property
-    def died(self) -> str:
-        return self._calls.died
-
-    def take_report(self) -> EngineReport:
-        return self._calls.take_report()

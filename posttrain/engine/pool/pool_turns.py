@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,18 +15,16 @@ from posttrain.core.sampling import Sampling
 from posttrain.engine.pool.parent_side import EngineHost
 from posttrain.engine.pool.supervised_processes import SupervisedProcess
 from posttrain.engine.pool.turn_router import Beginnings, EngineLoad
-from posttrain.engine.pool.worker_side import EngineReport
 
 
 @dataclass(frozen=True)
 class BusyTime:
-    """The counts of a meter until now. The difference of two is what came between them."""
+    """The counts of a meter until now: seconds, seconds without a turn, and tokens in flight times the seconds they
+    were. The difference of two is what came between them."""
 
     seconds: float
     idle: float
-    """Seconds without a turn, out of `seconds`."""
     flight: float
-    """Tokens in flight times the seconds they were."""
 
     def __sub__(self, before: BusyTime) -> BusyTime:
         return BusyTime(self.seconds - before.seconds, self.idle - before.idle, self.flight - before.flight)
@@ -46,8 +43,7 @@ class BusyTime:
 class BusyMeter:
     """Counts how busy an engine is, from now on. `begin` and `end` tell it of each turn, from any thread.
 
-    A turn ends when its answer has come to this process. The learner may compute at that time and take the answer up
-    later.
+    A turn ends when its answer has come to this process. The learner may compute then, and take the answer up later.
     """
 
     def __init__(self) -> None:
@@ -58,7 +54,6 @@ class BusyMeter:
         self._counted = self._taken = BusyTime(0.0, 0.0, 0.0)
 
     def begin(self, turn: object, tokens: int) -> None:
-        """The engine has this turn from now on, and computes at most `tokens` for it."""
         with self._lock:
             self._count()
             # A turn that is begun twice counts once.
@@ -66,13 +61,11 @@ class BusyMeter:
             self._open[turn] = tokens
 
     def end(self, turn: object) -> None:
-        """The engine has this turn no longer. Nothing happens where it had not got it."""
         with self._lock:
             self._count()
             self._tokens -= self._open.pop(turn, 0)
 
     def clear(self) -> None:
-        """The engine has no turn any more."""
         with self._lock:
             self._count()
             self._open, self._tokens = {}, 0
@@ -85,15 +78,12 @@ class BusyMeter:
 
     def take(self) -> BusyTime:
         """Returns the counts since the last call."""
-        now, before = self.read(), self._taken
-        self._taken = now
-        return now - before
+        before, self._taken = self._taken, self.read()
+        return self._taken - before
 
     def _count(self) -> None:
-        """Add the time since the last event to the counts."""
+        """Add the time since the last event, in which the state was constant."""
         now = time.monotonic()
-        # The state since the last event was constant, so time and tokens x time of the interval can be added when the
-        # next event comes.
         spent, self._last_event = max(0.0, now - self._last_event), now
         idle = 0.0 if self._open else spent
         c = self._counted
@@ -145,21 +135,19 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights are installed or a new process is started."""
     foretold: tuple[np.ndarray, np.ndarray] | None = None
-    """(ids, log-probs) that the engine computed when it loaded the weights that it serves; None once they were given.
-    """
+    """(ids, log-probs) that came with the weights that it serves; None once they were given."""
 
     def serves(
         self, version: int, served: str, probe: np.ndarray | None = None, scores: np.ndarray | None = None
     ) -> None:
-        """The engine serves new weights, and has nothing cached. `scores` are the log-probs of the ids `probe` that it
-        computed with them."""
+        """The engine serves new weights, and has nothing cached. `scores`: their log-probs of the ids `probe`."""
         self.version, self.served = version, served
         self.foretold = None if probe is None or scores is None else (probe, scores)
         self.beginnings.forget()
 
     def scored(self, ids: np.ndarray) -> np.ndarray | None:
-        """The log-probs of these ids that came with the weights that it serves; None where it has to be asked. They are
-        given once, so that later calls ask the engine."""
+        """The log-probs of these ids that came with the weights; None where the engine has to be asked. They are given
+        once."""
         foretold, self.foretold = self.foretold, None
         return foretold[1] if foretold is not None and np.array_equal(foretold[0], ids) else None
 
@@ -174,7 +162,6 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
         self.meter.clear()
 
     def take(self, turn: PooledTurn) -> None:
-        """The turn is given to it."""
         self.held[turn] = None
         self.busy += turn.tokens
         self.meter.begin(turn, turn.tokens)
@@ -183,13 +170,13 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
     def leave(self, turn: PooledTurn) -> None:
         """The turn has ended here, well or not."""
         self.meter.end(turn)
-        # `rest` may have forgotten it: the loop that gave the turn away has ended.
+        # `forget_loop` may have forgotten it.
         if turn in self.held:
             del self.held[turn]
             self.busy -= turn.tokens
 
     def load(self, ids: np.ndarray) -> EngineLoad:
-        """Returns the load of the engine, as the router knows it, for a turn after `ids`."""
+        """Returns the load of the engine for a turn after `ids`."""
         return EngineLoad(self.busy, self.beginnings.cached(ids), self.ready and not self.reserved)
 
     def row(self) -> RoleRow:
@@ -202,41 +189,3 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
             age=self.age(),
             more=f"version {self.version}, {self.restarts} restarts",
         )
-
-
-def summary(engines: Sequence[PooledEngine]) -> str:
-    """Returns in a few words what these engines do now."""
-    turns, busy, restarts = (sum(x) for x in zip(*((len(e.held), e.busy, e.restarts) for e in engines), strict=True))
-    return (
-        f"{sum(e.ready for e in engines)} of {len(engines)} engines ready, {turns} turns and {busy} tokens in flight"
-        + (f", {restarts} restarts" if restarts else "")
-    )
-
-
-def unassigned(owners: Sequence[object], engines: Sequence[PooledEngine]) -> RoleRow:
-    """The row of the turns that no engine has yet. `owners`: all objects that wait for something."""
-    taken = {t for e in engines for t in list(e.held)}
-    turns = [o for o in owners if isinstance(o, PooledTurn) and o not in taken]
-    return RoleRow(
-        name="router",
-        doing="holds turns back" if turns else "ready",
-        depth=f"{len(turns)} turns",
-        tokens=sum(t.tokens for t in turns),
-        age=time.monotonic() - min(t.since for t in turns) if turns else None,
-    )
-
-
-def measured(engines: Sequence[PooledEngine], report: EngineReport) -> dict[str, float]:
-    """Returns the measurements of all engines since the last call: seconds, counters, time without a turn, tokens in
-    flight. `report`: what they counted in this time."""
-    # The pool itself counts the tokens of delivered turns. The engines' count also has turns that were asked twice.
-    counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
-    if "engine/steps" in counted:  # each counts once, so their mean says nothing
-        counted["engine/steps"] = report.gauges["engine/steps"].sum
-    busy = [e.meter.take() for e in engines]
-    return {
-        **report.seconds,
-        **counted,
-        "engine/idle": sum(b.idle_share for b in busy) / len(busy),
-        "engine/in_flight": sum(b.in_flight for b in busy),
-    }

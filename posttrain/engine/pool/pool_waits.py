@@ -1,7 +1,4 @@
-"""Records all waits of a pool, each with its owner, its reason and a deadline; and runs work in the background.
-
-An error of work in the background is passed on (`attended`), so that it does not end unseen.
-"""
+"""Records all waits of a pool, each with its owner, its reason and a deadline; and runs work in the background."""
 
 from __future__ import annotations
 
@@ -62,15 +59,13 @@ class WaitList:
     async def until(
         self, future: Future[T] | asyncio.Future[T], owner: object, on: str, since: float | None = None
     ) -> T:
-        """Wait for the future, of a thread or of the event loop. `since`: when the wait began, where that was
-        earlier."""
+        """Wait for the future, of a thread or of the event loop. `since`: when the wait began, if earlier."""
         wait = Wait(owner, on, asyncio.wrap_future(future), time.monotonic() if since is None else since)
         self._waits[id(wait)] = wait
         try:
             return await wait.future
         except asyncio.CancelledError:
-            # Two reasons why the future was cancelled: the pool is lost, which is an error, or the waiter itself was
-            # cancelled.
+            # The pool is lost, which is an error, or the waiter itself was cancelled.
             if wait.wrong is not None:
                 raise wait.wrong from None
             raise
@@ -84,19 +79,16 @@ class WaitList:
 
     def notify(self) -> None:
         """Wake all that wait in `change`."""
-        # All are woken, and each looks again whether its own condition holds, as with a condition variable.
         waiting, self._changed = self._changed, []
         for waiter in [w for w in waiting if not w.done()]:
             waiter.set_result(None)
 
     def look(self, every: float) -> str:
-        """Look whether a wait takes too long. Called about every `every` seconds.
-
-        Returns all waits as text where one takes longer than the time-out; '' where none does.
-        """
+        """Returns all waits as text where one takes longer than the time-out; else ''. Called about every `every`
+        seconds."""
         now = time.monotonic()
-        # The look came `late` seconds late, because the loop stood still. Nobody could be answered in that time, so
-        # every wait counts as begun that much later. Up to twice the interval is usual.
+        # Late because the loop stood still. Nobody could be answered in that time, so every wait counts as begun that
+        # much later. Up to twice the interval is usual.
         late = max(0.0, now - self._seen - 2 * every) if self._seen else 0.0
         self._seen = now
         for wait in self._waits.values():
@@ -107,28 +99,24 @@ class WaitList:
         return "\n".join(w.line(now) for w in sorted(self._waits.values(), key=lambda w: w.since))
 
     def begin_anew(self, owners: Iterable[object]) -> None:
-        """Begin the time of these owners' waits anew. What they wait for has not been idle: it waits for something
-        else."""
+        """Begin the time of these owners' waits anew: what they wait for waits for something else."""
         owner_ids, now = {id(o) for o in owners}, time.monotonic()
         for wait in self._waits.values():
             wait.since = now if id(wait.owner) in owner_ids else wait.since
 
     def begin(self) -> None:
-        """Forget the waits of an earlier event loop."""
         self._waits, self._changed, self._seen = {}, [], 0.0
 
     def check(self) -> None:
-        """Raises the error by which the pool was lost; does nothing where it was not."""
+        """Raise the error by which the pool was lost, if it was."""
         if self._lost is not None:
             raise self._lost
 
     def lose(self, error: Exception) -> None:
-        """Every wait raises this error, and from now on `check` raises it too."""
         self._lost = self._lost or error
         for wait in self._waits.values():
             if not wait.future.done():
-                # A wait may be for a task, and nobody can set an exception on a task from outside. So the error is
-                # left in the wait, and the future is cancelled.
+                # The wait may be for a task, on which nobody can set an exception from outside.
                 wait.wrong = self._lost
                 wait.future.cancel()
 
@@ -146,8 +134,7 @@ def attended(work: Coroutine[Any, Any, None], lost: Callable[[Exception], None])
 
 
 def in_thread(function: Callable[..., T], *arguments: Any, **keywords: Any) -> Future[T]:
-    """Returns the future of a call that may never return. A thread makes the call, and the end of the process does not
-    wait for it."""
+    """Returns the future of a call that may never return, made by a thread for which the process does not wait."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -158,7 +145,7 @@ def in_thread(function: Callable[..., T], *arguments: Any, **keywords: Any) -> F
         except BaseException as error:
             future.set_exception(error)
 
-    # A daemon thread of its own, and no executor: Python waits for the threads of executors at its end.
+    # No executor: Python waits for the threads of executors at its end.
     threading.Thread(target=work, name=f"call {function}", daemon=True).start()
     return future
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from posttrain.engine.pool.parent_side import CallingHost
+from posttrain.engine.pool.parent_side import EngineHost
 from posttrain.engine.pool.pool_waits import in_thread
 from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, WorkerMethods, portable
 from posttrain.system.errors import ConfigError, EngineError
@@ -49,17 +49,14 @@ class RayEngine:
 
 
 class RayCluster:
-    """A connection to a cluster, with CPUs for all engines reserved at once.
+    """A connection to a cluster, with CPUs for all engines reserved at once. ConfigError where it does not answer, or
+    has too few CPUs.
 
     Args:
         address: of a cluster that runs already; None: one is started on this machine and ended by `close`. Then Ray is
             told `local`: without an address it looks for a cluster that somebody else has started here.
-        engines: how many engines will be placed.
-        cpus: CPUs that each reserves; 0: none.
+        cpus: CPUs that each engine reserves; 0: none.
         timeout: seconds that the reservation may take.
-
-    Raises:
-        ConfigError: the cluster does not answer, or it has too few CPUs.
     """
 
     def __init__(self, address: str | None, engines: int, cpus: int, timeout: float) -> None:
@@ -83,8 +80,14 @@ class RayCluster:
                     # Ray refuses a number of CPUs for a cluster that runs already.
                     **({} if address is not None else {"num_cpus": max(engines * cpus, 1)}),
                 )
+            # A cluster that wants a token looks like this: Ray sends one only if the environment says so.
             except ConnectionError as error:
-                raise no_entry(str(address), error) from error
+                raise ConfigError(
+                    f"placement.address={address}: something answers there, and Ray cannot connect to it ({error})."
+                    " Where the cluster was started with a token (`ray start` says so), set RAY_AUTH_MODE=token and"
+                    " have the token in RAY_AUTH_TOKEN or ~/.ray/auth_token (`ray get-auth-token` tells it). Otherwise"
+                    " it is no Ray cluster, or one of another version"
+                ) from error
             ray._private.worker._worker_logs_enabled = False  # what Ray prints of its own processes, in colours
         self.nodes = NodeWatch()
         self.group: Any = None
@@ -103,7 +106,6 @@ class RayCluster:
                 )
 
     def close(self) -> None:
-        """Give the CPUs back, and end what was started."""
         import ray
 
         self.nodes.over.set()
@@ -147,7 +149,7 @@ class NodeWatch:
                         " (without placement.address the run does), and go on from the last checkpoint with --resume"
                     )
         for host in list(self.hosts) if self.gone else ():
-            host.lost(self.gone)
+            host.die(self.gone)
 
 
 def node_address() -> str:
@@ -162,20 +164,6 @@ def no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"placement.address={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or"
         " leave the address out"
-    )
-
-
-def no_entry(address: str, error: Exception) -> ConfigError:
-    """The error for an address that answers, but to which Ray cannot connect.
-
-    A cluster that asks for a token looks like that: Ray sends a token to a named address only where the environment
-    says so.
-    """
-    return ConfigError(
-        f"placement.address={address}: something answers there, and Ray cannot connect to it ({error}). Where the"
-        " cluster was started with a token (`ray start` says so), set RAY_AUTH_MODE=token and have the token in"
-        " RAY_AUTH_TOKEN or ~/.ray/auth_token (`ray get-auth-token` tells it). Otherwise it is no Ray cluster, or one"
-        " of another version"
     )
 
 
@@ -195,12 +183,9 @@ def must_answer(address: str, timeout: float) -> None:
         raise no_cluster(address, error) from error
 
 
-class RayHost(CallingHost):
-    """`parent_side.EngineHost` over an actor. Its first answer, to `started`, comes when it can sample.
-
-    Args:
-        cluster: where CPUs are reserved for it. None: it reserves none, and comes to any machine.
-    """
+class RayHost(EngineHost):
+    """The learner's side of an actor. Its first answer, to `started`, comes when it can sample. Without a cluster it
+    reserves no CPUs, and comes to any machine."""
 
     def __init__(self, name: str, start: bytes, cluster: RayCluster | None, number: int, *, threads: int) -> None:
         import ray
@@ -221,15 +206,10 @@ class RayHost(CallingHost):
 
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(cluster.group, number)
         self._actor: Any = ray.remote(RayEngine).options(**options).remote(start)
-        self._pid: int | None = None
         # The actor makes its engine within the first call, so errors of the start come back as this answer.
         self.started: Future[EngineFacts] = self.call("facts")
         self.started.add_done_callback(self._keep_pid)
         NodeWatch.hosts.add(self)
-
-    @property
-    def pid(self) -> int | None:
-        return self._pid
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         number, future = self._calls.begin()
@@ -239,8 +219,7 @@ class RayHost(CallingHost):
             ref.future().add_done_callback(lambda done: self._answered(number, done))
         return future
 
-    def lost(self, why: str) -> None:
-        """All open calls raise EngineDied."""
+    def die(self, why: str) -> None:
         self._calls.die(why)
 
     def kill(self, why: str) -> None:
@@ -260,11 +239,9 @@ class RayHost(CallingHost):
         """Ray has ended a call: pass on its answer, its error, or the loss of the actor."""
         try:
             value, error, report = done.result()
-        # This side has cancelled the call, so nothing waits for it.
-        except self._ray.exceptions.TaskCancelledError:
+        except self._ray.exceptions.TaskCancelledError:  # by this side
             self._calls.drop(number)
-        # The actor returns its own errors, so this one means that it is lost.
-        except self._ray.exceptions.RayActorError as error:
+        except self._ray.exceptions.RayActorError as error:  # the actor returns its own errors, so it is lost
             self._calls.die(f"its actor is lost: {str(error).strip()}{self._calls.memory}")
         except BaseException as error:
             self._calls.end(number, None, EngineError(f"{self.name}, through Ray: {error}"), None)
@@ -276,4 +253,4 @@ class RayHost(CallingHost):
     def _keep_pid(self, started: Future[EngineFacts]) -> None:
         """Keep the process id that came with the facts of the start."""
         if not started.cancelled() and started.exception() is None:
-            self._pid = started.result().pid
+            self.pid = started.result().pid

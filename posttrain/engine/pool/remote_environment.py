@@ -1,9 +1,7 @@
-"""The messages that tell what an environment in a process of its own does to a conversation, and the side that sends
-them.
+"""What an environment in a process of its own does to a conversation, as messages, and the side that sends them.
 
-The environment plays against a `PlayedTalk`, which writes down what it does. The learner's side
-(`environment_pool.EnvironmentPool`) takes the messages in their order, does the same to the real conversation, and
-sends back what was said.
+The environment plays against a `PlayedTalk`, which writes down what it does. The learner's side (`environment_pool`)
+takes the messages in their order, does the same to the real conversation, and sends back what was said.
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.gauge import Gauges, merge
+from posttrain.core.gauge import merge
 from posttrain.core.ports import Environment, Utterance
 from posttrain.core.stop import Stop
 from posttrain.core.types import Message, Task
-from posttrain.engine.pool.seat_transcript import SeatAccount, TalkAccount
+from posttrain.engine.pool.seat_transcript import AccountedTalk, SeatAccount
 from posttrain.engine.pool.worker_side import REPORT_EVERY, EngineReport, memory, portable
 from posttrain.system.errors import ConfigError
 
@@ -87,11 +85,7 @@ class PlayedSeat:
 
     @property
     def format(self) -> str | None:
-        """Known of the trained seat, and of others where the policy plays them.
-
-        Raises:
-            ConfigError: somebody else plays this seat.
-        """
+        """Known of the trained seat, and of others where the policy plays them; else ConfigError."""
         if self._name is not None and self._talk.others:
             raise ConfigError(
                 f"the format of seat {self._name!r} is known in the learner's process only: set"
@@ -101,7 +95,6 @@ class PlayedSeat:
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         shown = content if isinstance(content, str) else tuple(content)
-        self._talk.account.writes(self._name, shown, tuple(tools))
         self._talk.tell(SeenMove(self._name, shown, tuple(tools)))
 
     async def say(self, most: int | None = None) -> Utterance:
@@ -123,31 +116,23 @@ class PlayedTalk(PlayedSeat):
         self.told = asyncio.Event()
         self.turns: dict[int, asyncio.Future[Utterance]] = {}
         self.playing: asyncio.Task[None] | None = None
-        self.account = TalkAccount()
         self._count = 0
         self._left: LeftMove | None = None
 
     def tell(self, move: Move) -> None:
-        """Add a move to those that the learner's side will take."""
         self.moves.append(move)
         self.told.set()
 
     async def turn(self, seat: str | None, most: int | None) -> Utterance:
         """Ask the learner's side for a turn of a seat, and wait until it has been said."""
         self._count += 1
-        # Two numbers: `at_seat` counts the turns of this seat, for its account, and `number` those of the episode, for
-        # the messages.
-        at_seat = self.account.asks(seat)
         number, coming = self._count, asyncio.get_running_loop().create_future()
         self.turns[number] = coming
         self.tell(TurnMove(seat, most, number))
         try:
-            heard = await coming
-            self.account.hears(seat, at_seat, heard)
-            return heard
+            return await coming
         except asyncio.CancelledError:
-            # The environment has stopped waiting, by a time limit of its own for instance. The learner's side is told,
-            # so that it does not finish a turn that is not read.
+            # The environment has stopped waiting, by a time limit of its own for instance: nobody would read the turn.
             self.tell(GivenUpMove(number))
             raise
         finally:
@@ -157,15 +142,10 @@ class PlayedTalk(PlayedSeat):
         return PlayedSeat(self, name)
 
     def pay(self, source: str, score: float) -> None:
-        self.account.writes(None, source, score)
         self.tell(PaidMove(source, score))
 
     def leave(self, state: Any) -> None:
-        """See `core.ports.Talk.leave`.
-
-        Raises:
-            ConfigError: the state cannot be sent to another process.
-        """
+        """See `core.ports.Talk.leave`. ConfigError where the state cannot be sent to another process."""
         try:
             # Tried here, in the environment's own frame, where the error can name what to change.
             pickle.dumps(state)
@@ -179,14 +159,14 @@ class PlayedTalk(PlayedSeat):
 
     async def play(self, environment: Environment, task: Task) -> None:
         """Play the episode to its end."""
+        accounted, stop, raised = AccountedTalk(self), None, None
         try:
-            ended = EndedMove(await environment.play(task, self))
+            stop = await environment.play(task, accounted)
         except Exception as error:
-            # An error of the environment ends the episode as it would in one process. CancelledError is no Exception:
-            # an episode that was dropped tells nothing.
-            ended = EndedMove(error=portable(error))
-        # A state is sent again with the end, because the environment may have changed the object after it left it.
-        self.tell(EndedMove(ended.stop, ended.error, self._left, self.account.made()))
+            # As in one process. CancelledError is no Exception: an episode that was dropped tells nothing.
+            raised = portable(error)
+        # Again with the state, because the environment may have changed the object after it left it.
+        self.tell(EndedMove(stop, raised, self._left, accounted.accounts()))
 
 
 @dataclass(frozen=True)
@@ -198,7 +178,7 @@ class EnvironmentFacts:
 
 @dataclass(frozen=True)
 class EnvironmentStart:
-    """The function with which such a process makes its environments. It is pickled."""
+    """Makes the environments of such a process. It is pickled."""
 
     environments: Callable[[], Sequence[Environment]]
 
@@ -220,7 +200,7 @@ class HostedEnvironments:
         if method != "report" and time.monotonic() - self._reported < REPORT_EVERY:
             return value, None
         self._reported = time.monotonic()
-        return value, EngineReport(self._gauges(), {}, memory())
+        return value, EngineReport(merge(*(e.gauges() for e in self._environments)), {}, memory())
 
     async def facts(self) -> EnvironmentFacts:
         return EnvironmentFacts(os.getpid())
@@ -233,7 +213,6 @@ class HostedEnvironments:
     async def moves(self, number: int) -> list[Move]:
         """Returns the moves of the episode since the last call; waits until there is one."""
         talk = self._talks[number]
-        # All moves since the last question go in one message.
         await talk.told.wait()
         talk.told.clear()
         moves, talk.moves = talk.moves, []
@@ -255,6 +234,3 @@ class HostedEnvironments:
 
     async def report(self) -> None:
         """A sign of life; the report comes with the answer."""
-
-    def _gauges(self) -> Gauges:
-        return merge(*(e.gauges() for e in self._environments))

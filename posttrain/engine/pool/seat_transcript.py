@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.ports import Seat, Talk, Utterance
@@ -32,40 +32,6 @@ class SeatAccount:
     """A digest of each turn, in the order in which they were asked."""
 
 
-@dataclass
-class TalkAccount:
-    """Makes the accounts of all seats of an episode from what passes over them. A seat is known by its name; None is
-    the trained one."""
-
-    _written: dict[str | None, list[bytes]] = field(default_factory=dict[str | None, list[bytes]])
-    _turns: dict[str | None, list[str]] = field(default_factory=dict[str | None, list[str]])
-
-    def writes(self, seat: str | None, *what: Any) -> None:
-        """Something was written to a seat, or paid."""
-        self._written.setdefault(seat, []).append(_digest(what))
-
-    def asks(self, seat: str | None) -> int:
-        """A turn begins; returns its number at this seat."""
-        turns = self._turns.setdefault(seat, [])
-        # Until it is heard it counts as given up: so a turn that never ends has the right entry already.
-        turns.append(GIVEN_UP)
-        return len(turns) - 1
-
-    def hears(self, seat: str | None, number: int, said: Utterance) -> None:
-        """Turn `number` of a seat has ended."""
-        self._turns[seat][number] = _digest((said.text, str(said.stop), said.tokens)).hex()
-
-    def made(self) -> Mapping[str | None, SeatAccount]:
-        """Returns the account of each seat so far."""
-        return {
-            seat: SeatAccount(
-                hashlib.blake2b(b"".join(self._written.get(seat, ())), digest_size=8).hexdigest(),
-                tuple(self._turns.get(seat, ())),
-            )
-            for seat in {*self._written, *self._turns}
-        }
-
-
 def _digest(what: Any) -> bytes:
     """Returns the digest of plain data. Other values count by their type alone."""
     # The same content must give the same digest on both sides, so addresses or versions of objects must not enter it.
@@ -75,41 +41,51 @@ def _digest(what: Any) -> bytes:
 
 
 class AccountedSeat:
-    """A `core.ports.Seat` that is the given one and keeps the account."""
+    """A `core.ports.Seat` that is the given one and keeps the account of what passes over it."""
 
-    def __init__(self, seat: Seat, name: str | None, account: TalkAccount) -> None:
-        self._seat, self._name, self._account = seat, name, account
+    def __init__(self, seat: Seat) -> None:
+        self._seat, self._written, self._turns = seat, list[bytes](), list[str]()
 
     @property
     def format(self) -> str | None:
         return self._seat.format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._account.writes(self._name, content, tools)
+        self._written.append(_digest((content, tools)))
         self._seat.see(content, tools)
 
     async def say(self, most: int | None = None) -> Utterance:
-        number = self._account.asks(self._name)
-        utterance = await self._seat.say(most)
-        self._account.hears(self._name, number, utterance)
-        return utterance
+        number = len(self._turns)
+        # Until it is heard it counts as given up: so a turn that never ends has the right entry already.
+        self._turns.append(GIVEN_UP)
+        said = await self._seat.say(most)
+        self._turns[number] = _digest((said.text, str(said.stop), said.tokens)).hex()
+        return said
+
+    def account(self) -> SeatAccount:
+        written = hashlib.blake2b(b"".join(self._written), digest_size=8).hexdigest()
+        return SeatAccount(written, tuple(self._turns))
 
 
 class AccountedTalk(AccountedSeat):
-    """A `core.ports.Talk` that is the given one and keeps the account."""
+    """A `core.ports.Talk` that is the given one and keeps the accounts of its seats."""
 
     def __init__(self, talk: Talk) -> None:
-        super().__init__(talk, None, TalkAccount())
+        super().__init__(talk)
         self._talk = talk
+        self._seats: dict[str | None, AccountedSeat] = {None: self}
 
-    def account(self) -> Mapping[str | None, SeatAccount]:
-        return self._account.made()
+    def accounts(self) -> Mapping[str | None, SeatAccount]:
+        """The account of each seat by its name; None is the trained one."""
+        return {name: seat.account() for name, seat in self._seats.items()}
 
     def seat(self, name: str) -> Seat:
-        return AccountedSeat(self._talk.seat(name), name, self._account)
+        if name not in self._seats:
+            self._seats[name] = AccountedSeat(self._talk.seat(name))
+        return self._seats[name]
 
     def pay(self, source: str, score: float) -> None:
-        self._account.writes(None, source, score)
+        self._written.append(_digest((source, score)))
         self._talk.pay(source, score)
 
     def leave(self, state: Any) -> None:
@@ -119,12 +95,9 @@ class AccountedTalk(AccountedSeat):
 def same_account(
     who: str, here: Mapping[str | None, SeatAccount], there: Mapping[str | None, SeatAccount] | None
 ) -> None:
-    """Check that a conversation holds what its environment wrote and heard elsewhere, and nothing besides. A turn that
-    the environment gave up may have been said meanwhile.
+    """InvariantError where a conversation does not hold what its environment wrote and heard elsewhere, and nothing
+    besides. A turn that the environment gave up may have been said meanwhile."""
 
-    Raises:
-        InvariantError: the two accounts differ.
-    """
     # A seat that one side never used equals one to which nothing was written.
     nothing = SeatAccount(hashlib.blake2b(digest_size=8).hexdigest(), ())
     for seat in {**here, **(there or {})}:

@@ -72,8 +72,7 @@ class SupervisedProcess(ABC, Generic[W]):
         """Seconds since a question without an answer; asks one where none is open."""
         if not self.ready:
             return 0.0
-        # A process answers this whenever its event loop runs. A question is asked when the one before was answered, so
-        # a long silence is the age of the one that is open.
+        # A process answers whenever its event loop runs, so a long silence is the age of the question that is open.
         if self._sign is None or self._sign[0].done():
             self._sign = self.host.call("report"), time.monotonic()
         return time.monotonic() - self._sign[1]
@@ -83,7 +82,6 @@ class SupervisedProcess(ABC, Generic[W]):
         self.host, self.restarts, self._sign = host, self.restarts + 1, None
 
     def forget_loop(self) -> None:
-        """Forget work and questions: the event loop that used them has ended."""
         self.held, self.starting, self._sign = {}, None, None
 
 
@@ -121,11 +119,10 @@ class SupervisedProcesses(Generic[P]):
         self._watching: asyncio.Task[None] | None = None
 
     def rows(self) -> list[RoleRow]:
-        """Returns what each process does now. It may be called from any thread."""
+        """Returns what each process does now. Any thread may call it."""
         return [process.row() for process in self.processes]
 
     def close(self) -> None:
-        """End all processes."""
         for process in self._everyone():
             process.host.close()
 
@@ -144,8 +141,6 @@ class SupervisedProcesses(Generic[P]):
         dead, self._new_deaths = self._new_deaths, 0
         return float(dead)
 
-    # --- a new process for a dead one --------------------------------------------------------------------------------
-
     def _revive(self) -> None:
         """Begin to replace every process that has died."""
         for number, process in enumerate(self.processes):
@@ -155,7 +150,7 @@ class SupervisedProcesses(Generic[P]):
     async def _restart(self, number: int, process: P) -> None:
         """A new process in the place of a dead one."""
         name = process.name
-        # `tries_left` is how many more tries there are; at 0 the pool is lost.
+        # At 0 `tries_left` the pool is lost.
         for tries_left in reversed(range(self._starts)):
             # What the dead process had counted stays in the measurements.
             self._new_deaths += 1
@@ -167,8 +162,7 @@ class SupervisedProcesses(Generic[P]):
             try:
                 await self._waits.until(started, "the run", f"the start of a new {name}")
                 await self._prepare(process, host)
-                # Only now it counts as ready.
-                process.begin(host)
+                process.begin(host)  # only now it counts as ready
                 break
             except EngineDied as death:
                 # The dead new process takes the place of the dead old one: the next try tells of it and ends it.
@@ -184,13 +178,10 @@ class SupervisedProcesses(Generic[P]):
     async def _prepare(self, process: P, host: EngineHost) -> None:
         """Give a new process what it needs before it can work in the place of `process`."""
 
-    # --- waiting -----------------------------------------------------------------------------------------------------
-
     def _attend(self) -> None:
         """Begin to watch in the loop of now. What an earlier loop left is forgotten."""
         self._waits.check()
-        # A run may ask from one event loop after the other. Futures, locks and tasks of an earlier loop cannot be
-        # waited for in this one, so they are made anew.
+        # A run may ask from one event loop after the other. What belongs to an earlier loop cannot be waited for here.
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._besides, self._watching = loop, [], None
@@ -200,19 +191,16 @@ class SupervisedProcesses(Generic[P]):
             self._watching = attended(self._watch(), self._waits.lose)
 
     def _forget_loop(self) -> None:
-        """Forget what belongs to the event loop that has ended."""
         for process in self.processes:
             process.forget_loop()
 
     def _excused(self) -> Iterable[object]:
-        """Owners whose processes are not at fault for a long wait, since these wait for somebody else now. The time of
-        such a wait begins anew."""
+        """Owners whose processes are not at fault for a long wait, since these wait for somebody else now."""
         return ()
 
     async def _watch(self) -> None:
         """While somebody waits: end processes without a sign of life, and stop where a wait takes too long."""
-        # Whoever started the watch has not registered its wait yet.
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # whoever started the watch has not registered its wait yet
         while self._waits or any(process.held for process in self._everyone()):
             timeout = self._waits.timeout
             for process in self._everyone():

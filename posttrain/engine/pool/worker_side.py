@@ -50,37 +50,21 @@ class EngineReport:
         return EngineReport(merge(self.gauges, later.gauges), seconds, later.memory or self.memory)
 
 
-@dataclass(frozen=True)
-class ServedVersion:
-    """The answer of an engine when it serves new weights."""
-
-    served: str
-    """Their fingerprint."""
-    probe: np.ndarray | None = None
-    """The ids that were to be scored, given together with the weights."""
-    scores: np.ndarray | None = None
-    """The log-probs of the ids `probe` under the new weights."""
-
-
 class EngineEnded(Exception):
     """The engine of this process can never answer again, for example because its vLLM server has died. Its words are
     the cause. The learner's side ends the process and begins a new one."""
 
 
 class WorkerMethods(Protocol):
-    """An object in a process that answers calls by the names of its methods."""
+    """An object in a process that answers calls by the names of its methods, with a report where one is due."""
 
-    async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
-        """The value of one call, with a report where one is due."""
-        ...
+    async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, EngineReport | None]: ...
 
 
 class HostStart(Protocol):
-    """The object with which a process is begun. It is pickled."""
+    """The object with which a process is begun. It is pickled; `host` makes, inside the process, what answers calls."""
 
-    def host(self) -> WorkerMethods:
-        """Make, inside the process, the object that answers its calls."""
-        ...
+    def host(self) -> WorkerMethods: ...
 
 
 @dataclass(frozen=True)
@@ -115,8 +99,7 @@ class HostedEngine:
             if why := self._ended():
                 raise EngineEnded(why) from error
             raise
-        # Reports travel with answers, so they need no messages of their own. Turns are answered often, all other calls
-        # seldom.
+        # Turns are answered often, all other calls seldom.
         if method == "generate" and time.monotonic() - self._reported < REPORT_EVERY:
             return value, None
         self._reported = time.monotonic()
@@ -134,13 +117,13 @@ class HostedEngine:
     async def score(self, ids: np.ndarray) -> np.ndarray:
         return await self._engine.score(ids)
 
-    async def install(self, parcel: Parcel, probe: np.ndarray | None = None) -> ServedVersion:
-        """Serve the weights of a parcel. All tensors are checked before one is loaded. While they come and are checked,
-        turns go on under the version before.
+    async def install(self, parcel: Parcel, probe: np.ndarray | None = None) -> tuple[str, np.ndarray | None]:
+        """Serve the weights of a parcel; returns their fingerprint, and the log-probs of the ids `probe` under them.
+        All tensors are checked before one is loaded. While they come and are checked, turns go on under the version
+        before.
 
         Args:
-            probe: ids that will be asked for next (`score`). Their log-probs come with the answer, which saves a way to
-                the learner and back, between two steps of the engine.
+            probe: ids that will be asked for next (`score`), which saves a way to the learner and back.
         """
         begun = time.perf_counter()
         # In a thread: reading and checking blocks, and the engine goes on with its turns meanwhile.
@@ -148,7 +131,7 @@ class HostedEngine:
         served = await self._engine.load(parcel.version, tensors)
         scores = None if probe is None else await self._engine.score(probe)
         self._installed += time.perf_counter() - begun
-        return ServedVersion(served, probe, scores)
+        return served, scores
 
     async def report(self) -> None:
         """A sign of life; the report comes with the answer."""

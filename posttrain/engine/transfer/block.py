@@ -79,17 +79,9 @@ def largest(parcel: Parcel) -> int:
 
 def table_bytes(parcel: Parcel) -> bytes:
     """The table: everything of the parcel but where it lies."""
+    about = {n: getattr(parcel, n) for n in ("version", "base", "base_digest", "sender", "followed", "audited")}
     rows = [[e.name, e.dtype, list(e.shape), e.offset, e.checksum, e.coding, e.size] for e in parcel.entries]
-    about = {
-        "version": parcel.version,
-        "base": parcel.base,
-        "base_digest": parcel.base_digest,
-        "sender": parcel.sender,
-        "followed": parcel.followed,
-        "audited": parcel.audited,
-        "entries": rows,
-    }
-    return json.dumps(about, separators=(",", ":")).encode()
+    return json.dumps({**about, "entries": rows}, separators=(",", ":")).encode()
 
 
 def head_bytes(version: int, at: int, table: bytes) -> bytes:
@@ -103,11 +95,13 @@ def read_block(block: Buffer, transport: str, place: str) -> Parcel:
     Raises:
         ParcelDamageError: it is not finished, is no block, or is damaged: head, table and size do not fit together.
     """
-    refuse = _refusal(place)
+
+    def refuse(why: str) -> ParcelDamageError:
+        return ParcelDamageError(f"the block of weights at {place} cannot be read: {why}. Publish the weights again")
+
     if len(block) < HEAD.size:
         raise refuse(f"it has {len(block)} bytes, fewer than a head")
-    # The order of the checks: first the sizes, by which alone bytes are read; then the digest of the table, so that
-    # damage is not parsed; then what the table says.
+    # First the sizes, by which alone bytes are read; then the digest, so that damage is not parsed; then the table.
     magic, version, at, size, digest = HEAD.unpack(bytes(block[: HEAD.size]))
     if magic != MAGIC:
         raise refuse("it was not finished, or is no block of weights")
@@ -127,15 +121,6 @@ def read_block(block: Buffer, transport: str, place: str) -> Parcel:
     return parcel
 
 
-def _refusal(place: str) -> Callable[..., ParcelDamageError]:
-    """Returns a function that makes the error of the block at this place, from the reason."""
-
-    def refuse(why: str) -> ParcelDamageError:
-        return ParcelDamageError(f"the block of weights at {place} cannot be read: {why}. Publish the weights again")
-
-    return refuse
-
-
 def _parcel(about: dict[str, Any], transport: str, place: str) -> Parcel:
     """The parcel of a table. KeyError, TypeError or ValueError where a field is missing or of another type."""
     entries = tuple(ParcelEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in about["entries"])
@@ -144,10 +129,9 @@ def _parcel(about: dict[str, Any], transport: str, place: str) -> Parcel:
         # `type(x) is int`, because JSON's true is an int in Python.
         if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
             raise ValueError(f"an entry holds something else than texts and numbers from 0: {e!r:.200}")
-    version, base = about["version"], about["base"]
+    version, base, texts = about["version"], about["base"], (about["sender"], about["base_digest"])
     if type(version) is not int or not (base is None or type(base) is int):
         raise ValueError("a version is no number")
-    texts = (about["sender"], about["base_digest"])
     if not all(isinstance(x, str) for x in texts):
         raise ValueError("a name is no text")
     followed, audited = about["followed"] is True, about["audited"] is True

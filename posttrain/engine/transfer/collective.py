@@ -5,18 +5,13 @@
                 those that have one are called: they make a group with the sender, and the block goes to them in buckets
     retire      ends the thread
 
-A round that breaks, because a process died or hangs in it, is given up by all of its members. Those that live take a
-new ticket, and so does a process that was started in the place of a dead one, whenever it is ready. So nothing has to
-be mended after a death, nobody waits for a process that is being started, and a late one gets a round of its own.
+A round that breaks is given up by all of its members. Those that live take a new ticket, and so does a process that was
+started in the place of a dead one. So nothing is mended after a death, and nobody waits for a process that is being
+started. Every wait ends, with an error that names the sender, the receiver and the first tensor that did not come.
 
 gloo carries it. The group is made anew for each round (3 ms on one machine), over a store of keys in the sender's
-process.
-
-Every wait ends. A receiver that nobody calls, or whose rounds break again and again, raises an error that names the
-sender, itself and the first tensor that did not come.
-
-The store listens at the sender's address only. It has no password, so use it where the network is your own. What comes
-is checked against the parcel, which comes by another way.
+process. The store listens at the sender's address only. It has no password, so use it where the network is your own.
+What comes is checked against the parcel, which comes by another way.
 """
 
 from __future__ import annotations
@@ -56,8 +51,9 @@ ROUNDS = 10
 """Broken rounds after which a receiver gives up."""
 END = 1.0
 """Seconds that a thread has to end after its version was retired."""
-OPEN, CAME = "open", "came"
-"""Keys of a version: it is there; how many tickets were taken."""
+OPEN, CAME, CALL = "open", "came", "go/{}"
+"""Keys of a version: it is there; how many tickets were taken; of a ticket that is called: its round, rank and the
+number of members."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +74,7 @@ class BroadcastPlace:
     def of(cls, parcel: Parcel) -> BroadcastPlace:
         """The place of a parcel; ParcelDamageError where `Parcel.place` is no place of a broadcast."""
         address, *numbers = parcel.place.split("/")
-        # The size is bounded by what the entries can need, because a receiver takes this much memory before it
-        # connects.
+        # The size is bounded by what the entries can need: a receiver takes this much memory before it connects.
         if len(numbers) != 4 or not all(x.isdecimal() for x in numbers) or int(numbers[1]) > largest(parcel):
             raise ParcelDamageError(f"{parcel.place!r} is no place of a broadcast. Use parcels as they were published")
         number, size, bucket, milliseconds = map(int, numbers)
@@ -104,24 +99,21 @@ class CollectiveCarrier:
         self.address = f"{host}:{listening.getsockname()[1]}"
         self.store = _store(self.address, seconds, listening.detach())
         self._count = 0
-        self._open: dict[str, CollectiveSink] = {}
+        self.open: dict[str, CollectiveSink] = {}
+        """The sinks that are read, by place, so that `remove` can end them."""
         atexit.register(self.close)  # a thread that still waits in torch when Python ends would crash the process
 
     def begin(self, version: int) -> CollectiveSink:
         self._count += 1
         return CollectiveSink(self, self._count)
 
-    def announced(self, place: str, sink: CollectiveSink) -> None:
-        """Remember a sink that is read at this place, so that `remove` can end it."""
-        self._open[place] = sink
-
     def remove(self, place: str) -> None:
-        if (sink := self._open.pop(place, None)) is not None:
+        if (sink := self.open.pop(place, None)) is not None:
             sink.end()
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        for place in [*self._open]:
+        for place in [*self.open]:
             self.remove(place)
 
 
@@ -144,7 +136,7 @@ class CollectiveSink:
         place = str(BroadcastPlace(c.address, self._number, len(self._block), c.bucket, c.seconds))
         # Set before the thread runs: a receiver that finds no such key takes the version for retired.
         C10D.PrefixStore(str(self._number), c.store).set(OPEN, "1")
-        c.announced(place, self)
+        c.open[place] = self
         self._thread.start()
         return place
 
@@ -154,8 +146,7 @@ class CollectiveSink:
     def end(self) -> None:
         """End the thread and remove the keys of this version."""
         store = self._carrier.store
-        # The thread first, because it may still set keys. Keys that are left would stay in the store until the run
-        # ends.
+        # The thread first, because it may still set keys. Keys that are left would stay until the run ends.
         self._over.set()
         self._thread.join(END)
         for key in [k for k in store.list_keys() if k.startswith(f"{self._number}/")]:
@@ -168,8 +159,7 @@ class CollectiveSink:
             # A connection of its own: while a thread uses a connection, other threads must wait for it.
             keys = C10D.PrefixStore(str(self._number), _store(c.address, c.seconds))
             while last := self._await_tickets(keys, served, wanted):
-                # The first round waits for all engines. Later rounds serve receivers that came late or whose round
-                # broke, as soon as there is one.
+                # Later rounds serve receivers that came late or whose round broke, as soon as there is one.
                 self._round(keys, range(served + 1, last + 1))
                 served, wanted = last, 1
 
@@ -191,7 +181,7 @@ class CollectiveSink:
         # The first ticket names the round, and no two rounds have the same. The sender is rank 0.
         c, round_number, world = self._carrier, tickets[0], len(tickets) + 1
         for rank, ticket in enumerate(tickets, 1):
-            keys.set(_go(ticket), f"{round_number} {rank} {world}")
+            keys.set(CALL.format(ticket), f"{round_number} {rank} {world}")
         with suppress(RuntimeError):
             group = _group(keys, round_number, 0, world, c.address, c.seconds)
             for _, bucket in _buckets(self._block, c.bucket):
@@ -215,7 +205,9 @@ class CollectiveFetch:
         place = BroadcastPlace.of(parcel)
         block, done, why = bytearray(place.size), 0, ""
         try:
-            keys = C10D.PrefixStore(str(place.number), self._connection(place))
+            if self._store is None or self._store[0] != place.address:
+                self._store = place.address, _store(place.address, place.seconds)
+            keys = C10D.PrefixStore(str(place.number), self._store[1])
             for _ in range(ROUNDS):
                 # Each round has a new ticket: the group of the broken one cannot be used again.
                 called = _wait_for_call(keys, parcel, 2 * place.seconds)
@@ -230,7 +222,9 @@ class CollectiveFetch:
             # Another attempt connects anew.
             self._store = None
             why = f"{place.address} does not answer ({lost})"
-        tensor = tensor_at(sorted((e.offset, e.name) for e in parcel.entries), done)
+        starts = sorted((e.offset, e.name) for e in parcel.entries)
+        last = starts[-1][1] if starts else ""
+        tensor = next((name for (_, name), (end, _) in pairwise(starts) if end > done), last)
         raise ParcelTimeoutError(
             f"weights of version {parcel.version}: {parcel.sender} did not send them to {this_process()}, from tensor"
             f" {tensor!r} on: {why}. Look whether the learner still runs and whether this machine can connect to it, or"
@@ -257,25 +251,6 @@ class CollectiveFetch:
             _meet(group, place.seconds)
         return place.size, ""
 
-    def _connection(self, place: BroadcastPlace) -> Any:
-        """The connection to the sender's store, made once for each address."""
-        if self._store is None or self._store[0] != place.address:
-            self._store = place.address, _store(place.address, place.seconds)
-        return self._store[1]
-
-
-def tensor_at(starts: list[tuple[int, str]], at: int) -> str:
-    """The tensor that ends behind byte `at`, from (first byte, name) in order."""
-    return next((name for (_, name), (end, _) in pairwise(starts) if end > at), starts[-1][1] if starts else "")
-
-
-# --- keys of a version -----------------------------------------------------------------------------------------------
-
-
-def _go(ticket: int) -> str:
-    """Set to the round, the rank and the number of members, when the one with the ticket is called."""
-    return f"go/{ticket}"
-
 
 def _pauses() -> Iterator[float]:
     """Seconds until the next look."""
@@ -290,13 +265,12 @@ def _wait_for_call(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int,
     """
     until, ticket = time.monotonic() + seconds, 0
     for pause in _pauses():
-        # Looked for before each step: `end` may remove the keys at any time, and a ticket that is added then would wait
-        # in vain.
+        # Before each step: `end` may remove the keys at any time, and a ticket that is added then would wait in vain.
         if not keys.check([OPEN]):
             break
         ticket = ticket or int(keys.add(CAME, 1))
-        if keys.check([_go(ticket)]):
-            round_number, rank, members = map(int, keys.get(_go(ticket)).decode().split())
+        if keys.check([CALL.format(ticket)]):
+            round_number, rank, members = map(int, keys.get(CALL.format(ticket)).decode().split())
             return round_number, rank, members
         if time.monotonic() > until:
             return None
@@ -304,9 +278,6 @@ def _wait_for_call(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int,
     raise ParcelGoneError(
         f"the weights of version {parcel.version} are gone: {parcel.sender} retired them. Read a newer version"
     )
-
-
-# --- torch.distributed -----------------------------------------------------------------------------------------------
 
 
 def _buckets(block: bytearray, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -332,8 +303,7 @@ def _group(keys: Any, round_number: int, rank: int, members: int, address: str, 
     """The processes of one round: none of torch.distributed's named groups, which a learner may use itself."""
     keys = C10D.PrefixStore(f"round/{round_number}", keys)
     options = C10D.ProcessGroupGloo._Options()
-    # Short, because members that died after they were called never connect, and the others should take new tickets
-    # soon.
+    # Short: members that died after they were called never connect, and the others should soon take new tickets.
     options._timeout = timedelta(seconds=min(seconds, CONNECT))
     options._threads = 1  # one bucket at a time; torch 2.13 keeps 120 bytes of every thread that has waited for one
     options._devices = [C10D.ProcessGroupGloo.create_device(hostname=_own_address(address))]

@@ -68,7 +68,7 @@ def decode(coding: str, data: memoryview, old: Tensor) -> Tensor:
         return old
     b = _words(old)
     if coding == DENSE:
-        (steps,) = _unsqueeze(data, b.dtype, len(b))
+        (steps,) = _unsqueeze(data, (b.dtype, len(b)))
         return _tensor(b + _unfolded(steps), old)
     if coding != SPARSE:
         raise ValueError(f"no coding is called {coding!r}")
@@ -78,7 +78,7 @@ def decode(coding: str, data: memoryview, old: Tensor) -> Tensor:
     # The count decides how much memory the stream may take, so it is checked first.
     if count > len(b):
         raise ValueError(f"it changes {count:,} elements, and there are {len(b):,}")
-    gaps, steps = _unsqueeze(data[COUNT.size :], np.dtype(np.int32), count, b.dtype, count)
+    gaps, steps = _unsqueeze(data[COUNT.size :], (np.dtype(np.int32), count), (b.dtype, count))
     # The inverse of the gaps. Without a negative one the places ascend, so the last one tells whether all lie inside,
     # and none comes twice, which `+=` below would lose.
     places = np.cumsum(gaps.astype(np.int64) + 1) - 1
@@ -125,9 +125,8 @@ def _squeeze(*numbers: np.ndarray) -> bytes:
     return b"".join([*parts, stream.flush()])
 
 
-def _unsqueeze(data: memoryview, *wanted: np.dtype | int) -> list[np.ndarray]:
-    """The numbers of a stream, for each pair (dtype, count). No more bytes are made than were asked for."""
-    pairs = [(np.dtype(d), int(n)) for d, n in zip(wanted[::2], wanted[1::2], strict=True)]  # type: ignore[arg-type]
+def _unsqueeze(data: memoryview, *pairs: tuple[np.dtype, int]) -> list[np.ndarray]:
+    """The numbers of a stream, for each (dtype, count). No more bytes are made than were asked for."""
     size = sum(d.itemsize * n for d, n in pairs)
     stream = zlib.decompressobj(-15)
     try:

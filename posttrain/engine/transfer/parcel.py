@@ -76,67 +76,20 @@ class Parcel:
         return sum(e.size for e in self.entries)
 
 
-@dataclass(frozen=True)
-class AuditRule:
-    """The rule that says when checksums cover every bit: always for small models and for deltas, at every n-th push of
-    large models.
-
-    In between they cover one row in 64 (`engine.files.fingerprint.Spot`), other rows at each push. That costs a
-    sixtieth and still finds what goes wrong in practice: a tensor, a layer or a half that is of another version.
-    """
-
-    above: int = 1 << 28
-    """Bytes as served from which a model is large: two full checks of 256 MiB take .3 s on one core."""
-    every: int = 16
-    """Pushes from one full check of a large model to the next. The first push has one."""
-
-    def whole(self, push: int, size: int) -> bool:
-        """Returns whether push number `push`, from 0, of `size` bytes has checksums of every bit."""
-        return size < self.above or push % self.every == 0
-
-
 class WeightSender(Protocol):
-    """The learner's side."""
+    """The learner's side; see `sender.ParcelSender`."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Parcel:
-        """Write all tensors as `version`, and only then announce them: they appear at once.
-
-        Raises:
-            ParcelError: a name came twice, there is no room, or a version older than the last one was given.
-        """
-        ...
-
-    def retire(self, version: int) -> None:
-        """Remove what was published as `version`. Receivers that still have it open can finish."""
-        ...
-
-    def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call: `sync/gather` (until a whole tensor was there), `sync/cast` (to what is served),
-        `sync/reshard` (into the form in which it travels, with its checksum), `sync/transfer` (bytes written),
-        `sync/install` (announced; what an engine then needs to load it, the engine measures)."""
-        ...
-
-    def close(self) -> None:
-        """Remove everything that was published."""
-        ...
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Parcel: ...
+    def whole(self, version: int) -> Parcel: ...
+    def retire(self, version: int) -> None: ...
+    def clock(self) -> Mapping[str, float]: ...
+    def close(self) -> None: ...
 
 
 class WeightReceiver(Protocol):
-    """An engine's side."""
+    """An engine's side; see `receiver.ParcelReceiver`."""
 
-    def read(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        """The tensors. All of them are checked before the first is returned, so a parcel with one wrong tensor gives
-        none.
-
-        They may lie in the block itself: copy them, and do not write into them.
-
-        Raises:
-            ParcelError: see its kinds. What was read before is still held.
-        """
-        ...
-
-
-# --- what carries the bytes -------------------------------------------------------------------------------------------
+    def read(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class Sink(Protocol):
@@ -156,24 +109,17 @@ class Sink(Protocol):
 
 
 class Carrier(Protocol):
-    """The sender's side of a transport."""
+    """The sender's side of a transport: `begin` makes a new block, `remove` removes one that was announced, `close`
+    removes all."""
 
     @property
     def transport(self) -> str:
         """See `Parcel.transport`."""
         ...
 
-    def begin(self, version: int) -> Sink:
-        """A new block."""
-        ...
-
-    def remove(self, place: str) -> None:
-        """Remove a block that was announced."""
-        ...
-
-    def close(self) -> None:
-        """Remove all blocks."""
-        ...
+    def begin(self, version: int) -> Sink: ...
+    def remove(self, place: str) -> None: ...
+    def close(self) -> None: ...
 
 
 Fetch = Callable[[Parcel], Buffer]

@@ -28,11 +28,7 @@ FETCH: Mapping[str, Fetch] = {SHARED: fetch_shared, FILE: fetch_file, COLLECTIVE
 
 
 class ParcelReceiver:
-    """A `WeightReceiver` for parcels of all transports.
-
-    Args:
-        fetch: by transport, the function that fetches the block of a parcel.
-    """
+    """An engine's side, for parcels of all transports. `fetch`: see `FETCH`."""
 
     def __init__(self, fetch: Mapping[str, Fetch] = FETCH) -> None:
         self._fetch = fetch
@@ -40,7 +36,12 @@ class ParcelReceiver:
         self._kept: dict[str, Tensor] = {}
 
     def read(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightReceiver.read`. Everything is checked before this returns."""
+        """The tensors. All of them are checked before this returns, so a parcel with one wrong tensor gives none. They
+        may lie in the block itself: copy them, and do not write into them.
+
+        Raises:
+            ParcelError: see its kinds. What was read before is still held.
+        """
         last = self._last
         # The same version may come again: published anew, or whole in place of a delta.
         if last is not None and parcel.version < last.version:
@@ -56,26 +57,25 @@ class ParcelReceiver:
         self._require_base(parcel)
         block = self._fetch[parcel.transport](parcel)
         described = read_block(block, parcel.transport, parcel.place)
-        # The parcel came by another way than the block, and each describes the tensors. If they differ, the block is
-        # not the one that was announced, although it may be whole in itself.
+        # The parcel came by another way than the block. If they differ, the block, whole as it may be, is not the one
+        # that was announced.
         if described != parcel:
             raise ParcelDamageError(
                 f"the block at {parcel.place} holds version {described.version} of {described.sender}, and version"
                 f" {parcel.version} of {parcel.sender} was announced there. Publish the weights again"
             )
-        # All are read and checked before the first is handed out. `_last` and `_kept` change only after that, so a
-        # parcel that is refused leaves the receiver as it was.
-        tensors = {e.name: checked(self._tensor(block, e, parcel), e, parcel) for e in parcel.entries}
+        # `_last` and `_kept` change only when all are checked: a parcel that is refused leaves the receiver as it was.
+        tensors = {e.name: self._tensor(block, e, parcel) for e in parcel.entries}
         self._last, self._kept = parcel, tensors if parcel.followed else {}
         return iter(tensors.items())
 
     def _require_base(self, parcel: Parcel) -> None:
         """ParcelBaseError where the parcel is a delta against other weights than those that were read last."""
         last = self._last
-        if parcel.base is None:
-            return
         # By digest as well as by version: the same version may have been published twice, with other weights.
-        if last and last.followed and (last.version, last.digest) == (parcel.base, parcel.base_digest):
+        if parcel.base is None or (
+            last and last.followed and (last.version, last.digest) == (parcel.base, parcel.base_digest)
+        ):
             return
         has = "nothing" if last is None else f"version {last.version} ({last.digest[:8]})"
         raise ParcelBaseError(
@@ -84,27 +84,25 @@ class ParcelReceiver:
         )
 
     def _tensor(self, block: Buffer, entry: ParcelEntry, parcel: Parcel) -> Tensor:
-        """The tensor of an entry, not checked yet: its bytes in the block, or the kept one with a delta applied."""
-        if entry.coding == WHOLE:
-            return tensor_of(block, entry)
+        """The tensor of an entry: its bytes in the block, or the kept one with a delta applied. ParcelDamageError where
+        it is not the one that was sent."""
         old = self._kept.get(entry.name)
         try:
-            if old is None or (dtype_name(old), tuple(old.shape)) != (entry.dtype, entry.shape):
+            if entry.coding == WHOLE:
+                tensor = tensor_of(block, entry)
+            elif old is None or (dtype_name(old), tuple(old.shape)) != (entry.dtype, entry.shape):
                 raise ValueError("its base has another dtype or shape, or no such tensor")
-            return decode(entry.coding, memoryview(block)[entry.offset : entry.offset + entry.size], old)
+            else:
+                tensor = decode(entry.coding, memoryview(block)[entry.offset : entry.offset + entry.size], old)
         except ValueError as problem:
             raise ParcelDamageError(
                 f"the delta of tensor {entry.name!r} of version {parcel.version} from {parcel.sender} cannot be"
                 f" applied: {problem}. Send the version whole"
             ) from problem
-
-
-def checked(tensor: Tensor, entry: ParcelEntry, parcel: Parcel) -> Tensor:
-    """The tensor; ParcelDamageError where it is not the one that was sent."""
-    checksum = fingerprints([(entry.name, tensor)], parcel.spot)[entry.name]
-    if checksum != entry.checksum:
-        raise ParcelDamageError(
-            f"tensor {entry.name!r} of version {parcel.version} arrived with checksum {checksum}, and {parcel.sender}"
-            f" sent {entry.checksum}. Nothing of this version is served; publish the weights again"
-        )
-    return tensor
+        checksum = fingerprints([(entry.name, tensor)], parcel.spot)[entry.name]
+        if checksum != entry.checksum:
+            raise ParcelDamageError(
+                f"tensor {entry.name!r} of version {parcel.version} arrived with checksum {checksum}, and"
+                f" {parcel.sender} sent {entry.checksum}. Nothing of this version is served; publish the weights again"
+            )
+        return tensor

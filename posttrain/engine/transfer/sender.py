@@ -16,7 +16,6 @@ from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.transfer.block import DTYPES, HEAD, aligned, dtype_name, head_bytes, table_bytes
 from posttrain.engine.transfer.delta import SAME, encode
 from posttrain.engine.transfer.parcel import (
-    AuditRule,
     Carrier,
     Parcel,
     ParcelEntry,
@@ -54,13 +53,18 @@ def this_process() -> str:
 
 
 class ParcelSender:
-    """A `WeightSender` over any carrier.
+    """The learner's side over any carrier.
+
+    Checksums cover every bit of small models and of deltas, and of large models at the first push and every n-th one.
+    In between they cover one row in 64 (`engine.files.fingerprint.Spot`), other rows at each push. That costs a
+    sixtieth and still finds what goes wrong in practice: a tensor, a layer or a half that is of another version.
 
     Args:
         dtype: what floating tensors of two bytes and more are cast to, such as torch.bfloat16; None: as they come.
         deltas: send what changed since the last version, from the second version on. Both sides then keep a copy of the
             weights as served.
-        audit: when checksums cover every bit. With deltas they always do.
+        large: bytes as served from which a model is large. Two full checks of 256 MiB take .3 s on one core.
+        audit_every: pushes from one check of every bit of a large model to the next.
     """
 
     def __init__(
@@ -68,35 +72,41 @@ class ParcelSender:
         carrier: Carrier,
         dtype: torch.dtype | None = None,
         deltas: bool = False,
-        audit: AuditRule = AuditRule(),
+        large: int = 1 << 28,
+        audit_every: int = 16,
     ) -> None:
         if dtype is not None and dtype not in DTYPES.values():
             raise ParcelError(f"weights cannot be sent as {dtype}; use one of {', '.join(DTYPES)}")
         self._carrier, self._dtype, self._deltas = carrier, dtype, deltas
-        self._audit, self._pushes = audit, 0
+        self._large, self._audit_every, self._pushes = large, audit_every, 0
         self._clock = ParcelClock()
+        # Of each version its publications, and of each of these the places of its blocks (`whole` adds one).
         self._places: dict[int, list[list[str]]] = {}
         self._last: Parcel | None = None
         self._kept: dict[str, Tensor] = {}
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Parcel:
-        """See `WeightSender.publish`. The same version may be published again, with other weights."""
+        """Write all tensors as `version`, and only then announce them: they appear at once. The same version may be
+        published again, with other weights.
+
+        Raises:
+            ParcelError: a name came twice, there is no room, or a version older than the last one was given.
+        """
         last = self._last
         if last is not None and version < last.version:
             raise ParcelOrderError(
                 f"version {version} was to be published after version {last.version}: an engine that took both would go"
                 " back. Publish versions in their order"
             )
-        # The size of this push is not known before its tensors have come, so the size of the last push decides. With
-        # deltas every push is audited, because the digest of the base must cover all its bits.
-        audited = last is None or self._deltas or self._audit.whole(self._pushes, last.size)
+        # The size of this push is known only when its tensors have come, so that of the last push decides. With deltas
+        # every push is audited, because the digest of the base must cover all its bits.
+        whole = last is None or self._deltas or last.size < self._large or self._pushes % self._audit_every == 0
         parcel = Parcel(
-            *(version, None, self._carrier.transport, "", (), this_process()), followed=self._deltas, audited=audited
+            *(version, None, self._carrier.transport, "", (), this_process()), followed=self._deltas, audited=whole
         )
         if last is not None and self._deltas:
             parcel = replace(parcel, base=last.version, base_digest=last.digest)
         self._last = self._write(parcel, tensors)
-        # Two levels: a version may be published several times, and each time may have more than one block (`whole`).
         self._places.setdefault(version, []).append([self._last.place])
         self._pushes += 1
         return self._last
@@ -130,7 +140,8 @@ class ParcelSender:
         return self._last
 
     def retire(self, version: int) -> None:
-        """See `WeightSender.retire`. Of a version that was published twice, the first call removes the first one."""
+        """Remove what was published as `version`, of one that was published twice the first. Receivers that still have
+        it open can finish."""
         if publications := self._places.get(version):
             places = publications.pop(0)
             if not publications:
@@ -139,9 +150,13 @@ class ParcelSender:
                 self._carrier.remove(place)
 
     def clock(self) -> Mapping[str, float]:
+        """Seconds since the last call: `sync/gather` (until a whole tensor was there), `sync/cast` (to what is served),
+        `sync/reshard` (into the form in which it travels, with its checksum), `sync/transfer` (bytes written),
+        `sync/install` (announced; what an engine then needs to load it, the engine measures)."""
         return self._clock.take()
 
     def close(self) -> None:
+        """Remove everything that was published."""
         self._places.clear()
         self._carrier.close()
 
@@ -187,8 +202,10 @@ class ParcelSender:
                 checksum = fingerprints([(name, tensor)], parcel.spot)[name]
                 coding, data = encode(tensor, None if parcel.base is None else self._kept.get(name))
                 if self._deltas:
-                    # Where nothing changed the old copy is kept on, and no second one is made.
-                    kept[name] = self._kept[name] if coding == SAME else _apart_from(tensor, incoming)
+                    # A copy where it lies in the memory that an optimizer will change. Where nothing changed the old
+                    # copy is kept on.
+                    shares = tensor.device == incoming.device and tensor.data_ptr() == incoming.data_ptr()
+                    kept[name] = self._kept[name] if coding == SAME else tensor.clone() if shares else tensor
             with self._clock.of("sync/transfer"):
                 sink.write(data, at, name)
             yield ParcelEntry(name, dtype_name(tensor), tuple(tensor.shape), at, checksum, coding, len(data))
@@ -214,8 +231,3 @@ def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if converted.dtype not in DTYPES.values():
         raise ParcelError(f"tensor {name!r} is {converted.dtype}, which cannot be sent: use {', '.join(DTYPES)}")
     return converted
-
-
-def _apart_from(tensor: Tensor, incoming: Tensor) -> Tensor:
-    """The tensor, copied where it lies in the memory of `incoming`, which an optimizer will change."""
-    return tensor.clone() if tensor.device == incoming.device and tensor.data_ptr() == incoming.data_ptr() else tensor

@@ -41,11 +41,12 @@ class FolderCarrier:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
-        # The lock first: only its holder may take files that it finds for left over.
+        # The lock first: only its holder may take files that it finds for left over by an earlier sender.
         self._lock = Lock(folder)
+        for path in (*self.folder.glob(NAME), *self.folder.glob(PART)):
+            path.unlink(missing_ok=True)
         self._held = set[Path]()
         """Files of this sender that are there, under the names that they have."""
-        _remove_left(self.folder)
         # It holds the set and not the object, so the object can be collected, and it runs at the end of Python too.
         self._finalizer = weakref.finalize(self, _remove_all, self._held, self._lock, os.getpid())
 
@@ -133,12 +134,6 @@ def read_all(fd: int, size: int) -> bytearray:
             at += count
     del block[at:]
     return block
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove all blocks of a folder: those that an earlier sender left."""
-    for path in (*folder.glob(NAME), *folder.glob(PART)):
-        path.unlink(missing_ok=True)
 
 
 def _remove_all(held: set[Path], lock: Lock, owner: int) -> None:

@@ -3,11 +3,10 @@
 - A block's name is drawn at random, and only its owner may open it.
 - It is written with `pwrite`, so that a full `/dev/shm` is an error and not a signal that kills the process.
 - It is removed by `remove`, by `close`, or at the exit of the interpreter. Where the process is killed, the resource
-  tracker of `multiprocessing` removes it, since the tracker outlives the process. A tracker that many processes share
-  ends only with the last of them. So each new sender also removes the blocks whose owner is gone: an owner holds a lock
-  on its blocks, which the kernel releases when it ends.
-- A reader does not use `multiprocessing.shared_memory`: before Python 3.13 that registers the block with the reader's
-  own tracker, which then removes it although it is in use. It maps the block for itself.
+  tracker of `multiprocessing` removes it, but one that many processes share only with the last of them. So each new
+  sender removes the blocks whose owner is gone too: the lock that it had on them is free.
+- A reader maps it by itself. Before Python 3.13 `multiprocessing.shared_memory` registers the block with the reader's
+  own tracker, which then removes it although it is in use.
 """
 
 from __future__ import annotations
@@ -105,9 +104,8 @@ def fetch_shared(parcel: Parcel) -> Buffer:
         os.close(fd)
 
 
-def remove_orphans() -> int:
-    """Remove the blocks of this user whose sender is gone; returns how many there were."""
-    count = 0
+def remove_orphans() -> None:
+    """Remove the blocks of this user whose sender is gone."""
     for name in os.listdir(FOLDER) if os.path.isdir(FOLDER) else ():
         if not NAME.fullmatch(f"/{name}"):
             continue
@@ -118,16 +116,13 @@ def remove_orphans() -> int:
             continue
         try:
             if os.fstat(fd).st_uid == os.getuid():
-                # The lock can be had only of a block without an owner. The kernel releases it with the owner's last
-                # descriptor.
+                # The lock can be had only of a block without an owner, whose last descriptor has released it.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shm_unlink(f"/{name}")
-                count += 1
         except OSError:  # its sender lives, or somebody else removed it first
             pass
         finally:
             os.close(fd)
-    return count
 
 
 def _create() -> tuple[str, int]:
