@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from posttrain.engine.head.readout import CANARY, ReadOut, positions
 from posttrain.engine.layers.attention import PackedLayout
+from posttrain.engine.model.tiny_models import generators_kept
 from posttrain.system.errors import EngineError
 
 SEEDS = (1, 2)
@@ -39,7 +40,7 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
             than in evaluation mode.
     """
     silenced: dict[str, nn.Module] = {}
-    with _generators_kept(module), torch.enable_grad():
+    with generators_kept([module.device] if module.device.type == "cuda" else ()), torch.enable_grad():
         # Two rounds: first only the modules that draw. A module may read the training mode of a child in place of its
         # own, so what still draws is kept together with all of its children.
         for with_children in (False, True):
@@ -194,18 +195,6 @@ def _state(module: PreTrainedModel) -> tuple[Any, ...]:
         *rest,
         *device,
     )
-
-
-@contextmanager
-def _generators_kept(module: PreTrainedModel) -> Iterator[None]:
-    """Restore afterwards the states of all global random generators that a model could draw from."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([module.device] if module.device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def _named(parts: dict[str, nn.Module]) -> str:

@@ -8,9 +8,11 @@ different tokens, and saves and loads like any other.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -103,10 +105,11 @@ OWN_HEAD = ("llama", "mixtral")
 
 
 def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """`model.arch` at the sizes of `model`, float32 on CPU. The weights depend only on `seed`, the
-    sizes and the vocabulary."""
+    """`model.arch` at the sizes of `model`, float32 on CPU. Its weights depend only on `seed`, sizes and vocabulary."""
     attention.register()
-    with _own_randomness(seeds.torch_seed(seed, "weights")):
+    with generators_kept():
+        # `torch.manual_seed` would also seed accelerators.
+        torch.default_generator.manual_seed(seeds.torch_seed(seed, "weights"))
         return AutoModelForCausalLM.from_config(
             config(model, tokenizer), attn_implementation=attention.NAME, dtype=torch.float32
         )
@@ -160,12 +163,12 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
 
 
 @contextmanager
-def _own_randomness(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator inside, and restore it afterwards (`torch.manual_seed` would
-    also seed accelerators)."""
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
+def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Restore afterwards the random generators of Python, numpy, torch on CPU and on these devices."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(list(devices)):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -45,15 +45,12 @@ class HotLoad:
     """Digests of the weights beneath, by the learner's names."""
     served_beneath: Mapping[str, str]
     """Digests of the weights beneath with every -0.0 as 0.0: a layer's products cannot tell these apart."""
-    shape_beneath: Mapping[str, tuple[str, tuple[int, ...]]]
-    """(dtype, shape) of the weights beneath, by the learner's names."""
     tensors_beneath: Mapping[str, Tensor]
-    """The weights beneath, which are the policy's own tensors. Parts are cut out of them where there are several
-    workers, since each worker serves parts only."""
+    """The weights beneath: the policy's own tensors. Of several workers each serves parts of them."""
 
     @staticmethod
     def of(policy: Policy) -> HotLoad | None:
-        """Returns the `HotLoad` of a policy; None where all weights train."""
+        """None where all weights train."""
         if policy.lora is None:
             return None
         adapter = adapter_tensors(policy.module)
@@ -65,7 +62,6 @@ class HotLoad:
             {n: tuple(t.shape) for n, t in adapter.items()},
             fingerprints(base.items()),
             fingerprints((n, without_negative_zeros(t)) for n, t in base.items()),
-            {n: (_dtype_name(t.dtype), tuple(t.shape)) for n, t in base.items()},
             {n: t.detach() for n, t in base.items()},
         )
 
@@ -88,8 +84,9 @@ class HotLoad:
 
     def wanted(self) -> ReadBack:
         """Every tensor that is read back from the engine."""
+        beneath = [(n, _dtype_name(t.dtype), list(t.shape)) for n, t in self.tensors_beneath.items()]
         adapter = [(n, _dtype_name(self.dtype), list(shape)) for n, shape in self.shapes.items()]
-        return [*((n, dtype, list(shape)) for n, (dtype, shape) in self.shape_beneath.items()), *adapter]
+        return [*beneath, *adapter]
 
     def refuse(self, missing: list[str]) -> None:
         """EngineError where some layers of the adapter have no place in the engine."""
@@ -101,15 +98,9 @@ class HotLoad:
             )
 
     def confirm(self, answers: Sequence[Mapping[str, Any]], tensors: list[tuple[str, Tensor]]) -> str:
-        """Check what the engine serves. Returns the fingerprint of the learner's weights.
-
-        Args:
-            answers: the digests that were read back, of each worker.
-
-        Raises:
-            EngineError: the engine serves other weights.
-        """
-        # What should be served is computed here again from what was given, not taken from the files that were written.
+        """Check what the engine serves by the digests that were read back, of each worker. Returns the fingerprint of
+        the learner's weights; EngineError where the engine serves other ones."""
+        # Computed again from what was given, not taken from the files that were written.
         adapter = {n: without_negative_zeros(t) for n, t in self.sent(tensors).items()}
 
         def expected(name: str) -> Tensor | None:
@@ -126,8 +117,7 @@ class HotLoad:
                 f"it serves another {kind} than was sent: {len(wrong)} tensors differ, such as {wrong[0]!r}"
                 f"{f' ({workers})' if workers else ''}. Set engine=embedded for this model"
             )
-        # The fingerprint covers the learner's own tensors, because the trainer compares it with its own fingerprint.
-        # The lines above have shown that the engine serves what follows from these tensors.
+        # Of the learner's own tensors, from which follows what is served: the trainer compares it with its own.
         return digest_of({**self.beneath, **fingerprints(tensors)})
 
 
@@ -148,18 +138,13 @@ def rank_for(lora: Lora) -> int:
 
 
 def write_base(policy: Policy, folder: Path) -> None:
-    """Write the weights beneath the adapter into the folder of the model's description. The engine reads them when it
-    starts."""
+    """Write the weights beneath the adapter into the folder of the model's description, for the start of the engine."""
     weights = {n: t.detach().contiguous().cpu() for n, t in base_tensors(policy.module).items()}
     save_file(weights, folder / BASE, metadata={"format": "pt"})
 
 
 def check_served(policy: Policy) -> None:
-    """Refuse a model whose adapters vLLM cannot serve, before it starts.
-
-    Raises:
-        ConfigError: vLLM has no such model, or none with adapters.
-    """
+    """ConfigError where vLLM has no such model, or none with adapters, before it starts."""
     if policy.lora is None:
         return
     from vllm.model_executor.models import ModelRegistry

@@ -1,8 +1,8 @@
 """vLLM in this process: `core.ports.Sampler` over a V1 engine that runs in a thread of its own.
 
 The thread owns the engine. Requests, cancellations and weights are put into one queue and handled between steps, so
-nothing changes during a step. Answers return to the event loop that asked. When weights come, running turns end first
-and new ones wait. The prefix cache is then emptied, and its keys get the new version as salt.
+nothing changes during a step. When weights come, running turns end first and new ones wait. The prefix cache is then
+emptied, and its keys get the new version as salt.
 """
 
 from __future__ import annotations
@@ -25,13 +25,8 @@ from posttrain.core.types import SampledTurn
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.adapter_load import HotLoad
-from posttrain.engine.vllm.sampler_requests import (
-    CheckedRequest,
-    VLLMSampler,
-    check_request,
-    newer,
-)
-from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
+from posttrain.engine.vllm.sampler_requests import CheckedRequest, VLLMSampler, check_request, newer
+from posttrain.engine.vllm.sampling_parameters import SCORE, Answer, fields, said
 from posttrain.engine.vllm.start_vllm import START, build, capabilities_of, quiet_compiler
 from posttrain.engine.vllm.weight_updates import Updates
 from posttrain.system.errors import EngineError
@@ -54,19 +49,16 @@ class _Turn:
 
 
 class VLLMEngine(VLLMSampler):
-    """Samples from a copy of `policy` in vLLM. It generates nothing before the first `load`.
+    """Samples from a copy of `policy` in vLLM. It generates nothing before the first `load`. ConfigError where vllm is
+    not installed, EngineError where it does not start with this model.
 
     Args:
         policy: gives configuration, tokenizer, dtype and the names of the tensors. Its weights are sent with `load`.
         slots: sequences that are generated at once.
-        cache_bytes: bytes of the key-value cache.
         eager: use no compilation and no captured graphs. The start takes seconds, and steps are slower.
         timeout: seconds that a step or an update may take before the engine counts as hung.
         inflight: running turns go on under new weights (`VLLM.update`).
         workers: processes that compute (`VLLM.workers`); 1: none, this one does.
-
-    Raises:
-        ConfigError: vllm is not installed. EngineError: it does not start with this model.
     """
 
     def __init__(
@@ -108,12 +100,9 @@ class VLLMEngine(VLLMSampler):
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
     ) -> SampledTurn:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call
-        aborts the request in vLLM.
-
-        heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
-        """
-        # Checked in the caller's loop, so that a wrong request raises there and does not reach the engine's thread.
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call aborts the request.
+        `heard` is called in this event loop with the new ids and log-probs as soon as they are drawn."""
+        # In the caller's loop, so that a wrong request raises there and does not reach the engine's thread.
         turn = _Turn(check_request(ids, sampling, place, self._capabilities), Future(), self._in_loop(heard))
         if self._version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
@@ -132,12 +121,11 @@ class VLLMEngine(VLLMSampler):
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version` once all running turns have ended, or, with `inflight`, between two steps.
-        Returns the fingerprint of the weights that vLLM's layers multiply with afterwards. Names and shapes are checked
-        before anything is sent."""
+        Returns the fingerprint of what vLLM's layers then multiply with. Names and shapes are checked first."""
         newer(version, self._version)
         tensors_to_load = list(self._expected.checked(tensors))
         future: Future[str] = Future()
-        # The command only registers the update. `_run_once` carries it out when its time has come.
+        # This only registers the update. `_run_once` carries it out when its time has come.
         self._send(lambda: self._updates.append(lambda: self._update(version, tensors_to_load, future)))
         return await self._answer(future, f"loading weights of version {version}")
 
@@ -147,16 +135,14 @@ class VLLMEngine(VLLMSampler):
         return bool(self._asked or self._scored or self._waiting or not self._inbox.empty())
 
     def ended(self) -> str:
-        """Returns the reason why this engine can never answer again; '' while it can. An engine that could not load
-        weights raises that instead: a new one would not load them either."""
+        """Returns the reason why this engine can never answer again; '' while it can, and where it could not load
+        weights: that is raised, and a new engine would not load them either."""
         return "" if self._failure is None or self._version == self._empty else f"vLLM has failed: {self._failure}"
 
     def close(self) -> None:
         """End the thread and free vLLM's memory. Requests that have not ended fail."""
         self._inbox.put(None)
         self._thread.join(60)
-
-    # --- on the caller's side -----------------------------------------------------------------------------------------
 
     def _send(self, command: Callable[[], None]) -> None:
         """Put a command into the queue of the engine's thread. EngineError where the engine has failed."""
@@ -165,8 +151,7 @@ class VLLMEngine(VLLMSampler):
         self._inbox.put(command)
 
     async def _answer(self, future: Future[Any], what: str) -> Any:
-        """The future's result. EngineError where the engine's thread has failed, or no step has
-        ended within the timeout."""
+        """The future's result. EngineError where the engine's thread has failed, or no step ends within the timeout."""
         # Looked at again and again, since a thread that hangs or has died sets no future.
         in_loop = asyncio.wrap_future(future)
         begun = time.monotonic()
@@ -193,15 +178,12 @@ class VLLMEngine(VLLMSampler):
 
         return later
 
-    # --- in the engine's thread ---------------------------------------------------------------------------------------
-
     def _run(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
         """Build the engine, then handle the queue and run steps until the engine is closed."""
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager, self._workers)
             self._weights = Updates(self._engine, self._expected, HotLoad.of(policy), self._counters, self._workers)
-            # One request before any weights were pushed: a model that cannot compute fails at the start, and not at the
-            # first turn.
+            # A model that cannot compute fails at the start, and not at the first turn.
             self._score([0, 0], proof := Future())
             while not proof.done():
                 self._step()
@@ -225,9 +207,8 @@ class VLLMEngine(VLLMSampler):
 
     def _run_once(self) -> bool:
         """Handle the queued commands and run one step; False: the engine was closed."""
-        # Without work the thread sleeps in `get`. With work it takes what is there and goes on. A pending update lets
-        # the running turns end first (`_add` lets no new one in), or, with inflight, only the scores, whose log-probs
-        # must be of one version.
+        # Without work the thread sleeps in `get`. A pending update lets the running turns end first (`_add` lets no new
+        # one in), or, with inflight, only the scores, whose log-probs must be of one version.
         idle = not (self._asked or self._scored)
         while (idle and not self._updates) or not self._inbox.empty():
             command = self._inbox.get()
@@ -290,8 +271,7 @@ class VLLMEngine(VLLMSampler):
 
     def _add(self, asked: _Turn) -> None:
         """Give a turn to vLLM. While an update is pending it waits."""
-        # Cancelled while the command was in the queue.
-        if asked.future.cancelled():
+        if asked.future.cancelled():  # while the command was in the queue
             return
         if self._updates:
             self._waiting.append(asked)
@@ -306,8 +286,7 @@ class VLLMEngine(VLLMSampler):
                 output_kind=RequestOutputKind.FINAL_ONLY if asked.heard is None else RequestOutputKind.CUMULATIVE,
             )
             if request.sampling.bad_ids:
-                # vLLM takes bad words as texts only and tokenises them itself. The contract has ids, so its private
-                # field is set.
+                # vLLM takes bad words as texts only. The contract has ids, so its private field is set.
                 params._bad_words_token_ids = [list(b) for b in request.sampling.bad_ids]
             self._submit(request_id, request.ids, params)
             self._asked[request_id] = asked
@@ -336,11 +315,7 @@ class VLLMEngine(VLLMSampler):
 
         request_id = f"score-{next(self._request_numbers)}"
         try:
-            self._submit(
-                request_id,
-                ids,
-                SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False),
-            )
+            self._submit(request_id, ids, SamplingParams(**SCORE))
             self._scored[request_id] = future
         except Exception as error:
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
@@ -361,8 +336,7 @@ class VLLMEngine(VLLMSampler):
         try:
             fingerprint = self._weights.load(version, tensors, running=bool(self._asked))
         except Exception as error:
-            # Nobody knows which weights the layers hold, so nothing is generated with them, and the error ends the
-            # thread.
+            # Nobody knows which weights the layers hold, so the error ends the thread.
             self._version = self._empty
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"

@@ -26,8 +26,7 @@ from posttrain.system.terminal_output import tell
 PARENT = "POSTTRAIN_PARENT"
 """Environment variable: process id of the run that started this server. The server ends with it."""
 FOLDER = "POSTTRAIN_FOLDER"
-"""Environment variable: the folder that the run made for this server. The server removes the folder where the run has
-ended without doing so."""
+"""Environment variable: the folder that the run made for this server, which removes it where the run did not."""
 NEEDED: dict[str, str | None] = {
     "--generation-config": "vllm",
     "--logprobs-mode": "processed_logprobs",
@@ -64,9 +63,9 @@ def arguments(given: Sequence[str]) -> list[str]:
 def ending_with_parent() -> Iterator[None]:
     """Inside, the kernel ends this process when the run that started it ends, in whatever way.
 
-    The server's folder is removed too, also where vLLM has not yet begun to handle the signal. The processes that the
-    server has begun are ended too, also where the server itself was killed. This is needed with Ray: it kills the
-    children of an actor, and leaves the processes that these have begun.
+    The server's folder is removed too, also where vLLM does not handle the signal yet, and the processes that it has
+    begun are ended, also where the server was killed. Ray kills the children of an actor, and leaves the processes that
+    these have begun.
     """
     parent, folder = os.environ.pop(PARENT, None), os.environ.pop(FOLDER, None)
     if parent is None or not sys.platform.startswith("linux"):
@@ -93,14 +92,11 @@ def ending_with_parent() -> Iterator[None]:
 
 
 def _end_after_server(server: int, parent: int, folder: str | None) -> None:
-    """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group.
-
-    The folder holds the server's log, which the run may still read. So it is removed only when the run has ended too.
-    """
-    # This process leaves the group that it will end.
-    os.setsid()
-    # SIGUSR1 is blocked before the kernel is asked for it, so that a signal which comes at once waits for `sigwait`.
-    # The other signals are meant for the server, and must not end the process that cleans up after it.
+    """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group. The
+    folder goes when the run has ended too, which may still read the log."""
+    os.setsid()  # it leaves the group that it will end
+    # SIGUSR1 is blocked before the kernel is asked for it, so that it waits for `sigwait`. The others are meant for the
+    # server, and must not end the process that cleans up after it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() == server:
@@ -115,8 +111,7 @@ def _end_after_server(server: int, parent: int, folder: str | None) -> None:
                 os.killpg(server, 0)
     with contextlib.suppress(ProcessLookupError):
         while folder is not None and os.path.exists(folder):
-            # Signal 0 only asks whether the process is there.
-            os.kill(parent, 0)
+            os.kill(parent, 0)  # only asks whether the process is there
             time.sleep(0.2)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -149,8 +144,7 @@ def main() -> None:
     given = {a.replace("_", "-") for a in sys.argv}  # vLLM's parser takes both spellings
     if "--enable-lora" in given:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    # vLLM's own setting still lets it compile small functions of its sampler, which took 51 s at the first request with
-    # log-probs.
+    # vLLM's own setting lets it compile small functions of its sampler: 51 s at the first request with log-probs.
     if "--enforce-eager" in given:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     with ending_with_parent():

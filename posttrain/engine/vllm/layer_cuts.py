@@ -1,12 +1,10 @@
-"""Finds how vLLM's layers cut their tensors among its workers (tensor parallelism): which rows or columns this worker
-holds.
-
-The layers say it themselves: the same attributes from which vLLM's own weight loaders cut.
-"""
+"""Finds how vLLM's layers cut their tensors among its workers (tensor parallelism), by the attributes from which vLLM's
+own weight loaders cut."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from vllm.model_executor.layers.linear import (
@@ -24,14 +22,11 @@ from posttrain.engine.vllm.worker_parts import WorkerPart
 
 @dataclass(frozen=True)
 class CutMatrix:
-    """The part of one Hugging Face matrix that this worker holds."""
+    """The rows or columns of one Hugging Face matrix: how many it has, the first that this worker holds, how many."""
 
     total: int
-    """Rows or columns of the whole matrix."""
     begin: int
-    """The first row or column that this worker holds."""
     size: int
-    """How many it holds."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +39,10 @@ class Cut:
 
     def part(self, index: int | None = None) -> WorkerPart:
         """Returns the part of the fused matrix `index`, or of all matrices as one, that this worker holds."""
-        if index is not None:
-            return WorkerPart(self.axis, (_range(self.shards[index], 0),))
-        offsets = [sum(s.total for s in self.shards[:i]) for i in range(len(self.shards))]
-        return WorkerPart(self.axis, tuple(_range(s, o) for s, o in zip(self.shards, offsets, strict=True)))
+        shards = self.shards if index is None else self.shards[index : index + 1]
+        offsets = accumulate((s.total for s in shards), initial=0)
+        ranges = tuple((o + s.begin, o + s.begin + s.size) for s, o in zip(shards, offsets, strict=False))
+        return WorkerPart(self.axis, ranges)
 
     def place(self, index: int) -> tuple[int, int]:
         """(begin, end) of the fused matrix `index` in this worker's tensor."""
@@ -56,11 +51,8 @@ class Cut:
 
 
 def cut_of(layer: Any, leaf: str) -> Cut | None:
-    """Returns the cut of a layer's tensor (`weight` or `bias`). None: each worker holds all of it.
-
-    Raises:
-        LookupError: it is cut in a way that is not known here.
-    """
+    """Returns the cut of a layer's tensor (`weight` or `bias`), None where each worker holds all of it. LookupError
+    where it is cut in a way that is not known here."""
     if isinstance(layer, VocabParallelEmbedding):
         # The last worker's part is filled up with rows of no token; these are not counted.
         at = layer.shard_indices
@@ -96,8 +88,3 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
 def _cut(count: int, axis: int, *shards: CutMatrix) -> Cut | None:
     """The cut among `count` workers; None for one worker."""
     return None if count == 1 else Cut(axis, shards)
-
-
-def _range(shard: CutMatrix, offset: int) -> tuple[int, int]:
-    """(begin, end) of this worker's part in a tensor where the matrix begins at `offset`."""
-    return offset + shard.begin, offset + shard.begin + shard.size

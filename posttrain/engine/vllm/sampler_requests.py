@@ -24,32 +24,22 @@ from posttrain.system.errors import DataError, EngineError
 
 ReadBack = list[tuple[str, str, list[int]]]
 """(name, dtype, shape) of tensors that are read back from an engine."""
-NO_WEIGHTS = -1
-"""Version of an engine without pushed weights. It refuses to generate."""
-NO_ADAPTER = -2
-"""Version of such an engine where adapters are pushed. It lies below -1, because an adapter is first tried as version
--1 (`role.sync`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedRequest:
-    """A checked request for one turn."""
+    """A checked request for one turn. `end`: the reason for the end of a turn that reaches `limit`."""
 
     ids: list[int]
     sampling: Sampling
     place: int
     limit: int
     end: Stop
-    """The reason for the end of a turn that reaches `limit`."""
 
 
 def check_request(ids: np.ndarray, sampling: Sampling, place: int, capabilities: Capabilities) -> CheckedRequest:
-    """Check one request.
-
-    Raises:
-        DataError: the prompt is empty, too long or of another vocabulary.
-        EngineError: the contract is not resolved. ConfigError: vLLM cannot follow the contract.
-    """
+    """Check one request: DataError where the prompt is empty, too long or of another vocabulary, EngineError where the
+    contract is not resolved, ConfigError where vLLM cannot follow it."""
     ids, context = np.asarray(ids), capabilities.context
     if ids.ndim != 1 or len(ids) == 0:
         raise DataError(
@@ -96,11 +86,6 @@ class ExpectedTensors:
         return checked_tensors(self.own, tensors)
 
 
-def empty_version(policy: Policy) -> int:
-    """Version of an engine for this policy before the first push."""
-    return NO_WEIGHTS if policy.lora is None else NO_ADAPTER
-
-
 def newer(version: int, than: int) -> None:
     """EngineError where `version` is not newer than the other one."""
     if version <= than:
@@ -115,7 +100,9 @@ class VLLMSampler:
     def __init__(self, policy: Policy, capabilities: Capabilities, workers: int, inflight: bool) -> None:
         self._capabilities, self._expected = capabilities, ExpectedTensors.of(policy)
         self._workers, self.inflight = workers, inflight
-        self._version = self._empty = empty_version(policy)
+        # An engine without pushed weights refuses to generate. Its version lies below -1 where adapters are pushed,
+        # because an adapter is first tried as version -1 (`role.sync`).
+        self._version = self._empty = -1 if policy.lora is None else -2
         self._counters = ClientCounters()
 
     @property
@@ -140,8 +127,8 @@ class VLLMSampler:
 
 
 class UpdateGate:
-    """Lets many turns run at once, or one update. An update waits until the running turns have ended, except those that
-    may stay. Turns that come later wait for the update."""
+    """Lets many turns run at once, or one update. An update waits for the running turns except those that may stay, and
+    turns that come later wait for the update."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -180,15 +167,13 @@ class UpdateGate:
             self._wake()
 
     async def _until(self, free: Callable[[], bool]) -> None:
-        """Wait until the condition is true."""
         while not free():
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
     def _wake(self) -> None:
-        """Let all that wait look again whether they may go on."""
-        # All look again, in the order in which they came. A waiter of a loop that has ended is left alone.
+        """Let all that wait look again, in the order in which they came. Those of a loop that has ended are left."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done() and not waiter.get_loop().is_closed():
@@ -220,7 +205,6 @@ class ClientCounters:
         self.prompts += len(prompt)
 
     def pushed(self, size: int) -> None:
-        """Count an update of `size` bytes."""
         self.sent += size
         self.pushes += 1
 

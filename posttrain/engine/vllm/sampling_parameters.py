@@ -4,9 +4,9 @@ module does not import vllm.
 Every field is sent, so no default of the server or of the model's generation config applies. A field that vLLM cannot
 follow exactly is refused by name (`check`).
 
-One difference remains and is no error: vLLM applies min-p before top-k and top-p, each on the full distribution. Where
-these are combined it may keep other tokens than the embedded engine. The kept sets are stored with the tokens, so the
-learner evaluates pi on the distribution that was sampled from.
+One difference remains and is no error: vLLM applies min-p before top-k and top-p, each on the full distribution, and so
+may keep other tokens than the embedded engine. The kept sets are stored with the tokens, so the learner evaluates pi on
+the distribution that was sampled from.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ BANNED = -1e9
 """A logit bias that bans a token: its probability underflows to exactly zero, and the others do not change."""
 ZERO_PROBABILITY = -9000.0
 """A log-prob at or below this means probability zero: vLLM's server writes minus infinity as -9999."""
+SCORE = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0, "detokenize": False}
+"""Parameters that give the log-probs of a prompt, and one token that nobody reads."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,7 @@ def fields(s: Sampling, place: int, limit: int, capabilities: Capabilities) -> d
     """Keyword arguments of `vllm.SamplingParams` for one turn of at most `limit` tokens.
 
     `seed` is the low 63 bits of the place. vLLM draws position t with the t-th number of a generator with that seed,
-    whatever else runs. So the same place gives the same tokens again in vLLM. Another engine has another generator
-    and gives other tokens.
+    whatever else runs. So the same place gives the same tokens again in vLLM, and other ones in another engine.
     """
     # A server has no field for banned ids, so single tokens are banned by their bias. In process `VLLMEngine` sets the
     # field in which vLLM keeps the ids of bad words.
@@ -104,8 +105,8 @@ def fields(s: Sampling, place: int, limit: int, capabilities: Capabilities) -> d
 
 
 def _asked(s: Sampling, vocabulary: int) -> int:
-    """Number of most probable tokens to ask for with every token: enough for the kept set and `top`. One more is asked
-    for, because a server counts the said token among them even where it is not one of them."""
+    """Number of most probable tokens to ask for with every token: enough for the kept set and `top`, and one more,
+    because a server counts the said token among them even where it is not one of them."""
     if s.top > vocabulary:
         raise EngineError(f"sampling.top={s.top} of a vocabulary of {vocabulary} tokens. Lower it to at most that")
     for_kept_set = 0
@@ -130,14 +131,8 @@ class Answer:
 
 
 def said(a: Answer, s: Sampling, limit: int, end: Stop, capabilities: Capabilities) -> SampledTurn:
-    """The turn in our types. Every guarantee of vLLM is checked.
-
-    Args:
-        end: what reaching `limit` means, LENGTH or CONTEXT.
-
-    Raises:
-        EngineError: the answer contradicts itself or the contract.
-    """
+    """The turn in our types. Every guarantee of vLLM is checked: EngineError where the answer contradicts itself or the
+    contract. `end`: what reaching `limit` means, LENGTH or CONTEXT."""
     ids = np.array(a.ids, np.int32)
     if not len(ids) or len(a.rows) != len(ids) or len(ids) > limit:
         raise EngineError(
@@ -184,8 +179,8 @@ def _kept(row: dict[int, float], token: int, s: Sampling, capabilities: Capabili
     if s.greedy:
         return np.array([token], np.int32)
     inside = sorted(i for i, x in row.items() if x > ZERO_PROBABILITY)
-    # All tokens that came have a positive probability, so the kept set may go on behind the last of them. Not where
-    # fewer came than `_asked` asks for: then there are no others.
+    # Where all that came have a positive probability, the kept set may go on behind the last of them, unless fewer came
+    # than `_asked` asks for: then there are no others.
     if len(inside) == len(row) < capabilities.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
             f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"
@@ -196,7 +191,7 @@ def _kept(row: dict[int, float], token: int, s: Sampling, capabilities: Capabili
 
 def _top(row: dict[int, float], k: int) -> Top:
     """The k most probable tokens at one position."""
-    # Equal log-probs are ordered by id, so that the answer does not depend on the order in which they came.
+    # Equal log-probs by id, so that the answer does not depend on the order in which they came.
     best = sorted(row.items(), key=lambda item: (-item[1], item[0]))[:k]
     if len(best) < k:
         raise EngineError(f"vLLM sent {len(best)} of the {k} most probable tokens")

@@ -29,13 +29,9 @@ STOP_SECONDS = 20.0
 
 
 class SpawnedServer:
-    """The server process, on a free port of this machine. It has a process group of its own, so
-    that all of it is ended.
-
-    Raises:
-        ConfigError: vllm is not installed. EngineError: the server ended or did not answer in time; the
-            message quotes its log.
-    """
+    """The server process, on a free port of this machine. It has a process group of its own, so that all of it is
+    ended. ConfigError where vllm is not installed; EngineError, with the end of its log, where the server does not
+    start."""
 
     def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> None:
         installed()
@@ -44,21 +40,18 @@ class SpawnedServer:
         self.folder = Path(self._folder.name)
         """Holds the model's description, the log, and weights during an update."""
         describe(policy, str(self.folder / "model"))
-        port = _free_port()
+        # Where somebody else takes the port before the server does, the server ends, and `_wait` tells why.
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
-        command = [
-            sys.executable,
-            "-m",
-            "posttrain.engine.vllm.launch",
-            "--port",
-            str(port),
-            "--uvicorn-log-level",
-            "warning",
-        ]
+        program = "posttrain.engine.vllm.launch"
+        command = [sys.executable, "-m", program, "--port", port, "--uvicorn-log-level", "warning"]
         for name, value in arguments(policy, str(self.folder / "model"), slots, cache_bytes, eager, workers).items():
             flag = f"--{name.replace('_', '-')}"
             # A flag of vLLM has no value: it is there or not.
             command += [flag] if value is True else [] if value is False else [flag, str(value)]
+        variables = workers_environment(workers, eager) | {PARENT: str(os.getpid()), FOLDER: self._folder.name}
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -66,9 +59,7 @@ class SpawnedServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ
-                | workers_environment(workers, eager)
-                | {PARENT: str(os.getpid()), FOLDER: self._folder.name},
+                env=os.environ | variables,
             )
         self._why = ""
         atexit.register(self.close)
@@ -80,8 +71,7 @@ class SpawnedServer:
             raise
 
     def ended(self) -> str:
-        """Returns the reason why the server has ended, with the end of its log; '' while it runs. The files that it
-        left are removed."""
+        """Returns the reason why the server has ended, with the end of its log; '' while it runs. Removes its files."""
         if not self._why and (code := self._process.poll()) is not None:
             self._why = f"it has ended with exit code {code}{last_words(self.folder / 'log')}"
             self.close()
@@ -101,9 +91,7 @@ class SpawnedServer:
         """Returns whether the whole group has ended within this time."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            # Reaps the server where it has ended: a process that was not waited for would count as one of the group for
-            # ever.
-            self._process.poll()
+            self._process.poll()  # a process that has ended and was not waited for counts as one of the group for ever
             try:
                 os.killpg(self._process.pid, 0)
             except ProcessLookupError:
@@ -116,7 +104,6 @@ class SpawnedServer:
         # Without the proxies of the environment, which cannot reach this machine's own address.
         direct, until = urllib.request.build_opener(urllib.request.ProxyHandler({})), time.monotonic() + START
         while True:
-            # The end of the server is reported at once, with its last words, and not after the whole time.
             if why := self.ended():
                 raise EngineError(f"{ROLE} did not start: {why}")
             with contextlib.suppress(OSError, HTTPException), direct.open(f"{self.url}/health", timeout=5) as answer:
@@ -125,11 +112,3 @@ class SpawnedServer:
             if time.monotonic() > until:
                 raise EngineError(f"{ROLE} did not answer in {START:g} s{last_words(self.folder / 'log')}")
             time.sleep(0.2)
-
-
-def _free_port() -> int:
-    """A port of this machine that nobody uses at this moment."""
-    # Somebody else may take the port before the server does. Then the server ends, and `_wait` tells why.
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

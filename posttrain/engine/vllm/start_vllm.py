@@ -1,30 +1,26 @@
-"""Starts vLLM in this process, and makes its arguments and files for a model, for a server too.
-
-What vLLM changes in this process is restored. Numbers of workers that a model or this machine does not allow are
-refused.
-"""
+"""Starts vLLM in this process, and makes its arguments and files for a model, for a server too. What vLLM changes in
+this process is restored."""
 
 from __future__ import annotations
 
 import copy
 import os
-import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from posttrain.config.engines import VLLM
 from posttrain.config.placement import Local, Placement
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.model.policy_model import Policy, served_tensors
+from posttrain.engine.model.tiny_models import generators_kept
 from posttrain.engine.vllm.adapter_load import check_served, lora_arguments, write_base
 from posttrain.engine.vllm.sampling_parameters import Capabilities
 from posttrain.system.errors import ConfigError
@@ -35,32 +31,26 @@ EXTENSION = "posttrain.engine.vllm.vllm_worker.ServedWeights"
 BACKEND = "posttrain"
 """Name of the weight transfer backend in vLLM's registry."""
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-"""Environment variable of vLLM for CPU. Where it is not set, each server binds its threads to the same cores. Several
-workers then want a memory node (NUMA) each, and do not start where there are too few."""
+"""Environment variable of vLLM for CPU. Where it is not set, each server binds its threads to the same cores, and
+several workers want a memory node (NUMA) each."""
 START = 600.0
 """Seconds vLLM may take to start."""
 
 
 def whole_prompts() -> bool:
-    """Returns whether vLLM must compute each prompt in one pass. Where a pass ends inside of a prompt, vLLM 0.32 takes
-    back a draw of the request's generator, and the generators of a CPU cannot do that: the engine would end."""
+    """Returns whether vLLM must compute each prompt in one pass: where a pass ends inside of one, vLLM 0.32 takes back
+    a draw of the request's generator, which the generators of a CPU cannot do."""
     return not (torch.cuda.is_available() or torch.xpu.is_available())
 
 
 def capabilities_of(policy: Policy) -> Capabilities:
     """The sizes and abilities of a vLLM engine in this process for a policy."""
-    return Capabilities(read_out(policy.module).weight.shape[0], policy.context, eos(policy), sequences=True)
-
-
-def eos(policy: Policy) -> int | None:
-    """The end token that vLLM takes from the tokenizer."""
-    end_token: Any = policy.tokenizer.eos_token_id
-    return end_token
+    eos: Any = policy.tokenizer.eos_token_id
+    return Capabilities(read_out(policy.module).weight.shape[0], policy.context, eos, sequences=True)
 
 
 def describe(policy: Policy, folder: str) -> None:
-    """Write what vLLM needs of a model before its weights are loaded: configuration and tokenizer. Beneath an adapter
-    the weights are written too."""
+    """Write what vLLM needs of a model at its start: configuration, tokenizer, and the weights beneath an adapter."""
     config = copy.deepcopy(policy.module.config)
     # vLLM finds its own class by this name, and a config that was made in code has none.
     config.architectures = [type(policy.module).__name__]
@@ -74,10 +64,7 @@ def arguments(
     policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool, workers: int = 1
 ) -> dict[str, Any]:
     """vLLM's engine arguments for one policy. Those of the log-prob contract are in `build` and `launch.NEEDED`.
-
-    Args:
-        cache_bytes: bytes of the key-value cache of all workers together. vLLM is told the bytes of one worker.
-    """
+    `cache_bytes`: of the key-value caches of all workers together."""
     several = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"} if workers > 1 else {}
     return {
         "model": folder,
@@ -92,8 +79,7 @@ def arguments(
         "enforce_eager": eager,
         "trust_remote_code": policy.remote_code,
         "disable_log_stats": True,
-        # The seed of vLLM itself. Each request has a seed of its own.
-        "seed": 0,
+        "seed": 0,  # each request has a seed of its own
         **several,
         **lora_arguments(policy.lora),
     }
@@ -103,10 +89,8 @@ def workers_environment(workers: int, eager: bool) -> dict[str, str]:
     """Environment variables that vLLM's workers get beside this process's own. The workers share its threads."""
     if workers == 1:
         return {}
-    variables = {
-        BINDING: os.environ.get(BINDING, "nobind"),
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers)),
-    }
+    threads = str(max(1, torch.get_num_threads() // workers))
+    variables = {BINDING: os.environ.get(BINDING, "nobind"), "OMP_NUM_THREADS": threads}
     return variables | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
 
 
@@ -118,7 +102,8 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: in
         _program_hidden() if workers > 1 else nullcontext(),
         # 0: the engine's core runs in this process, where its steps can be called one by one.
         _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level, **beside),
-        _own_randomness(),
+        generators_kept(),
+        _threads_kept(),
         # The description is needed during the start only.
         tempfile.TemporaryDirectory(prefix="posttrain-vllm-", dir=memory_folder()) as folder,
     ):
@@ -154,7 +139,6 @@ def folder_for_weights(policy: Policy) -> Path:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables inside, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -171,8 +155,7 @@ def _environment(**values: str) -> Iterator[None]:
 def _program_hidden() -> Iterator[None]:
     """Inside, processes that `multiprocessing` begins do not import the user's program again: a run that it starts at
     its top would start once more in each worker."""
-    # It reads TORCHDYNAMO_DISABLE once, as it is imported. So `build` enters this block before the one that sets the
-    # variable, which is meant for the workers alone.
+    # Before `build` sets TORCHDYNAMO_DISABLE for the workers: torch reads it once, at this import.
     import_module("torch._dynamo")
     program = sys.modules["__main__"]
     # multiprocessing imports the main program in a new process by its file or its spec; without both it imports none.
@@ -187,31 +170,20 @@ def _program_hidden() -> Iterator[None]:
 
 
 @contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Restore random states and threads afterwards. vLLM seeds all generators, lowers torch's threads
-    and replaces `torch.set_num_threads`."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+def _threads_kept() -> Iterator[None]:
+    """Restore torch's threads afterwards. vLLM lowers them and replaces `torch.set_num_threads`."""
     set_threads, count = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
         # First torch's own function again, then the number.
         torch.set_num_threads = set_threads
         torch.set_num_threads(count)
 
 
-@contextmanager
-def quiet_compiler(eager: bool) -> Iterator[None]:
-    """Inside, nothing is compiled if `eager`. vLLM also compiles small functions of its sampler, which would take
-    minutes at the first request."""
-    if not eager:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def quiet_compiler(eager: bool) -> AbstractContextManager[None]:
+    """Inside, nothing is compiled if `eager`: what vLLM compiles of its sampler takes minutes at the first request."""
+    return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
 
 def refuse_split(workers: int, config: Any) -> None:

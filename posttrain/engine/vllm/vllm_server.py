@@ -1,7 +1,6 @@
-"""vLLM over HTTP: `core.ports.Sampler` over a server that `launch` started. It is spawned for the run
-or given by its address.
+"""vLLM over HTTP: `core.ports.Sampler` over a server that `launch` started, for the run or by somebody else.
 
-Tokens are sent and received over vLLM's token route. Weights are sent as a safetensors file in a folder that both sides
+Tokens are sent and received over vLLM's token route. Weights are sent as safetensors files in a folder that both sides
 can read, with vLLM's own update routes. A request that fails is sent again with the same seed, so the answer is the
 same. If all tries fail, an `EndpointError` names the role, and nothing is dropped.
 """
@@ -25,14 +24,8 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import SampledTurn
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.vllm.adapter_load import HotLoad, rank_for
-from posttrain.engine.vllm.sampler_requests import (
-    ReadBack,
-    UpdateGate,
-    VLLMSampler,
-    check_request,
-    newer,
-)
-from posttrain.engine.vllm.sampling_parameters import Answer, fields, said
+from posttrain.engine.vllm.sampler_requests import ReadBack, UpdateGate, VLLMSampler, check_request, newer
+from posttrain.engine.vllm.sampling_parameters import SCORE, Answer, fields, said
 from posttrain.engine.vllm.start_vllm import capabilities_of
 from posttrain.engine.vllm.worker_parts import StagedTensors, written_in
 from posttrain.system.errors import ConfigError, EndpointError, EngineError
@@ -57,7 +50,7 @@ class VLLMServer(VLLMSampler):
         endpoint: the server's base address.
         share: folder for weights during an update. This process and the server see it under the same path.
         timeout: seconds that one try of a turn, or one part of an update, may take. A turn is tried again a few times.
-        ended: returns why a spawned server has ended; '' while it runs.
+        ended: returns why this engine can never answer again; '' while it can, and of a server of somebody else.
         inflight: running turns go on under new weights (`VLLM.update`).
         workers: of the server (`VLLM.workers`).
     """
@@ -78,37 +71,23 @@ class VLLMServer(VLLMSampler):
         self._adapter: str | None = None
         """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
-        self._endpoint, self._share = endpoint, share
-        self.ended = ended
-        """Function that returns the reason why this engine can never answer again; '' while it can, and always of a
-        server that the run did not start."""
+        self._endpoint, self._share, self.ended = endpoint, share, ended
         self._patience = replace(endpoint.patience, answer=timeout)
-        self._name = uuid4().hex
-        """A part of the names of its files, because others may write into the same folder."""
-        self._gate = UpdateGate()
-        self._checked = False
+        # Its name is a part of the names of its files, because others may write into the same folder.
+        self._name, self._gate, self._checked = uuid4().hex, UpdateGate(), False
 
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
     ) -> SampledTurn:
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call closes the connection,
-        and the server then aborts the request.
-
-        heard: called once, with the whole turn, when it has ended.
-        """
+        and the server then aborts the request. `heard` is called once, with the whole turn, when it has ended."""
         o = check_request(ids, sampling, place, self._capabilities)
         # The gate knows of this run's turns only. Another program that asks the same server is not held back.
         async with self._gate.turn(stays=self.inflight):
             if self._version == self._empty:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
-            body = {
-                "token_ids": o.ids,
-                "cache_salt": self._salt(),
-                "sampling_params": fields(o.sampling, o.place, o.limit, self._capabilities),
-                **self._model(),
-            }
-            reply = await self._post("/inference/v1/generate", body, again=True)
+            reply = await self._generate(o.ids, fields(o.sampling, o.place, o.limit, self._capabilities))
             self._counters.spent("engine/turn", begun)
         try:
             choice = reply["choices"][0]
@@ -126,33 +105,30 @@ class VLLMServer(VLLMSampler):
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`."""
-        params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0, "detokenize": False}
-        body = {
-            "token_ids": [int(i) for i in ids],
-            "cache_salt": self._salt(),
-            "sampling_params": params,
-            **self._model(),
-        }
+        token_ids = [int(i) for i in ids]
         async with self._gate.turn():
-            reply = await self._post("/inference/v1/generate", body, again=True)
+            reply = await self._generate(token_ids, SCORE)
         try:
-            rows = reply["prompt_logprobs"][1:]
-            return np.array(
-                [row[str(i)]["logprob"] for i, row in zip(body["token_ids"][1:], rows, strict=True)], np.float32
-            )
+            rows = zip(token_ids[1:], reply["prompt_logprobs"][1:], strict=True)
+            return np.array([row[str(i)]["logprob"] for i, row in rows], np.float32)
         except (KeyError, TypeError, ValueError) as error:
             raise self._broken(f"its log-probs of a prompt cannot be read ({error!r})") from error
 
+    async def _generate(self, ids: list[int], parameters: Mapping[str, Any]) -> Any:
+        """The server's answer to these tokens, by the adapter where there is one."""
+        body = {"token_ids": ids, "cache_salt": self._salt(), "sampling_params": parameters}
+        model = {} if self._adapter is None else {"model": self._adapter}
+        return await self._post("/inference/v1/generate", {**body, **model}, again=True)
+
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version` once this run's running turns have ended, or, with `inflight`, while they
-        stand still. Returns the fingerprint of the weights that the server's layers multiply with afterwards. Names
-        and shapes are checked before anything is sent."""
+        stand still. Returns the fingerprint of what the server's layers then multiply with. Names and shapes are
+        checked before anything is sent."""
         newer(version, self._version)
         name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
         staged = StagedTensors(self._share, name)
         try:
-            # Whole tensors are written before the gate closes: this takes long, and the server's turns go on meanwhile.
-            # An adapter is small.
+            # Whole tensors are written before the gate closes: this takes long, and turns go on meanwhile.
             if hot is None:
                 staged.write(checked)
                 update = partial(self._send, staged, version)
@@ -165,8 +141,7 @@ class VLLMServer(VLLMSampler):
                 begun = time.perf_counter()
                 try:
                     served = await (self._paused(update) if self.inflight else update())
-                # Also where the call is cancelled: the server may hold a part of the new weights, and nothing is asked
-                # of it until a push has gone through.
+                # Also where the call is cancelled: the server may hold a part of the new weights.
                 except BaseException:
                     self._version = self._empty
                     raise
@@ -203,11 +178,8 @@ class VLLMServer(VLLMSampler):
         return answers
 
     async def _load_adapter(self, hot: HotLoad, name: str, version: int, given: list[tuple[str, Any]]) -> str:
-        """Load the files of an adapter in the place of the last one.
-
-        The adapter's name is new, because it is part of the keys of the prefix cache. The server keeps one adapter, so
-        the last one is unloaded.
-        """
+        """Load the files of an adapter in the place of the last one, which is unloaded. Its name is new, because it is
+        part of the keys of the prefix cache."""
         path, last = self._share / name, self._adapter
         try:
             with written_in(self._share):
@@ -232,8 +204,7 @@ class VLLMServer(VLLMSampler):
         raise self._broken("its prefix cache could not be emptied after an update; does anybody else ask it?")
 
     async def _check_server(self) -> None:
-        """Check once that the server's settings fit the log-prob contract and the policy;
-        ConfigError where they do not."""
+        """ConfigError where the server's settings do not fit the log-prob contract and the policy; checked once."""
         if self._checked:
             return
         # `of_all=False`: the number of workers is one of the facts, so a wrong one is reported with the other facts.
@@ -287,8 +258,7 @@ class VLLMServer(VLLMSampler):
         self, path: str, body: Mapping[str, Any] | None, *, again: bool = False, plain: bool = False
     ) -> Any:
         """POST to a route of the server; see `Endpoint.post`. With `again` a request that fails is tried again."""
-        # Only what may be done twice is sent again: a turn with its seed, a question. An update that was half received
-        # must not be repeated.
+        # Only what may be done twice is sent again, such as a turn with its seed; an update that was half received not.
         patience = self._patience if again else replace(self._patience, tries=1)
         try:
             return await self._endpoint.post(path, body, again=again, patience=patience, plain=plain)
@@ -302,10 +272,6 @@ class VLLMServer(VLLMSampler):
     def _broken(self, why: str) -> EndpointError:
         """The error of a server that answers something else than vLLM does."""
         return EndpointError(f"{ROLE} ({self._endpoint.url}): {why}", ROLE, None)
-
-    def _model(self) -> dict[str, str]:
-        """The part of a request that names the adapter."""
-        return {} if self._adapter is None else {"model": self._adapter}
 
     @property
     def busy(self) -> bool:

@@ -1,10 +1,9 @@
 """Runs inside vLLM's worker: loads new weights, and reads back the weights that the worker computes with.
 
 `DirectLoad` is a weight transfer backend in vLLM's own registry. It takes named Hugging Face tensors, in process or in
-a safetensors file that both sides can read. `ServedWeights` is a worker extension. It recovers every tensor, under its
-Hugging Face name, from what the layers multiply with now. So the fingerprint is that of the served weights, not a copy
-of what was sent. One of several workers takes its part of each tensor (vLLM's own loader cuts it), and reads back that
-part; `worker_parts` says how the whole is shown to be right.
+a safetensors file. `ServedWeights` is a worker extension. It recovers every tensor, under its Hugging Face name, from
+what the layers multiply with now, so the fingerprint is that of the served weights, not of a copy of what was sent. One
+of several workers takes its part of each tensor (vLLM's own loader cuts it), and reads back that part (`worker_parts`).
 
 Importing this module registers the backend. A server imports it because `--worker-extension-cls` names the extension.
 """
@@ -18,7 +17,6 @@ import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing import current_process, parent_process
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,11 +39,11 @@ ROWS = 512
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Endings of the names of GPT-2's Conv1D weights. They are [in, out], and vLLM transposes them to [out, in]."""
 ADAPTER = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
-"""Name of an adapter's tensor, as (its layer, A or B): `model.layers.0.self_attn.q_proj.lora_A.default.weight` is
-(`model.layers.0.self_attn.q_proj`, `A`)."""
+"""Name of an adapter's tensor, as (its layer, A or B): `layers.0.q_proj.lora_A.default.weight` is (`layers.0.q_proj`,
+`A`)."""
 _ZEROS = "_posttrain_negative_zeros"
-"""Name of an attribute that the model gets. It maps the name of a tensor to a mask of the sent weights that were -0.0,
-because products cannot distinguish these from 0.0."""
+"""Name of an attribute that the model gets: by tensor, a mask of the sent weights that were -0.0, because products
+cannot distinguish these from 0.0."""
 
 
 @dataclass
@@ -71,13 +69,15 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
         pass
 
     def start_weight_update(self) -> None:
-        """Prepare vLLM's layers for whole new weights."""
         initialize_layerwise_reload(self.model)
         setattr(self.model, _ZEROS, {})
 
     def receive_weights(self, update_info: DirectUpdate) -> None:
         """Load one chunk of weights, and note which of them were -0.0."""
-        sent = update_info.tensors if update_info.path is None else _read(Path(update_info.path))
+        sent = update_info.tensors
+        if update_info.path is not None:
+            with safe_open(update_info.path, framework="pt") as file:
+                sent = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
         zeros = getattr(self.model, _ZEROS)
         for name, tensor in sent:
             if tensor.is_floating_point() and bool((where := (tensor == 0) & tensor.signbit()).any()):
@@ -85,7 +85,6 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
         self.model.load_weights(iter(sent))
 
     def finish_weight_update(self) -> None:
-        """Let vLLM pack the new weights as its layers need them."""
         finalize_layerwise_reload(self.model, self.model_config)
         # No tensor comes for a head that is tied to the embedding, so vLLM's reload leaves its packed copy as it was.
         for layer in self.model.modules():
@@ -96,19 +95,13 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
         pass
 
 
-def _read(path: Path) -> list[tuple[str, Tensor]]:
-    """All tensors of a safetensors file."""
-    with safe_open(path, framework="pt") as file:
-        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
-
-
 class ServedWeights:
     """Methods added to vLLM's worker class; `collective_rpc` calls them by name."""
 
     def posttrain_facts(self) -> dict[str, Any]:
         """Settings that a client checks before it uses this server's log-probs."""
         config = self.vllm_config  # type: ignore[attr-defined]
-        model = config.model_config
+        model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
         return {
             "logprobs_mode": model.logprobs_mode,
             "generation_config": model.generation_config,
@@ -116,21 +109,16 @@ class ServedWeights:
             "max_model_len": model.max_model_len,
             "dtype": str(model.dtype).removeprefix("torch."),
             "vocabulary": model.get_vocab_size(),
-            "workers": config.parallel_config.world_size_across_dp,
-            "tensor_parallel": config.parallel_config.tensor_parallel_size,
-            "max_loras": 0 if config.lora_config is None else config.lora_config.max_loras,
-            "max_lora_rank": 0 if config.lora_config is None else config.lora_config.max_lora_rank,
+            "workers": parallel.world_size_across_dp,
+            "tensor_parallel": parallel.tensor_parallel_size,
+            "max_loras": 0 if lora is None else lora.max_loras,
+            "max_lora_rank": 0 if lora is None else lora.max_lora_rank,
         }
 
     def posttrain_digests(self, wanted: str) -> dict[str, Any]:
-        """{"digests": name -> digest of each served tensor, "parts": name -> this worker's part of a cut tensor}.
-
-        Tensors are recovered under the names, dtypes and shapes of the learner. The digest of a tensor that is cut
-        among workers is that of this worker's part. Returns {"error": why} where a tensor cannot be recovered.
-
-        Args:
-            wanted: JSON list of [name, dtype, shape].
-        """
+        """{"digests": name -> digest of each served tensor, "parts": name -> this worker's part of a cut tensor}, under
+        the names, dtypes and shapes of the learner; {"error": why} where a tensor cannot be recovered. The digest of a
+        tensor that is cut among workers is that of this worker's part. `wanted`: JSON list of [name, dtype, shape]."""
         reader = _TensorReader(self.get_model(), json.loads(wanted))  # type: ignore[attr-defined]
         try:
             digests = fingerprints(reader.tensors())
@@ -172,13 +160,10 @@ class _TensorReader:
 
     def stack(self, name: str) -> Tensor | None:
         """[rows, columns]: the room for a tensor of the one adapter that is served; None where there is none."""
-        named = ADAPTER.fullmatch(name)
-        if named is None:
+        if (named := ADAPTER.fullmatch(name)) is None:
             return None
-        path, matrix = named.groups()
-        module, index = self._place(path)
-        stacks = getattr(module, f"lora_{matrix.lower()}_stacked", None)
-        at = index or 0
+        module, index = self._place(named[1])
+        stacks, at = getattr(module, f"lora_{named[2].lower()}_stacked", None), index or 0
         # [adapters, 1, rows, columns] for each fused matrix; there is one adapter.
         return stacks[at][0, 0] if isinstance(stacks, tuple) and at < len(stacks) else None
 
@@ -192,8 +177,8 @@ class _TensorReader:
         return module, None
 
     def _adapter_part(self, name: str) -> WorkerPart | None:
-        """This worker's part of an adapter's tensor; None: it holds all of it. A is cut with the layer's input, that is
-        where the weight is cut by columns; B is cut with the output, where it is cut by rows."""
+        """This worker's part of an adapter's tensor; None: it holds all of it. A is cut where the weight is cut by
+        columns (its layer's input), B where it is cut by rows."""
         named = ADAPTER.fullmatch(name)
         module, index = self._place(named[1]) if named else (None, None)
         cut = None if module is None else cut_of(getattr(module, "base_layer", module), "weight")
@@ -235,18 +220,16 @@ class _TensorReader:
         part = self.parts.get(name)
         if tuple(value.shape) != (wanted_shape := shape if part is None else part.shape(shape)):
             raise LookupError(f"{name} is {wanted_shape} in the learner and {tuple(value.shape)} in vLLM")
-        # The dtypes may differ where one holds the other's numbers exactly; turning the value back shows whether it
-        # does.
+        # The dtypes may differ where one holds the other's numbers exactly, which turning the value back shows.
         in_dtype = value.to(dtype)
         if in_dtype.dtype != value.dtype and not torch.equal(in_dtype.to(value.dtype), value):
             raise LookupError(f"{name} is {dtype} in the learner; vLLM serves it in {value.dtype} with other values")
         if name in self._zeros:
-            # What the product gives as 0 is given the sign that was sent. Only zeros: a weight that is not 0 there
-            # stays wrong, and the digest tells.
+            # What the product gives as 0 gets the sign that was sent. A weight that is not 0 there stays wrong.
             zeros = self._zeros[name] if part is None else part.of(self._zeros[name])
             in_dtype = torch.where(zeros.to(in_dtype.device) & (in_dtype == 0), -0.0, in_dtype)
-        # vLLM read the weights beneath an adapter from a file, so no -0.0 of them was noted. Adding 0.0 makes each of
-        # them 0.0, as in the digests that they are compared with (`HotLoad.served_beneath`).
+        # vLLM read the weights beneath an adapter from a file, so their -0.0 were not noted. Adding 0.0 makes each 0.0,
+        # as in the digests that they are compared with (`HotLoad.served_beneath`).
         return in_dtype + 0.0 if self._adapted and in_dtype.is_floating_point() else in_dtype
 
     def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -254,8 +237,7 @@ class _TensorReader:
         plain = name.replace(".base_layer.", ".")
         path, _, leaf = plain.rpartition(".")
         parent, _, last = path.rpartition(".")
-        # Two cases: the learner's layer is one of vLLM's, under the same path; or it is one of several that vLLM has
-        # fused into one, and its rows lie in that one's tensor.
+        # The learner's layer is one of vLLM's, under the same path, or one of several that vLLM has fused into one.
         if (module := self._without_adapter(path)) is not None and hasattr(module, leaf):
             whole = self._leaf(module, leaf)
             # A head that is tied to this embedding may multiply with a packed copy, which is what counts.
@@ -277,8 +259,7 @@ class _TensorReader:
                 self.parts[name], (begin, end) = cut.part(index), cut.place(index)
                 return self._leaf(module, leaf)[begin:end]
             if module is not None:
-                # Not cut: the fused matrices lie one below the other, in the order of the mapping, and the learner's
-                # shapes say how many rows each has.
+                # Not cut: the fused matrices lie one below the other, in the order of the mapping.
                 begin = sum(self._rows(f"{parent}.{s}", leaf) for s in shards[: shards.index(last)])
                 return self._leaf(module, leaf)[begin : begin + shape[0]]
         raise LookupError(
@@ -303,15 +284,12 @@ class _TensorReader:
         return getattr(module, leaf).detach()
 
     def _tied(self, module: nn.Module, whole: Tensor) -> Tensor:
-        """The embedding's weight where the head multiplies with the same numbers; else the head's, so that
-        the fingerprint differs."""
+        """The embedding's weight where the head multiplies with the same numbers; else the head's, which differs."""
         for head in self._heads:
-            if (
-                head.weight is module.weight
-                and _packed(head)
-                and not torch.equal(head_weight := _multiplied(head), whole)
-            ):
-                return head_weight
+            if head.weight is module.weight and _packed(head):
+                weight = _multiplied(head)
+                if not torch.equal(weight, whole):
+                    return weight
         return whole
 
 
@@ -341,8 +319,8 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 def _end_with(engine: Any) -> None:
-    """End this worker when the process of its engine has ended. vLLM's worker looks for that only between two calls.
-    Inside of a call it can spin for ever, where another worker that it waits for was killed too."""
+    """End this worker when the process of its engine has ended. vLLM's worker looks for that only between two calls,
+    and inside of one can spin for ever, where another worker that it waits for was killed too."""
     engine.join()
     time.sleep(GRACE)
     os._exit(1)

@@ -19,16 +19,13 @@ from posttrain.system.errors import EngineError
 
 
 class Updates:
-    """Loads weights into an engine, and reads back what it then computes with.
+    """Loads weights into an engine, and reads back what it then computes with. EngineError where vLLM has no place for
+    the adapter on some layer.
 
     Args:
         expected: the whole weights that the engine should serve.
         hot: what is needed to serve an adapter; None where all weights train.
-        counters: where the bytes that are sent are counted.
         workers: processes among which the model is cut; 1: it is in this process.
-
-    Raises:
-        EngineError: vLLM has no place for the adapter on some layer.
     """
 
     def __init__(
@@ -43,17 +40,11 @@ class Updates:
             hot.refuse(self._ask("posttrain_places", list(hot.shapes))[0]["missing"])
 
     def load(self, version: int, tensors: list[tuple[str, Tensor]], *, running: bool = False) -> str:
-        """Serve these tensors as `version`; returns the fingerprint of what is then served.
-
-        Where all weights train and other ones are served than were sent, it is a text that equals no fingerprint, and
-        the learner's side refuses it.
+        """Serve these tensors as `version`; returns the fingerprint of what is then served, which the learner's side
+        compares. EngineError where an adapter is served with other numbers than were sent (`HotLoad.confirm`).
 
         Args:
-            running: whether turns are under way. They stand still meanwhile, and then compute their keys and values
-                again.
-
-        Raises:
-            EngineError: an adapter is served with other numbers than were sent (`HotLoad.confirm`).
+            running: whether turns are under way. They stand still, and then compute their keys and values again.
         """
         engine, hot = self._engine, self._hot
         if hot is None:
@@ -66,8 +57,8 @@ class Updates:
             self._counters.pushed(sum(t.nbytes for _, t in tensors))
         else:
             self._load_adapter(version, hot, tensors)
-        # The cache is emptied first: no key or value of the old weights is left when tokens are counted as tokens of
-        # the new version. Weights are read back last, so they are what the next step computes with.
+        # First the cache: no key or value of the old weights is left when tokens count as those of the new version.
+        # Last the weights are read back, so they are what the next step computes with.
         if not engine.reset_prefix_cache(reset_running_requests=running):
             raise EngineError("its prefix cache could not be emptied")
         engine.set_weight_version(str(version))
@@ -83,12 +74,10 @@ class Updates:
                 path = Path(folder) / f"{number}.safetensors"
                 save_file(bucket, path)
                 self._engine.collective_rpc("update_weights", kwargs={"update_info": {"path": str(path)}})
-                # Unlinked when all workers have read it: one bucket is in memory at a time.
-                path.unlink()
+                path.unlink()  # all workers have read it: one bucket is in memory at a time
 
     def _load_adapter(self, version: int, hot: HotLoad, tensors: list[tuple[str, Tensor]]) -> None:
-        """Load the adapter in the place of the last one. Its name and the path of its files are new, because both are
-        parts of the keys of the prefix cache."""
+        """Load the adapter in the place of the last one. Its name and path are new, as the cache's keys have both."""
         from vllm.lora.request import LoRARequest
 
         last = self.adapter

@@ -1,9 +1,8 @@
 """The parts of a tensor that several vLLM workers hold, and the proof that together they hold what was sent.
 
-A worker keeps only its part of a cut tensor, so none of them can compute the digest of the whole. Each reads the part
-that it computes with, and says which rows or columns that is, with their digest. Here the same rows or columns are cut
-out of the tensor that was sent. Where all digests are equal and the parts leave no gap, the workers serve that tensor.
-No module of vLLM is imported here.
+A worker keeps only its part of a cut tensor. It reads the part that it computes with, and says which rows or columns
+that is, with their digest. Here the same rows or columns are cut out of the tensor that was sent. Where all digests are
+equal and the parts leave no gap, the workers serve that tensor. No module of vLLM is imported here.
 """
 
 from __future__ import annotations
@@ -64,36 +63,38 @@ def served(
 ) -> tuple[dict[str, str], str]:
     """(the digest of each tensor that the workers serve together, words about what differs from what was sent).
 
+    Where all is well, these are `sent_digests` and ''. The digests of a single worker are returned as they are.
+
     Args:
         answers: what `vllm_worker.ServedWeights.posttrain_digests` answered, one for each worker.
         sent: returns the tensor that was sent under a name; None where there was none.
         sent_digests: of the tensors that were sent.
-
-    Returns: where all is well, `sent_digests` and ''. The digests of a single worker are returned as they are.
     """
     if len(answers) == 1:
         return dict(answers[0]["digests"]), ""
     parts = [{n: WorkerPart.read(p) for n, p in answer["parts"].items()} for answer in answers]
     digest_of_tensor, wrong = dict[str, str](), dict[int, list[str]]()
-    # What each worker should have told, computed from what was sent by the parts that the worker itself names. That
-    # these parts leave no gap is checked apart, or a worker that names an empty part would always be right.
+    # What each worker should have told, by the parts that it names itself. That these leave no gap is checked apart, or
+    # a worker that names an empty part would always be right.
     expected = [
         _wanted(answer["digests"], parts_of_worker, sent, sent_digests)
         for answer, parts_of_worker in zip(answers, parts, strict=True)
     ]
     for name in answers[0]["digests"]:
         digests = [answer["digests"][name] for answer in answers]
-        for worker, digest in enumerate(digests):
-            if digest != expected[worker].get(name):
-                wrong.setdefault(worker, []).append(name)
-        same = all(digest == w.get(name) for digest, w in zip(digests, expected, strict=True))
+        others = [worker for worker, digest in enumerate(digests) if digest != expected[worker].get(name)]
+        for worker in others:
+            wrong.setdefault(worker, []).append(name)
         tensor = sent(name)
-        if tensor is not None and not _leaves_no_gap(
-            [parts_of_worker.get(name) for parts_of_worker in parts], tensor.shape
-        ):
+        if tensor is not None and not _leaves_no_gap([p.get(name) for p in parts], tensor.shape):
             raise EngineError(f"no worker of vLLM serves some rows or columns of {name!r}: set engine.workers=1")
-        digest_of_tensor[name] = sent_digests[name] if same else f"parts {' '.join(digests)}"
-    return digest_of_tensor, "; ".join(_words(worker, len(answers), names) for worker, names in sorted(wrong.items()))
+        digest_of_tensor[name] = f"parts {' '.join(digests)}" if others else sent_digests[name]
+    words = [
+        f"worker {worker} of {len(answers)} serves {len(names)} tensors otherwise than they were sent, such as"
+        f" {names[0]!r}"
+        for worker, names in sorted(wrong.items())
+    ]
+    return digest_of_tensor, "; ".join(words)
 
 
 def fingerprint_served(
@@ -102,12 +103,7 @@ def fingerprint_served(
     sent_digests: Callable[[], Mapping[str, str]],
 ) -> str:
     """The fingerprint of what the workers serve together. Where some do not serve what was sent, words behind it name
-    them, so that the text equals no fingerprint.
-
-    Args:
-        answers, sent: as in `served`.
-        sent_digests: returns the digests of the tensors that were sent. It is called only for several workers.
-    """
+    them, so that the text equals no fingerprint. `sent_digests` is called only for several workers; see `served`."""
     digests, wrong = served(answers, sent, sent_digests() if len(answers) > 1 else {})
     return digest_of(digests) + (f" ({wrong})" if wrong else "")
 
@@ -129,25 +125,19 @@ def _wanted(
 
 
 def _leaves_no_gap(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> bool:
-    """Returns whether these parts, one for each worker, leave nothing of a tensor out. None as a part: all of the
-    tensor."""
+    """Returns whether these parts, one for each worker, leave nothing of a tensor out. None as a part: all of it."""
     if None in parts:
         return True
     cut_parts = [part for part in parts if part is not None]
     if len({part.axis for part in cut_parts}) != 1:
         return False
-    end = 0
     # `end`: up to here everything is held. Parts may overlap, where heads are copied to several workers.
+    end = 0
     for begin, upto in sorted(r for part in cut_parts for r in part.ranges):
         if begin > end:
             return False
         end = max(end, upto)
     return end == shape[cut_parts[0].axis]
-
-
-def _words(worker: int, count: int, names: Sequence[str]) -> str:
-    """Says which tensors a worker serves otherwise than they were sent."""
-    return f"worker {worker} of {count} serves {len(names)} tensors otherwise than they were sent, such as {names[0]!r}"
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[dict[str, Tensor]]:
@@ -166,8 +156,7 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[di
 
 @contextmanager
 def written_in(folder: Path) -> Iterator[None]:
-    """Inside, weights are written into the folder, which is made where it is not there. EngineError where they cannot
-    be."""
+    """Inside, weights are written into the folder, which is made if need be. EngineError where they cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -179,11 +168,7 @@ def written_in(folder: Path) -> Iterator[None]:
 
 
 class StagedTensors:
-    """The tensors of one version in safetensors files, until `remove`.
-
-    Args:
-        name: the beginning of the names of its files. No other files in the folder begin with it.
-    """
+    """The tensors of one version in safetensors files, until `remove`. No other files there begin with `name`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -197,8 +182,8 @@ class StagedTensors:
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write the tensors, a bucket at a time.
 
-        Nothing else may run in this process meanwhile. The tensors may come from several ranks, which wait for each
-        other: another order to them would be taken for the next part.
+        Nothing else may run in this process meanwhile. The tensors may come from several ranks that wait for each
+        other, and another order to them would be taken for the next part.
         """
         for bucket in buckets(tensors):
             path = self._folder / f"{self._name}-{len(self.files)}.safetensors"
