@@ -1,5 +1,4 @@
-"""Checks of a model directory before its files are parsed: files that are not regular, and impossible
-sizes of files and models."""
+"""Checks of a model directory before its files are parsed: files that are not regular, impossible sizes."""
 
 from __future__ import annotations
 
@@ -27,10 +26,10 @@ LARGEST = {
 """Most bytes of a file, by ending. Weights may have any size."""
 LARGEST_CONFIG = 16 * read_untrusted.MiB
 """Most bytes of config.json and the other `*config.json` files."""
-# Names of config fields that count layers: num_hidden_layers, n_layer, num_layers, decoder_layers, num_blocks, ...
 LAYERS = re.compile(
     r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)|(num_|n_)(hidden_|decoder_|encoder_)?layers?"
 )
+"""Names of config fields that count layers: num_hidden_layers, n_layer, num_layers, decoder_layers, num_blocks, ..."""
 MOST_LAYERS = 4096
 """Most layers where the number of tensors is not known from the weights."""
 
@@ -42,8 +41,7 @@ def examine(folder: Path) -> None:
         if path.suffix not in READ:
             continue
         try:
-            # Links are followed: the hub's cache consists of links to files elsewhere. What counts is what lies behind
-            # them.
+            # Links are followed: the hub's cache consists of links. What counts is what lies behind them.
             about = os.stat(path)
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
@@ -51,8 +49,7 @@ def examine(folder: Path) -> None:
         most = LARGEST_CONFIG if path.name.endswith("config.json") else LARGEST.get(path.suffix)
         if most is not None and about.st_size > most:
             raise DataError(f"{path} has {about.st_size:,} bytes; at most {most:,} are read there")
-        # The file is parsed here once only to refuse it. transformers treats some config files that it cannot parse as
-        # absent.
+        # Only to refuse it: transformers treats some config files that it cannot parse as absent.
         if path.name.endswith("config.json"):
             read_object(path)
         if path.name.endswith(INDEX):
@@ -65,8 +62,7 @@ def weight_files(index: Path) -> dict[str, str]:
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise DataError(f"{index} is damaged: weight_map must give the file of each weight. Copy or download it again")
     file_of_weight = cast("dict[str, str]", listed)
-    # The loader joins these names to the folder, so ../ or an absolute path would make it open any file of this
-    # machine.
+    # The loader joins these names to the folder, so ../ or an absolute path would open any file of this machine.
     if outside := next((f for f in file_of_weight.values() if Path(f).name != f), None):
         raise DataError(
             f"{index} names the file {outside[:80]!r}: the weights of a model lie beside their index, and nothing else"
@@ -75,31 +71,23 @@ def weight_files(index: Path) -> dict[str, str]:
     return file_of_weight
 
 
-def check_layers(folder: Path) -> None:
-    """DataError where config.json has more layers than the weights have tensors. Building them would
-    take hours and all memory."""
+def check_config(folder: Path) -> None:
+    """DataError where config.json has more layers than the weights have tensors: building them would take hours and all
+    memory. EngineError where it names an architecture with a recurrent state that cannot be trained."""
     file = folder / "config.json"
     config = read_object(file)
-    # A layer has at least one tensor, so a file with fewer tensors than layers belongs to another config. This is seen
-    # from the headers alone, before a module is built.
+    # A layer has at least one tensor. This is seen from the headers alone, before a module is built.
     most = _tensors(folder)
     # Models with several parts keep the sizes of the text model in a config inside the config.
     for part in (config, *(v for v in config.values() if isinstance(v, dict))):
         for name, value in part.items():
             if LAYERS.fullmatch(str(name)) and isinstance(value, int) and value > min(most, MOST_LAYERS):
-                have = (
-                    f"its weights hold {most} tensors"
-                    if most < MOST_LAYERS
-                    else f"no model has more than {MOST_LAYERS}"
-                )
+                known = most < MOST_LAYERS
+                have = f"its weights hold {most} tensors" if known else f"no model has more than {MOST_LAYERS}"
                 raise DataError(
                     f"{file}: {name}={value:,}, and {have}. The config belongs to another model, or is damaged"
                 )
-
-
-def check_state(folder: Path) -> None:
-    """EngineError where config.json names an architecture with a recurrent state that cannot be trained."""
-    keeps_state(read_object(folder / "config.json"))
+    keeps_state(config)
 
 
 def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:

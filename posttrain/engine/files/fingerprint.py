@@ -1,7 +1,6 @@
 """An exact digest of weights, to check that the engine serves the same bits that the trainer pushed.
 
-It is integer arithmetic over the raw bits, so the device, the number of threads and the order of
-summation do not matter.
+It is integer arithmetic over the raw bits, so device, threads and the order of summation do not matter.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Spot:
-    """Some rows of every tensor, drawn by a number that both sides know: a check that costs a small part of the whole.
+    """Some rows of every tensor, drawn by a number that both sides know, such as the version.
 
     It finds a tensor that is of another version, and half of one with a probability of 1 - 2**-rows; it does not find a
     single wrong word in a row that was not drawn. Each number draws other rows.
     """
 
     number: int
-    """Such as the version."""
     one_in: int = 64
-    """Number of rows of which one is read, at least one of each tensor; the words after the last full row are always
-    read."""
+    """Number of rows of which one is read, at least one of each tensor; the words after the last full row always are.
+    """
 
     def rows(self, count: int) -> Tensor:
         """int64, ascending: which of `count` rows are read."""
@@ -57,8 +55,7 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def digest_of(digests: Mapping[str, str]) -> str:
     """The fingerprint of tensors, from their digests by name."""
-    # Sorted by name, because the iterables of trainer and engine have different orders. The separators keep the borders
-    # of names and digests.
+    # By name, because trainer and engine have different orders. The separators keep the borders of names and digests.
     hasher = hashlib.blake2b(digest_size=16)
     for name, digest in sorted(digests.items()):
         hasher.update(f"{name}\x1f{digest}\x1e".encode())
@@ -66,15 +63,15 @@ def digest_of(digests: Mapping[str, str]) -> str:
 
 
 def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None) -> dict[str, str]:
-    """The digest of every tensor by name, to find which one is stale. Reads from the device once, at the end. With a
-    `spot` the digests are of its rows alone, and equal to those of the same spot only."""
+    """The digest of every tensor by name. Reads from the device once, at the end. With a `spot` the digests are of its
+    rows alone, and equal to those of the same spot only."""
     sums: dict[str, Tensor] = {}
     heads: dict[str, str] = {}
     for name, tensor in tensors:
         if name in sums:
             raise InvariantError(f"tensor {name!r} is listed twice: a fingerprint needs every name once")
-        # Bits alone would not tell a tensor from its transposed or recast form of the same bits. The spot is part of
-        # the digest too, so digests of different rows never compare as equal.
+        # Bits alone would not tell a tensor from its transposed or recast form, and digests of different rows must
+        # never compare as equal.
         heads[name] = f"{tensor.dtype!s} {tuple(tensor.shape)} {'' if spot is None else spot}"
         sums[name] = _row_sums(tensor, spot)
     if not sums:
@@ -84,7 +81,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
         device: torch.cat([s for s in sums.values() if s.device == device]).cpu()
         for device in {s.device for s in sums.values()}
     }
-    # Each device's sums lie in the order in which its tensors came, so a counter for each finds them again.
+    # Each device's sums lie in the order in which its tensors came.
     at = dict.fromkeys(by_device, 0)
     out: dict[str, str] = {}
     for name, s in sums.items():
@@ -97,9 +94,8 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
 def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
     """int64 [2 (rows + 1)]: two weighted sums of the tail's words, then of every full row of `ROW` words, or of those
     of the spot."""
-    # The bits are cut into 64-bit words: `whole` words fill rows of ROW, and less than a row of words is left as the
-    # tail. The body keeps its dtype until it is known to begin at a multiple of 8 bytes; the tail goes through bytes,
-    # because its length need not be a multiple of 8.
+    # `whole` words of 64 bits fill rows of ROW, and less than a row is left as the tail. The body keeps its dtype until
+    # it is known to begin at a multiple of 8 bytes; the tail's length need not be one.
     raw = tensor.detach().contiguous().view(-1)
     whole = raw.numel() * raw.element_size() // (8 * ROW) * ROW
     in_rows = whole * 8 // raw.element_size()
@@ -110,13 +106,9 @@ def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
     weights = _weights(str(raw.device))
     sums = [_sums(padded.view(torch.int64)[None], weights)]
     if whole:
-        words = (
-            # A view as int64 must begin at a multiple of 8 bytes of its storage, and a slice of a 16-bit tensor need
-            # not.
-            (body if body.storage_offset() * body.element_size() % 8 == 0 else body.clone())
-            .view(torch.int64)
-            .view(-1, ROW)
-        )
+        # A view as int64 must begin at a multiple of 8 bytes of its storage, and a slice of 16-bit numbers need not.
+        body = body if body.storage_offset() * body.element_size() % 8 == 0 else body.clone()
+        words = body.view(torch.int64).view(-1, ROW)
         # Rows are picked before they are summed, so a spot reads only its share of the memory.
         words = words if spot is None else words[spot.rows(len(words)).to(words.device)]
         sums += [_sums(block, weights) for block in words.split(BLOCK)]
@@ -124,31 +116,26 @@ def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
 
 
 def _sums(words: Tensor, weights: Tensor) -> Tensor:
-    """int64 [R, n <= ROW] -> [2 R]. The second sum is over the high half of each word. In the first sum the top bit
+    """int64 [R, n <= ROW] -> [2 R]. The second sum is over the high half of each word: in the first one the top bit
     contributes 2**63 whatever its weight, so an even number of flipped signs would cancel."""
     # The second sum takes the weights from the end of the vector, so that it is no function of the first.
     rows, n = words.shape
-    # The compiled function reads each word once for both sums. int64 wraps around in both forms, so the bits are the
-    # same.
-    # `find` returns the kernels, or a text that says why there are none.
+    # The compiled kernels, where there are any, read each word once for both sums. int64 wraps around in both forms.
     if words.device.type == "cpu" and not isinstance(kernels := compile_native.find(), str):
         words, out = words.contiguous(), torch.empty(2 * rows, dtype=torch.int64)
         pointers = weights.data_ptr(), weights[ROW - n :].data_ptr()
         kernels.digest_rows(words.data_ptr(), *pointers, out.data_ptr(), rows, n)
         return out
-    return torch.cat([_weighted(words, weights[:n]), _weighted(words >> 32, weights[ROW - n :])])
-
-
-def _weighted(words: Tensor, weights: Tensor) -> Tensor:
-    """words @ weights, modulo 2**64. Integer matrix products exist only on CPU, where they are fast.
-    The bits are the same."""
-    return words.mv(weights) if words.device.type == "cpu" else (words * weights).sum(1)
+    high, last = words >> 32, weights[ROW - n :]
+    # Integer matrix products exist only on CPU, where they are fast. The bits are the same.
+    if words.device.type == "cpu":
+        return torch.cat([words.mv(weights[:n]), high.mv(last)])
+    return torch.cat([(words * weights[:n]).sum(1), (high * last).sum(1)])
 
 
 @lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
     """int64 [ROW] of odd pseudo-random weights."""
-    # An odd number has an inverse modulo 2**64: no change of a single word is multiplied to 0. The key is any constant
-    # that both sides share.
+    # An odd number has an inverse modulo 2**64: no change of a single word is multiplied to 0. Both sides have the key.
     odd = np.random.Generator(np.random.Philox(key=0x706F7374)).integers(0, 2**64, ROW, dtype=np.uint64) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64)).to(device)

@@ -1,6 +1,6 @@
-"""Writes the policy's configuration and frozen weights into a run folder, and makes the policy again from a run folder.
+"""Writes the policy's configuration and frozen weights into a run folder, and makes the policy again from there.
 
-The trained weights are in checkpoints. Whoever calls `kept` loads them afterwards. No code of the model's own is run.
+The trained weights are in checkpoints: whoever calls `kept` loads them. No code of the model's own is run.
 """
 
 from __future__ import annotations
@@ -59,16 +59,13 @@ def kept(
     model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None, most: int | None = None
 ) -> Policy:
     """The policy of a run folder. The parameters that train are not loaded yet. No code of the model's own is run,
-    whatever its files contain.
+    whatever its files contain. DataError where they are missing or damaged, or the architecture needs its own code, or
+    has buffers, which no checkpoint of a run holds.
 
     Args:
         model: with `model.lora`, the kept base is loaded and a new adapter is attached.
         stop_ids: the ids that the run recorded; None or empty: they are resolved again.
         most: see `load_policy`.
-
-    Raises:
-        DataError: the files are missing or damaged, or the architecture needs its own code, or it has buffers, which no
-            checkpoint of a run holds.
     """
     loaded_tokenizer, _ = read_tokenizer(str(tokenizer))
     attention.register()
@@ -92,16 +89,14 @@ def kept(
             f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first_line(error)})"
         ) from error
     module: PreTrainedModel = built
-    # Parameters come from the checkpoint. A persistent buffer would keep the value of a new model and change what is
-    # computed, without any error.
+    # A persistent buffer would keep the value of a new model and change what is computed, without any error.
     if buffers := [n for n, t in named_tensors(module) if not isinstance(t, nn.Parameter)]:
         raise DataError(
             f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}"
         )
     stops = tuple(stop_ids) if stop_ids else resolve_stops(loaded_tokenizer, module.generation_config)
     if model.lora is not None:
-        # In this order: the kept base holds the codes and scales, so the layers must have that form before it is
-        # loaded, and must be plain layers of the module, without adapters, to have its names.
+        # The kept base holds the codes and scales, under the names of plain layers without adapters.
         if model.quantize is not None:
             quantise(module, model.quantize)
         _load_base(module, config / BASE)

@@ -30,15 +30,12 @@ def read_pretrained(
     path: str, dtype: torch.dtype, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
     """(module on CPU with attention "posttrain", tokenizer, notes for people), from a local directory or a hub id.
-
-    Nothing is downloaded where `path` is a directory. Missing weights are refused; transformers would
-    initialize them randomly.
-    """
+    Missing weights are refused; transformers would initialize them randomly."""
     where = locate(path)
     attention.register()
     with quiet():
         config = _config(where, trust_remote_code)
-        # The config is changed before the model is built from it, since layers copy their rate when they are made.
+        # Before the model is built, since layers copy their rate when they are made.
         notes = _silence_dropout(config)
         tokenizer = _tokenizer(where, trust_remote_code)
         module = _weights(where, config, dtype, trust_remote_code, notes, kind)
@@ -57,14 +54,12 @@ def read_skeleton(path: str, trust_remote_code: bool) -> tuple[PreTrainedConfig,
 def read_tokenizer(
     path: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
-    """(tokenizer, generation config) of a local directory or hub id. Reads no weights.
-
-    The generation config is read from its file, else derived from config.json, else it is None.
-    """
+    """(tokenizer, generation config) of a local directory or hub id. Reads no weights. The generation config is read
+    from its file, else derived from config.json, else it is None."""
     folder = Path(path).expanduser()
+    # A folder with a tokenizer alone is enough here, and `locate` would ask for a model in it.
     if folder.is_dir():
         examine(folder)
-    # A folder with a tokenizer alone is enough here. `locate` would ask for a model in it.
     where = str(folder.resolve()) if folder.is_dir() else locate(path)
     tokenizer = _tokenizer(where, trust_remote_code)
     if (generation := read_generation(where)) is None:
@@ -112,8 +107,7 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
             f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one"
             " (Qwen, Llama, Gemma, GPT-2, ...)"
         )
-    # Called for its refusal: the answer is asked for again where it is used.
-    keeps_state(config.to_dict())
+    keeps_state(config.to_dict())  # for its refusal
     return config
 
 
@@ -158,13 +152,12 @@ def _weights(
             dtype=dtype,
             attn_implementation=attention.NAME,
             trust_remote_code=trust,
-            # Without this, transformers initialises missing weights randomly and only logs it.
+            # Else transformers initialises missing weights randomly and only logs it.
             output_loading_info=True,
         )
         module, info = loaded
     except KeyError as error:
-        # Architectures that pick their attention from a table of their own raise KeyError with the name that is not in
-        # it.
+        # Architectures that pick their attention from a table of their own raise KeyError with the missing name.
         if error.args != (attention.NAME,):
             raise DataError(f"{where}: no causal LM could be loaded (KeyError: {first_line(error)})") from error
         raise EngineError(
@@ -172,8 +165,7 @@ def _weights(
         ) from error
     except Exception as error:
         raise unreadable(where, error) from error
-    # from_pretrained loads an adapter that it finds beside the weights, so the model would not be the one of the
-    # weights.
+    # from_pretrained loads an adapter that lies beside the weights: the model would not be that of the weights.
     if getattr(module, "_hf_peft_config_loaded", False):
         raise DataError(
             f"{where}: a PEFT adapter lies beside the model, and transformers has loaded it too. Download the adapter"
@@ -193,9 +185,8 @@ def _weights(
 
 
 def unreadable(where: str, error: Exception) -> PosttrainError:
-    """The error for weights that raised something while they were read. Broken files raise
-    whatever their parser raises."""
-    # A refusal of our own (the attention's, for instance) says more than any wrapping of it.
+    """The error for weights that raised something while they were read: broken files raise whatever their parser does.
+    A refusal of our own says more than any wrapping of it."""
     if isinstance(error, PosttrainError):
         return error
     if isinstance(error, pickle.UnpicklingError):

@@ -1,7 +1,6 @@
-"""Reads an exported model as any user of transformers does, and compares what was read back with what was saved.
+"""Reads an exported model as any user of transformers or PEFT does, and compares what was read with what was saved.
 
-It uses AutoModelForCausalLM and AutoTokenizer, and PEFT for an adapter. Attention, cache and head are those of
-transformers: nothing of posttrain computes in the model that is read back.
+Attention, cache and head are those of transformers: nothing of posttrain computes in the model that is read back.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.model.recurrent_state import is_stateful
-from posttrain.engine.model.stop_tokens import resolve_stops
+from posttrain.engine.model.stop_tokens import listed_ids, resolve_stops
 from posttrain.engine.model.tiny_models import digest, quiet
 from posttrain.system.errors import DataError, InvariantError, first_line
 
@@ -41,7 +40,7 @@ class ReloadedModel:
     def tokenizer_digest(self) -> str:
         """The digest of the tokenizer, to compare with `Policy.tokenizer_digest`."""
         core = self.tokenizer.backend_tokenizer
-        # `prepared` clears both before a policy's digest is taken, so they are cleared here too.
+        # As `prepared` does before a policy's digest is taken.
         core.no_truncation()
         core.no_padding()
         return digest(core.to_str())
@@ -52,11 +51,8 @@ class ReloadedModel:
 
     @torch.no_grad()
     def answer(self, prompt: np.ndarray, most: int) -> np.ndarray:
-        """int32: the greedy answer to a prompt, up to and with the first stop token, at most `most` tokens.
-
-        It uses transformers' cache. A model with a recurrent state is computed anew for each token, because its cache
-        has another form in each family.
-        """
+        """int32: the greedy answer to a prompt, up to and with the first stop token, at most `most` tokens. With a
+        recurrent state it is computed anew for each token, because the cache has another form in each family."""
         device = next(self.inner.parameters()).device
         # `fed` is what the next pass reads: [1, T] at first, and [1, 1] once there is a cache.
         fed, past, answer_ids = torch.from_numpy(prompt.astype(np.int64)).to(device)[None], None, list[int]()
@@ -87,21 +83,18 @@ class ReloadedModel:
 
 
 def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
-    """Read an exported directory.
+    """Read an exported directory; DataError where transformers or PEFT cannot.
 
     Args:
         policy: what it was made from; its device, and whether code of the model's own is trusted.
         base: of an adapter: the model beneath it.
-
-    Raises:
-        DataError: transformers or PEFT cannot read it.
     """
     trust = policy.remote_code
     try:
         with quiet():
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-            # "auto" is what the folder itself says, as any user would load it. An adapter's folder has no model, and
-            # its base may be stored in another type than the run computed in.
+            # "auto" is what the folder itself says. An adapter's folder has no model, and its base may be stored in
+            # another type than the run computed in.
             dtype: Any = policy.dtype if base else "auto"
             model: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=dtype, trust_remote_code=trust)
             inner, module = model, model
@@ -118,14 +111,8 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
     config = model.generation_config
     # A whole export lists the stop ids in its generation config, and transformers' own rule is what is to be tested.
     # The base of an adapter has the config that it always had.
-    stops = resolve_stops(tokenizer, config) if base else _listed(config)
+    stops = resolve_stops(tokenizer, config) if base else tuple(listed_ids(config))
     return ReloadedModel(module, inner, tokenizer, stops)
-
-
-def _listed(config: Any) -> tuple[int, ...]:
-    """The ids at which `generate` of transformers ends an answer."""
-    stop_ids = getattr(config, "eos_token_id", None)
-    return () if stop_ids is None else tuple(stop_ids) if isinstance(stop_ids, list | tuple) else (int(stop_ids),)
 
 
 def same_weights(ours: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -141,9 +128,8 @@ def same_weights(ours: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, 
 def same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFast, folder: Path) -> None:
     """InvariantError where the tokenizer read back has another vocabulary, end token or chat template, or encodes some
     texts differently."""
-    # Texts made of the first 200 tokens, joined in three ways: as the decoder joins pieces, as the raw strings, and as
-    # `decode` gives the first ids. They pass through normalisers, merges and the decoder, which an equal vocabulary
-    # does not test.
+    # The first 200 tokens, joined as the decoder joins pieces, as raw strings, and as `decode` gives the first ids.
+    # They pass through normalisers, merges and the decoder, which an equal vocabulary does not test.
     vocabulary = ours.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)[:200]
     texts = [ours.convert_tokens_to_string(tokens), "".join(tokens), ours.decode(list(range(min(200, len(ours)))))]

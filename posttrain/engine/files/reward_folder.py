@@ -1,11 +1,9 @@
 """Writes reward models to disk and reads them back.
 
-A last-token head with one output is written as transformers' sequence classification reads it
-(`AutoModelForSequenceClassification`, `num_labels=1`), so that any library can use it. Every other head is written
-beside a causal LM: `save_pretrained`, and the head in two files, `reward_head.json` (its `HeadShape`) and
-`reward_head.safetensors` (its tensors).
-
-Both are read back as a policy with a reward head, so that they are computed by the learner's own forward pass.
+A last-token head with one output is written as transformers' sequence classification reads it (`num_labels=1`), so that
+any library can use it. Every other head is written beside a causal LM in two files: `reward_head.json` (its
+`HeadShape`) and `reward_head.safetensors` (its tensors). Both are read back as a policy with a reward head, so that
+they are computed by the learner's own forward pass.
 """
 
 from __future__ import annotations
@@ -38,21 +36,15 @@ from posttrain.system import dataclass_json
 from posttrain.system.errors import ConfigError, DataError, EngineError, PosttrainError, first_line
 from posttrain.system.files import share
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
 
 def pad_of(policy: Policy) -> tuple[int, str]:
-    """(the id that pads batches of this reward model, the token).
+    """(the id that pads batches of this reward model, the token); DataError where the tokenizer has none.
 
-    It is never a stop token. A completion ends in a stop token, and transformers reads the score at the last token that
-    is not padding; so a stop token as padding would move that place.
-
-    Raises:
-        DataError: the tokenizer has no token that could be one.
+    It is never a stop token: completions end in one, and transformers reads the score at the last token that is not
+    padding.
     """
     tokenizer: Any = policy.tokenizer
-    # Candidates from the best to the worst: tokens with no meaning in a text first, then any special one, then any
-    # token from the end of the vocabulary, where rare ones are.
+    # From the best to the worst: tokens with no meaning in a text, any special one, rare ones at the end.
     named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *sorted(tokenizer.all_special_ids)]
     candidates = [i for i in [*named, *range(len(tokenizer) - 1, -1, -1)] if i is not None and i not in policy.stop_ids]
     if not candidates:
@@ -61,11 +53,8 @@ def pad_of(policy: Policy) -> tuple[int, str]:
 
 
 def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
-    """The reward model as transformers' sequence classification. It shares the policy's weights.
-
-    Raises:
-        EngineError: transformers has none for this architecture, or one with another head.
-    """
+    """The reward model as transformers' sequence classification, which shares the policy's weights. EngineError where
+    there is none for this architecture, or one with another head."""
     config = copy.deepcopy(policy.module.config)
     config.num_labels = 1
     # Some classes for sequence classification read the padding token from the inner config, others from the outer one.
@@ -83,7 +72,7 @@ def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
             f"{type(classifier).__name__} has no linear head `score` without bias, so transformers would compute"
             " another score"
         )
-    # The classifier was built on meta, without memory. Its decoder becomes the policy's own, and its head a copy.
+    # It was built on meta, without memory. Its decoder becomes the policy's own, and its head a copy.
     setattr(classifier, classifier.base_model_prefix, policy.module.get_decoder())
     score.weight = nn.Parameter(head.score.weight.detach().to(policy.dtype).clone())
     classifier.eval()
@@ -91,18 +80,14 @@ def classifier_of(policy: Policy, head: RewardHead) -> PreTrainedModel:
 
 
 def write_reward_model(policy: Policy, folder: Path) -> str:
-    """Write a policy with a reward head into a folder; returns a line that says in which form.
-
-    An adapter is merged into what is written.
-    """
+    """Write a policy with a reward head into a folder, an adapter merged; returns a line that says in which form."""
     head = policy.reward_head
     if head is None:
         raise ConfigError("there is no reward head to write: no stage of this run trains a reward model")
     policy = policy.plain()
     folder.mkdir(parents=True, exist_ok=True)
     why = ""
-    # The standard form first. Where transformers would compute another score, the same weights go into the form with a
-    # head beside the model, and the returned line says why.
+    # Where transformers would compute another score than the standard form, the returned line says why.
     if head.shape.standard:
         try:
             classifier = classifier_of(policy, head)
@@ -114,12 +99,10 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
                 classifier.save_pretrained(folder)
                 padded_tokenizer.save_pretrained(folder)
             share(folder)
-            pad_before: Any = policy.tokenizer.pad_token_id
-            note = (
-                ""
-                if pad_before == pad
-                else f"; its padding token is {token!r} ({pad}), because {_why_another_pad(policy, pad_before)}"
-            )
+            own: Any = policy.tokenizer.pad_token_id
+            ends = f"{policy.tokenizer.convert_ids_to_tokens(own)!r} ends completions" if own is not None else ""
+            because = ends or "the tokenizer had none"
+            note = "" if own == pad else f"; its padding token is {token!r} ({pad}), because {because}"
             return f"{type(classifier).__name__}, one label, read at the last token that is not padding{note}"
         except EngineError as error:
             why = f" ({error})"
@@ -130,25 +113,13 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
     return f"{type(policy.module).__name__} with its reward head in {SHAPE} and {TENSORS}{why}"
 
 
-def _why_another_pad(policy: Policy, pad: int | None) -> str:
-    """The reason, for a message, why the tokenizer's own padding token `pad` was not taken."""
-    if pad is None:
-        return "the tokenizer had none"
-    return f"{policy.tokenizer.convert_ids_to_tokens(pad)!r} ends completions"
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def read_reward_model(path: str, model: Model, most: int | None = None) -> Policy:
-    """A reward model from a directory or hub id, as a policy with a reward head. Its log-probs mean nothing.
+    """A reward model from a directory or hub id, as a policy with a reward head. Its log-probs mean nothing. It is
+    refused where it is none, or cannot be computed as transformers does.
 
     Args:
         model: where it computes: device, dtype and kernels. Its path, adapter and context are not read.
         most: tokens of the longest sequence; None: all positions of the model.
-
-    Raises:
-        ConfigError, DataError, EngineError: it is no reward model, or cannot be computed as transformers does.
     """
     # A reward model is read whole: an adapter, a context or few bits are settings of the policy that is trained.
     model = replace(model, path=path, lora=None, quantize=None, context=None)
@@ -159,7 +130,6 @@ def read_reward_model(path: str, model: Model, most: int | None = None) -> Polic
 
 
 def _with_head(policy: Policy, folder: Path) -> Policy:
-    """The policy with the head that lies beside it in `SHAPE` and `TENSORS`."""
     data = read_object(folder / SHAPE, LARGEST)
     try:
         shape = dataclass_json.from_plain(HeadShape, data)
@@ -198,8 +168,8 @@ def _classifier(path: str, model: Model, most: int | None) -> Policy:
         )
     config = classifier.config
     with quiet(), torch.device("meta"):
-        # A policy is a causal LM, so one is made without memory and gets the classifier's decoder. Its language-model
-        # head must exist for the read-out, and nothing reads it: the embedding stands in, so that no weight is made up.
+        # A policy is a causal LM, so one is made without memory around the classifier's decoder. Its own head must
+        # exist for the read-out, and nothing reads it: the embedding stands in, so that no weight is made up.
         causal: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     setattr(causal, causal.base_model_prefix, classifier.base_model)
     stand_in = nn.Linear(1, 1, bias=False, device="meta")

@@ -17,12 +17,8 @@ LARGEST = 1 << 20
 
 
 def form_of(folder: Path) -> str:
-    """Returns the kind of reward model that a directory holds: `head` (a causal LM with a head beside it) or
-    `classifier`.
-
-    Raises:
-        ConfigError: it holds none. The message says what it is.
-    """
+    """Returns the kind of reward model in a directory: `head` (a causal LM with a head beside it) or `classifier`.
+    ConfigError, which says what it is, where it holds none."""
     # First, because such a folder is also a complete causal LM with a config.json.
     if (folder / SHAPE).is_file():
         return "head"

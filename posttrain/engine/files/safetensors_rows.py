@@ -32,16 +32,12 @@ def load_tensors(path: Path, advice: str = "Copy the whole folder again") -> dic
 
 
 class RowFiles:
-    """The safetensors files of a model. Any rows of a weight can be read from them.
-
-    `digest` covers the names, types and shapes of the tensors and the sizes of the files, and not their values.
-    """
+    """The safetensors files of a model. Any rows of a weight can be read from them. `digest` covers names, types and
+    shapes of the tensors and sizes of the files, not values: ranks see by it that all read the same files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
-        # The digest is of headers and sizes, which is cheap. Ranks compare it to see that all of them read the same
-        # files.
         hasher = hashlib.blake2b(digest_size=16)
         for path in self._paths():
             try:
@@ -69,11 +65,8 @@ class RowFiles:
         return paths
 
     def fill(self, module: PreTrainedModel, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
-        """Read the rows from `begin` of one weight into `into`, rounded to `dtype` first.
-
-        Raises:
-            DataError: no file has it, or with another shape.
-        """
+        """Read the rows from `begin` of one weight into `into`, rounded to `dtype` first. DataError where no file has
+        it, or with another shape."""
         key = self._key(module, name)
         if key is None:
             raise DataError(
@@ -87,10 +80,9 @@ class RowFiles:
             # The whole shape, and not that of `into`: rows of a file that has more of them are another model's.
             if shape != list(getattr(module.get_submodule(parent), last).shape):
                 raise DataError(f"{self.folder}: {name} has the shape {shape} in its file, and another in the model")
-            # A rank may hold no row of a small weight.
+            # A rank may hold no row of a small weight. Rows are rounded to the model's type first, as in a model that
+            # is loaded whole, even where `into` is wider.
             if len(into):
-                # Only these rows are read from the disk. They are rounded to the model's type first, as a model that is
-                # loaded whole is, even where `into` is wider.
                 into.copy_(rows[begin : begin + len(into)].to(dtype))
 
     def whole(self, module: PreTrainedModel, name: str, like: Tensor) -> Tensor:
@@ -108,13 +100,9 @@ class RowFiles:
         return (*missing, *sorted(self._file_of.keys() - known))
 
     def _key(self, module: PreTrainedModel, name: str) -> str | None:
-        """The name under which a file holds this weight; None where no file has it."""
-        return next((n for n in self._names(module, name) if n in self._file_of), None)
-
-    @staticmethod
-    def _names(module: PreTrainedModel, name: str) -> list[str]:
-        """Names that a weight may have in a file: its own, without PEFT's `base_layer`, and those of tied weights."""
+        """The name under which a file holds this weight: its own without PEFT's `base_layer`, or that of a tied weight,
+        which save_pretrained writes once, under any one of its names. None where no file has it."""
         plain = name.replace(".base_layer.", ".")
         tied: Any = getattr(module, "all_tied_weights_keys", None) or {}
-        # save_pretrained writes a tied weight once, under any one of its names.
-        return [plain, *(a for pair in tied.items() for a in pair if plain in pair and a != plain)]
+        names = [plain, *(a for pair in tied.items() for a in pair if plain in pair)]
+        return next((n for n in names if n in self._file_of), None)

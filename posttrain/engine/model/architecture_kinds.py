@@ -1,8 +1,7 @@
-"""Reads from config.json which architectures keep a recurrent state or have experts, and refuses what is not served.
+"""Reads from config.json which architectures keep a recurrent state or have experts, and refuses what is not served:
+those that cannot be trained here, whose weights cannot be checked in vLLM, or without equal bits in every batch.
 
-This needs no torch, and no weights are loaded. Refused are architectures that cannot be trained here (`keeps_state`),
-those whose weights cannot be checked in vLLM (`refuse_vllm`), and those without equal bits in every batch
-(`refuse_same_bits`).
+This needs no torch, and no weights are loaded.
 """
 
 from __future__ import annotations
@@ -36,15 +35,13 @@ BY_LAYERS = (
 )
 """Model types whose layers may keep a state; `LISTS` say which do. They are computed sequence by sequence too."""
 NOT_SHOWN = ("bailing_hybrid", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba")
-"""Model types that keep a state and are refused. Nobody has shown for them that a sequence in a batch has the same
-hidden states as alone. RecurrentGemma keeps the state of its last sequence on the module, and RWKV rescales its own
-weights between modes."""
-A_LOG = "holds -exp(A_log) in place of A_log"
-"""A reason of `IN_VLLM`. A_log is the parameter from which a Mamba layer computes how fast its state fades."""
+"""Model types that keep a state and are refused: nobody has shown that a sequence has the same hidden states in a batch
+as alone. RecurrentGemma keeps its last sequence's state on the module, and RWKV rescales its weights between modes."""
+A_LOG = "holds -exp(A_log) in place of A_log"  # how fast the state of a Mamba layer fades
 IN_VLLM: Mapping[str, str] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), "holds the convolutions under other names (short_conv)"),
-    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), A_LOG),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), A_LOG),
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "bamba", "falcon_h1"), A_LOG),
+    **dict.fromkeys(("granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), A_LOG),
 }
 """Model types with a state -> why the weights that vLLM computes with cannot be read back as they were sent, by its
 model files of 2026 (vllm/model_executor/models). A push to it would stop the run at the first step."""
@@ -56,10 +53,7 @@ STATES = ("linear", "mamba", "conv", "recurrent", "hybrid", "lstm", "ssm", "rwkv
 
 def keeps_state(config: Mapping[str, Any]) -> bool:
     """Returns whether a model of this config.json keeps a state that must not pass from one sequence to the next.
-
-    Raises:
-        EngineError: it keeps one, and cannot be trained here. The message names the architecture.
-    """
+    EngineError, which names the architecture, where such a model cannot be trained here."""
     model_type = str(config.get("model_type", ""))
     # Models with several parts list the kinds of layers in the config of their text model.
     inner = config.get("text_config")
@@ -68,8 +62,7 @@ def keeps_state(config: Mapping[str, Any]) -> bool:
     if model_type in ALWAYS:
         return True
     if model_type in BY_LAYERS:
-        # Such a model without a list may keep a state in any layer: computing it sequence by sequence is right in any
-        # case.
+        # Without a list any layer may keep a state, and computing it sequence by sequence is right in any case.
         return bool(states) or not any(listed)
     # A type that is not known here is judged by the names of its layers, so that new architectures are refused, and not
     # computed with a state that runs from one sequence into the next.

@@ -1,5 +1,4 @@
-"""Finds the model that `model=` names: a model directory, checked by its file names and sizes, or a hub id. This needs
-no torch."""
+"""Finds the model that `model=` names: a directory, checked by file names and sizes, or a hub id. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +6,10 @@ import re
 from pathlib import Path
 
 from posttrain.engine.adapters.saved_adapter import saved_adapter
-from posttrain.engine.files.check_folder import check_layers, check_state, examine
+from posttrain.engine.files.check_folder import check_config, examine
 from posttrain.record.certificate import verify_certificate
 from posttrain.system.errors import ConfigError, DataError, first_line
 
-# A folder with one of these files holds a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -28,10 +26,8 @@ PATIENCE = 5.0
 
 
 def check_source(setting: str, path: str) -> None:
-    """ConfigError or DataError where no model can be read from there, or where it is not what its certificate says.
-
-    A hub id that is not in the cache is asked for once, with a limit of time. The libraries that load the model would
-    try for half a minute.
+    """ConfigError or DataError where no model can be read from there, or where it is not what its certificate says. A
+    hub id that is not in the cache is asked for once, with a limit of time: libraries would try for half a minute.
 
     Args:
         setting: the path of the setting, for messages; '' where the path is a word of the command itself, which may
@@ -41,8 +37,7 @@ def check_source(setting: str, path: str) -> None:
     described, where = _named(setting, path), Path(located)
     if saved_adapter(path) is not None:
         described += f" base_model_name_or_path={located}"
-    # An adapter's own folder and the folder of its base model may each have a certificate. dict.fromkeys drops one of
-    # them where both are the same folder.
+    # An adapter's own folder and that of its base model may each have a certificate; dict.fromkeys drops an equal one.
     for folder in dict.fromkeys((Path(path).expanduser().resolve(), where)):
         if folder.is_dir():
             verify_certificate(folder)
@@ -54,7 +49,7 @@ def check_source(setting: str, path: str) -> None:
 
     here = f"{described}: there is no such directory here, and"
     try:
-        # In the cache it can be loaded offline, so the network is not asked at all.
+        # In the cache it can be loaded offline.
         if isinstance(hub.try_to_load_from_cache(located, "config.json"), str):
             return
         hub.get_hf_file_metadata(hub.hf_hub_url(located, "config.json"), timeout=PATIENCE)
@@ -86,11 +81,8 @@ def _named(setting: str, path: str) -> str:
 
 def locate(path: str, setting: str = "model.path") -> str:
     """Returns the directory as an absolute path, or the hub id. For a PEFT adapter it is that of the base model.
-
-    Raises:
-        ConfigError: there is no such directory, and the path is no hub id.
-        DataError: the directory is no complete model with its tokenizer.
-    """
+    ConfigError where there is no such directory and the path is no hub id, DataError where the directory is no complete
+    model with its tokenizer."""
     saved = saved_adapter(path)
     # One step only. An adapter over an adapter goes on to the refusal below, as a folder without config.json.
     if saved is not None and saved_adapter(saved.base) is None:
@@ -120,17 +112,15 @@ def locate(path: str, setting: str = "model.path") -> str:
                 f"{described}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
                 " tokenizer there too: tokenizer.save_pretrained"
             )
-        # In this order: sizes and kinds of the files first, because the other two parse config.json.
+        # Sizes and kinds of the files first, because the other one parses config.json.
         examine(folder)
-        check_layers(folder)
-        check_state(folder)
+        check_config(folder)
         return str(folder.resolve())
     if folder.is_file():
         raise ConfigError(
             f"{described} is a file: give the directory that holds config.json, the weights and the tokenizer"
         )
-    # folder/name with an existing folder is a path with a typing error. It is not asked for at the hub, where somebody
-    # else could own that name.
+    # folder/name with an existing folder is a typing error: at the hub somebody else could own that name.
     if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
         raise ConfigError(
             f"{described}: no such directory. Give {'a run folder, ' * (not setting)}a directory written by"

@@ -1,5 +1,4 @@
-"""A policy: a causal LM with its tokenizer, loaded or built. What other libraries decide silently is resolved here
-and reported in `notes`."""
+"""A policy: a causal LM with its tokenizer. What other libraries decide silently is resolved and told in `notes`."""
 
 from __future__ import annotations
 
@@ -62,13 +61,12 @@ class Policy:
     remote_code: bool = False
     """Whether the model's own Python code was trusted."""
     kernels: KernelChoice = "auto"
-    """The choice of kernels: `Model.kernels`."""
     lora: Lora | None = None
     """The settings of its adapter; None where all weights train."""
     rounded_from: str = ""
     """Fingerprint that weights in few bits had before they were rounded."""
     share_prefixes: bool = True
-    """Whether learner and reference compute shared beginnings once: `Model.share_prefixes`."""
+    """Whether learner and reference compute shared beginnings once."""
     reward_head: RewardHead | None = None
     """The head of a reward model, trained with the weights; None where no stage trains one."""
 
@@ -107,23 +105,19 @@ class Policy:
         return replace(self, module=copy.deepcopy(self.module))
 
     def twin(self) -> Policy:
-        """The same policy with its own copy of the weights that train. Both policies share the frozen weights, so
-        nothing may change these."""
-        # The memo of deepcopy lists the frozen parameters as copied already, so both modules hold the same ones.
+        """The same policy with its own copy of the weights that train. Both share the frozen ones: nothing may change
+        these."""
+        # The memo of deepcopy lists the frozen parameters as copied already.
         frozen = {id(p): p for p in self.module.parameters() if not p.requires_grad}
         return replace(self, module=copy.deepcopy(self.module, {**frozen}))
 
     def beside(self, lora: Lora, seed: int) -> Policy:
-        """Another policy with a new adapter over the same frozen weights. Both policies share these, so nothing may
-        change them.
-
-        Raises:
-            ConfigError: all weights of this policy train, so none can be shared; or the adapter fits no layer.
-        """
+        """Another policy with a new adapter over the same frozen weights, which nothing may change. ConfigError where
+        all weights of this policy train, or the adapter fits no layer."""
         return replace(self, module=adapter_modules.beside(self.module, lora, seed), lora=lora)
 
     def plain(self) -> Policy:
-        """This policy where it has no adapter, else a copy of it with the adapter merged into the copy's weights."""
+        """This policy, or a copy with its adapter merged into the weights."""
         return self if self.lora is None else replace(self, module=adapter_modules.merged(self.module), lora=None)
 
     @torch.no_grad()
@@ -138,12 +132,8 @@ class Policy:
         return ids
 
     def save(self, folder: Path | str) -> None:
-        """Save model and tokenizer with `save_pretrained`, then read both back and check them. Any AutoModelForCausalLM
-        and AutoTokenizer can read the folder. An adapter is merged into what is written.
-
-        Raises:
-            InvariantError: what was read back has other weights, another tokenizer, or other greedy tokens.
-        """
+        """Save model and tokenizer with `save_pretrained`, an adapter merged, then read both back as anybody does.
+        InvariantError where what was read has other weights, another tokenizer, or other greedy tokens."""
         if self.lora is not None:
             self.plain().save(folder)
             return
@@ -153,15 +143,14 @@ class Policy:
                 folder, dtype=self.dtype, trust_remote_code=self.remote_code
             ).eval()
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
-        # From the cheapest proof to the one that covers most: equal bits, an equal tokenizer, and then transformers'
-        # own forward pass, which sees a config that does not fit the weights.
+        # From the cheapest proof to the one that covers most: transformers' own forward pass also sees a config that
+        # does not fit the weights.
         same_weights(named_tensors(self.module), named_tensors(again), Path(folder))
         same_tokenizer(self.tokenizer, tokenizer, Path(folder))
         self._check_greedy(again.to(self.device), Path(folder))
 
     def write(self, folder: Path | str) -> None:
-        """Write model and tokenizer with `save_pretrained`, and compare nothing. An adapter is merged into what is
-        written."""
+        """Write model and tokenizer with `save_pretrained`, an adapter merged, and compare nothing."""
         if self.lora is not None:
             self.plain().write(folder)
             return
@@ -172,14 +161,13 @@ class Policy:
 
     @torch.no_grad()
     def _check_greedy(self, again: PreTrainedModel, folder: Path) -> None:
-        """Check that the model read back, with transformers' own attention, gives our greedy tokens the highest
-        logits, up to rounding."""
+        """Check that the model read back, with transformers' own attention, gives our greedy tokens the highest logits,
+        up to rounding."""
         start = torch.arange(min(4, self.context - 1), device=self.device) % _embedding_rows(self.module)
         greedy_ids = self.greedy(start, min(GREEDY_TOKENS, self.context - len(start)))
-        # One pass over prompt and answer gives the logits for each said token: position t predicts token t + 1.
+        # Position t predicts token t + 1.
         logits = again(input_ids=greedy_ids[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
-        # The gap to the largest logit, and no comparison of the argmax: two nearly equal logits may change places by
-        # rounding.
+        # The gap to the largest logit, since two nearly equal logits may change places by rounding.
         gap = logits.max(-1).values - logits.gather(-1, greedy_ids[len(start) :, None])[:, 0]
         bound = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(logits.abs().max()))
         # Written as `not <=`, so that NaN is refused as well.
@@ -195,7 +183,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights and persistent buffers under their state-dict names. A tied tensor comes once, under its first name."""
     seen_ids: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        # keep_vars=True gives the parameters themselves, and a tied one is the same object under both names.
+        # keep_vars gives the parameters themselves: a tied one is the same object under both names.
         if id(tensor) not in seen_ids:
             seen_ids.add(id(tensor))
             yield name, tensor
@@ -203,11 +191,8 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def served_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a learner sends to its engine: those of the adapter where there is one, else all."""
-    return (
-        iter(adapter_modules.adapter_tensors(module).items())
-        if adapter_modules.is_adapted(module)
-        else named_tensors(module)
-    )
+    adapted = adapter_modules.is_adapted(module)
+    return iter(adapter_modules.adapter_tensors(module).items()) if adapted else named_tensors(module)
 
 
 def base_digest(policy: Policy) -> str:
@@ -230,13 +215,12 @@ def load_policy(
     Raises:
         ConfigError: the path does not exist, the sizes do not fit together, or the device does not exist.
         DataError: the files hold no causal LM, or no tokenizer with an end token that fits the embeddings.
-        EngineError: learner and sampler cannot compute the same for this architecture (`accept`), or its noise cannot
-            be switched off (`silence`).
+        EngineError: learner and sampler cannot compute the same (`accept`), or noise stays (`silence`).
     """
     _device(model.device)
     dtype = getattr(torch, model.dtype)
     saved = saved_adapter(model.path) if model.path is not None else None
-    # A run that begins with a saved adapter goes on with its settings. `goes_on` refuses settings that contradict them.
+    # A run that begins with a saved adapter goes on with its settings, or is refused.
     if saved is not None and model.lora != saved.lora:
         model = replace(model, lora=goes_on(model.lora, saved.lora, f"model={model.path}"))
     if model.path is None:
@@ -262,7 +246,7 @@ def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
     check_frozen(model.lora, model.quantize)
     if model.lora is None:
         return policy
-    # Taken before rounding: it is the digest of what the files hold, by which a run knows its base model again.
+    # Before rounding: the digest of what the files hold, by which a run knows its base model again.
     if model.quantize is not None and not is_quantised(policy.module):
         policy = replace(policy, rounded_from=fingerprint(named_tensors(policy.module)))
         quantise(policy.module, model.quantize)
@@ -296,40 +280,35 @@ def prepared(
     notes: list[str],
     most: int | None = None,
 ) -> Policy:
-    """A policy from a module and its tokenizer, both checked, without dropout.
-
-    A module on `meta` has no weights yet. Whoever reads them calls `accept` and `silence` afterwards.
-    """
-    # tokenizer.json may ask for truncation or padding. Both are switched off here, so that the tokenizer that is saved
-    # equals this one.
+    """A policy from a module and its tokenizer, both checked, without dropout. Whoever reads the weights of a module on
+    `meta` calls `accept` and `silence` afterwards."""
+    # tokenizer.json may ask for them. The tokenizer that is saved equals this one.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     device = None if module.device.type == "meta" else _device(model.device)
-    # On meta there is nothing to move, and only the type is set.
+    # On meta only the type is set.
     torch.nn.Module.to(module, device=device, dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
         # The config's rates are 0 already; this is for layers that have a rate of their own.
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         if isinstance(part, nn.Embedding):
-            # torch gives the row of the padding index no gradient, and here every row learns.
-            part.padding_idx = None
+            part.padding_idx = None  # torch gives its row no gradient, and here every row learns
     notes = [*notes, *_check_vocabulary(tokenizer, module), *turn_end(tokenizer, stop_ids)]
     # What is saved from this module ends its turns where the policy did.
     if module.generation_config is not None:  # code of a model's own may have none
         module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
+    text_config = module.config.get_text_config(decoder=True)
     if _emulated(module):
         notes += [_EMULATED]
-    text_config = module.config.get_text_config(decoder=True)
-    if getattr(text_config, "output_router_logits", False) and (
-        coef := getattr(text_config, "router_aux_loss_coef", 0)
-    ):
-        notes += [_BALANCE.format(coef)]
+    if getattr(text_config, "output_router_logits", False):
+        coef = getattr(text_config, "router_aux_loss_coef", 0)
+        notes += [_BALANCE.format(coef)] if coef else []
     if is_stateful(module):
         notes += [_STATE]
     if device is not None:
-        # `silence` and `accept` run the model, so they wait until the weights are there.
+        # They run the model, so they wait until the weights are there.
         notes += silence(module, accept(module, context)[0])
     return Policy(
         module=module,
@@ -369,14 +348,12 @@ _STATE = "the model keeps a recurrent state, so each sequence is computed in a r
 
 
 def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
-    """Returns the most tokens of a sequence. It is `model.context` where that is set, else the smaller one of `most`
-    and the positions in the config, else BUILT_CONTEXT. ConfigError where it is below 2 or above the positions."""
+    """Returns the most tokens of a sequence: `model.context`, else the smaller one of `most` and the positions in the
+    config, else BUILT_CONTEXT. ConfigError where it is below 2 or above the positions."""
     bound = positions(module)
-    wanted = (
-        model.context
-        if model.context is not None
-        else min(bound or most or BUILT_CONTEXT, most or bound or BUILT_CONTEXT)
-    )
+    wanted = model.context
+    if wanted is None:
+        wanted = min(bound or most or BUILT_CONTEXT, most or bound or BUILT_CONTEXT)
     if wanted < 2:
         raise ConfigError(f"model.context={wanted}: a prompt and a token need at least 2")
     if bound is not None and wanted > bound:
@@ -395,7 +372,7 @@ def _embedding_rows(module: PreTrainedModel) -> int:
 def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -> list[str]:
     """DataError where a token's id has no embedding row. Returns a note where rows have no token."""
     rows = _embedding_rows(module)
-    # The largest id counts, and not the number of tokens: vocabularies may have holes.
+    # The largest id, and not the number of tokens: vocabularies may have holes.
     top_token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if top >= rows:
         raise DataError(
@@ -404,16 +381,14 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
             " (model.resize_token_embeddings) and save both"
         )
     missing = rows - len(tokenizer)
-    return (
-        [f"{missing} embedding rows have no token; a policy that says one says nothing readable"] if missing > 0 else []
-    )
+    note = f"{missing} embedding rows have no token; a policy that says one says nothing readable"
+    return [note] if missing > 0 else []
 
 
 def _device(name: str) -> torch.device:
     """The device of that name. It must have float64, by which tokens are drawn and weights checked: MPS has none."""
     try:
-        # Only an allocation shows whether torch was built for the device, whether it is there, and whether it has
-        # float64.
+        # Only an allocation shows whether the device is there, and whether it has float64.
         return torch.empty(0, device=name, dtype=torch.float64).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         unknown = isinstance(error, NotImplementedError)  # torch then lists all of its operators

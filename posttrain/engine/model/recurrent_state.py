@@ -42,8 +42,7 @@ class RowLayout:
         """query [B, H, L, D], key and value [B, K, L, D] -> [B, L, H, D]."""
         query, window = call.query, call.window
         length, mask = query.shape[2], None
-        # Without a window the kernel's own causal mask is enough; padding lies to the right, where no real position
-        # looks.
+        # Without a window the kernel's causal mask is enough: no real position looks right, where padding lies.
         if window is not None and window < length:
             at = torch.arange(length, device=query.device)
             distance = at[:, None] - at
@@ -53,8 +52,8 @@ class RowLayout:
 
 
 class SeparateRows:
-    """Hidden states of packed segments, each computed in a row of its own. It has the interface of
-    `shared_prefixes.Sharing` and its order of rows."""
+    """Hidden states of packed segments, each computed in a row of its own, with the interface of
+    `shared_prefixes.Sharing`."""
 
     def __init__(self, out: ReadOut, kernels: KernelChoice) -> None:
         self._out, self._layout = out, RowLayout(kernels)
@@ -71,13 +70,9 @@ class SeparateRows:
 def rows_alone(
     out: ReadOut, ids_N: np.ndarray, lengths_S: np.ndarray, wanted_M: np.ndarray, layout: RowLayout, most: int = 0
 ) -> Tensor:
-    """[M, hidden]: hidden states at the packed positions `wanted_M`, each segment computed in a row of its own.
-
-    Args:
-        most: most positions of one batch; 0: a bucket is one batch, however large.
-    """
-    # Three numberings of positions: packed ones (N), rows of the padded batches laid end to end, and the M that are
-    # wanted. place_N gives for each packed position its row in the padded batches.
+    """[M, hidden]: hidden states at the packed positions `wanted_M`, each segment computed in a row of its own. `most`:
+    most positions of one batch; 0: a bucket is one batch, however large."""
+    # place_N gives for each packed position its row in the padded batches, laid end to end.
     starts_S = np.cumsum(lengths_S) - lengths_S
     place_N = np.empty(len(ids_N), np.int64)
     parts: list[Tensor] = []
@@ -86,11 +81,10 @@ def rows_alone(
         longest = int(lengths_S[group[0]])
         per_batch = max(1, most // longest) if most else len(group)
         for members in (group[i : i + per_batch] for i in range(0, len(group), per_batch)):
-            # Padding repeats the segment's last token. Any token would do, since nothing real comes behind it.
+            # Padding repeats the segment's last token; any would do.
             at_BL = starts_S[members][:, None] + np.minimum(np.arange(longest), lengths_S[members][:, None] - 1)
             real_BL = np.arange(longest) < lengths_S[members][:, None]
-            # `flatten` below numbers a batch's positions row by row, as flatnonzero does, and `row` counts all batches
-            # before it.
+            # `flatten` numbers a batch's positions row by row, and `row` counts all batches before it.
             place_N[at_BL[real_BL]] = row + np.flatnonzero(real_BL)
             ids = torch.from_numpy(ids_N[at_BL].astype(np.int64)).to(out.weight.device)
             parts.append(out.rows(ids, layout).flatten(0, 1))

@@ -12,40 +12,36 @@ from posttrain.environment.templates.rendering_differences import SAID
 from posttrain.system.errors import DataError, PosttrainError
 
 
+def listed_ids(config: Any) -> list[Any]:
+    """The ids at which `generate` of transformers ends an answer, from a generation config or None."""
+    listed = getattr(config, "eos_token_id", None)
+    return [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
+
+
 def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int, ...]:
     """Ids that end a turn: first the tokenizer's EOS, then the model's EOS ids, each once.
 
-    The model's ids are those of its generation config. Transformers derives it from `config.json` where there is
-    no file. Ids in `config.json` are often left over from another tokenizer, so then only special tokens of this
-    tokenizer count. A chat template's end of turn (`<|im_end|>`, `<|eot_id|>`) counts only where the tokenizer
-    or the model lists it.
-
-    Args:
-        config: the model's generation config; None: there is none.
+    The model's ids are those of its generation config (None: there is none). Where transformers has derived it from
+    `config.json`, ids are often left over from another tokenizer, so only special tokens of this one count. A chat
+    template's end of turn (`<|im_end|>`, `<|eot_id|>`) counts only where the tokenizer or the model lists it.
     """
-    # transformers marks a generation config that it made up from config.json.
     derived = bool(getattr(config, "_from_model_config", False))
-    listed = None if config is None else config.eos_token_id
-    model_ids: list[Any] = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
+    model_ids = listed_ids(config)
     if any(isinstance(i, bool) or not isinstance(i, int) for i in model_ids):
         raise DataError(
-            f"eos_token_id={str(listed)[:80]} of generation_config.json (or config.json) is no token id and no list of"
-            " them: correct it there"
+            f"eos_token_id={str(config.eos_token_id)[:80]} of generation_config.json (or config.json) is no token id"
+            " and no list of them: correct it there"
         )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    tokenizer_ids: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # A dict keeps the order, and the tokenizer's own EOS comes first: the first id is the one that is written where one
-    # end token is needed.
-    stops = dict.fromkeys(
-        [*(int(i) for i in tokenizer_ids), *(int(i) for i in model_ids if not derived or i in special)]
-    )
+    own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    # The first id is the one that is written where one end token is needed.
+    stops = dict.fromkeys(int(i) for i in [*own, *(i for i in model_ids if not derived or i in special)])
     if not stops:
         raise DataError(
             "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn."
             ' Set "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json'
         )
-    unknown = [i for i in stops if not 0 <= i < len(tokenizer)]
-    if unknown:
+    if unknown := [i for i in stops if not 0 <= i < len(tokenizer)]:
         raise DataError(
             f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens):"
             " correct eos_token_id there"
@@ -56,8 +52,8 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
 def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
     """Returns notes about stop tokens that the tokenizer or the chat template contradicts.
 
-    A stop id that only the model lists gets a note where the tokenizer does not know it as a special token, or knows it
-    as its BOS or unknown token. The chat template gets a note where it ends an assistant's turn without a stop token.
+    A stop id that only the model lists gets one where the tokenizer does not know it as a special token, or knows it as
+    its BOS or unknown token; the chat template, where it ends an assistant's turn without a stop token.
     """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     notes = [
@@ -69,7 +65,7 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
     if not tokenizer.chat_template:
         return notes
     # Two dialogues, one that ends with the assistant and one that goes on, because templates may end only the last turn
-    # with EOS. What stands behind the assistant's words (SAID) is the end of its turn.
+    # with EOS.
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SAID}]
     tails: list[str] = []
     for next_turns in ([], turns[:1]):
@@ -87,10 +83,9 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
     named = {str(tokenizer.decode([i])): i for i in (*special, *stop_ids)}
     # Longest first, because an alternation takes the first that fits, and one token's text may begin with another's.
     any_token = "|".join(map(re.escape, sorted(filter(None, named), key=len, reverse=True)))
-    # Only tokens directly behind the words count, with white space between. Those of the user's turn come after other
-    # text.
+    # Only tokens directly behind the words count, with white space between: those of the user's turn come later.
     ends = [re.findall(any_token, match[0]) for t in tails if (match := re.match(rf"(?:\s*(?:{any_token}))*", t))]
-    # One stop token behind one of the two turns is enough: the template agrees that it ends a turn.
+    # One stop token behind one of the two turns is enough.
     if not ends or any(named[name] in stop_ids for names in ends for name in names):
         return notes
     if not ends[0]:

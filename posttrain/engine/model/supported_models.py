@@ -1,12 +1,10 @@
 """Tests at load that a model computes the same for a learner and a sampler, and refuses other models.
 
-Two kinds of models can be used. In a decoder-only model, all that a layer keeps of the past must be the keys and values
-of one causal attention. A model with a recurrent state is computed one sequence in a row (`recurrent_state`).
-
-Anything else (another state, a rope that depends on the longest sequence of the batch, masks of the model's own) would
-silently make a token depend on other sequences, or on how it was cached. So a sequence is computed packed with another
-one, and its last token over cached keys and values. With a recurrent state, two sequences are computed in one batch.
-All must equal what transformers computes for each sequence alone.
+In a decoder-only model, all that a layer keeps of the past must be the keys and values of one causal attention. A model
+with a recurrent state is computed one sequence in a row (`recurrent_state`). Anything else (a rope that depends on the
+longest sequence of the batch, masks of the model's own) would silently make a token depend on other sequences, or on
+how it was cached. So a sequence is computed packed with another one, and its last token over cached keys and values;
+with a recurrent state, two sequences in one batch. All must equal what transformers computes for each sequence alone.
 
 Axis letters: N packed positions, H query heads, K key-value heads, D head width.
 """
@@ -32,29 +30,24 @@ from posttrain.engine.model.recurrent_state import RowLayout, is_stateful, rows_
 from posttrain.system.errors import EngineError
 
 TRIES = 3
-"""Sequences tried before a model is refused. In a mixture of experts whose routers are not understood
-(`expert_routing`), rounding alone may sometimes route a token to another expert."""
+"""Sequences tried before a model is refused: rounding alone may route a token to another expert where the routers are
+not understood (`expert_routing`)."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest |difference| / |hidden state| of the median position that counts as rounding; 0.1 in narrower types."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The shape of what one layer caches per token."""
+    """The shape of what one layer caches per token: K heads, D of keys, D of values."""
 
     heads: int
-    """K"""
     key: int
-    """D of keys."""
     value: int
-    """D of values."""
 
 
 def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerShape]]:
-    """The read-out of a model and what each of its layers caches; EngineError explains why a model cannot be used.
-
-    The model's attention is routed through `attention.attend`. A model that keeps a recurrent state caches nothing.
-    """
+    """The read-out of a model, which from now on attends by `attention.attend`, and what each of its layers caches
+    (nothing where it keeps a recurrent state). EngineError explains why a model cannot be used."""
     name, config = type(module).__name__, module.config.get_text_config(decoder=True)
     if module.config.is_encoder_decoder:
         raise EngineError(f"{name} is an encoder-decoder. {WANTED}")
@@ -63,8 +56,7 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
         raise EngineError(
             f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}"
         )
-    # What the config alone tells comes first, then the shapes of a pass, then numbers: so a message names the cause,
-    # and not a wrong number that follows from it.
+    # First the config, then the shapes of a pass, then numbers: so a message names the cause and not what follows.
     _check_rope(config, name, context)
     _use_attention(module)
     out = read_out(module)
@@ -80,8 +72,7 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
 
 
 def _use_attention(module: PreTrainedModel) -> None:
-    """Make every layer of `module` attend by `attention.attend` from now on. EngineError where transformers offers no
-    way to replace the attention of this architecture."""
+    """Make every layer of `module` attend by `attention.attend`. EngineError where transformers cannot replace it."""
     attention.register()
     if module.config.get_text_config(decoder=True)._attn_implementation != attention.NAME:
         try:
@@ -101,8 +92,7 @@ def as_built(module: PreTrainedModel) -> Iterator[None]:
     ours = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == attention.NAME]
     try:
         for config in ours:
-            # The attribute behind the property: the setter would change inner configs as well, also those that are not
-            # ours.
+            # The attribute behind the property: the setter would change inner configs that are not ours as well.
             config._attn_implementation_internal = "eager"
         yield
     finally:
@@ -129,8 +119,7 @@ class _ProbeLayout(PackedLayout):
 
 
 def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerShape]:
-    """Returns the shape of what each layer caches. Raises EngineError where a layer does not attend through our
-    attention, or does so more than once."""
+    """Returns the shape of what each layer caches. EngineError where one does not attend once through our attention."""
     name, config = type(module).__name__, module.config.get_text_config(decoder=True)
     probe = _ProbeLayout(length)
     with torch.no_grad():
@@ -143,7 +132,7 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
                 f"{name} cannot run with packed segments ({type(error).__name__}: {error}). {WANTED}"
             ) from error
     layers = int(config.num_hidden_layers)
-    # A layer that is missing here computes its past in another way, which neither packing nor the engine's cache knows.
+    # A layer that is missing computes its past in a way that neither packing nor the engine's cache knows.
     if sorted(probe.seen) != list(range(layers)):
         missing = sorted(set(range(layers)) - set(probe.seen))
         where = f"layers {missing}" if missing else f"{len(probe.seen)} attentions in {layers} layers"
@@ -157,18 +146,15 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
 
 def _described_parts(out: ReadOut, layers: list[int]) -> str:
     """` (their parts: ...)` for a message: the classes of the parts of the first of these layers; '' without layers."""
-    lists = [
-        part for part in out.decoder.modules() if isinstance(part, nn.ModuleList) and layers and len(part) > layers[0]
-    ]
-    if not lists:
-        return ""
-    parts = dict.fromkeys(type(p).__name__ for p in lists[0][layers[0]].children() if "Norm" not in type(p).__name__)
-    return f" (their parts: {', '.join(parts)})"
+    for stack in out.decoder.modules():
+        if layers and isinstance(stack, nn.ModuleList) and len(stack) > layers[0]:
+            names = [type(part).__name__ for part in stack[layers[0]].children()]
+            return f" (their parts: {', '.join(dict.fromkeys(n for n in names if 'Norm' not in n))})"
+    return ""
 
 
 def _check_rope(config: object, name: str, context: int) -> None:
-    """EngineError where the rope's frequencies depend on the longest sequence of the batch and `context`
-    is long enough for it."""
+    """EngineError where the rope's frequencies depend on the longest sequence and `context` is long enough for it."""
     rope = getattr(config, "rope_parameters", None) or {}
     # Models with several kinds of layers have one dict of rope settings for each kind.
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
@@ -199,8 +185,7 @@ class _GrowingCache:
                 torch.cat([old, new], dim=2) for old, new in zip(self._past[layer], (key, value), strict=True)
             )
         self._past[layer] = key, value
-        # Keys are all positions so far and queries the last of them: distance [queries, keys] is how far back a key
-        # lies.
+        # Keys are all positions so far, queries the last of them. [queries, keys]: how far back a key lies.
         at = torch.arange(key.shape[2], device=key.device)
         distance = at[-query.shape[2] :, None] - at
         mask = (distance >= 0) & (distance < (call.window or len(at)))
@@ -212,7 +197,7 @@ Difference = Callable[[PreTrainedModel, ReadOut, int, int], str]
 
 
 def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Difference) -> None:
-    """EngineError where `difference` finds a difference for each of `TRIES` seeds. One seed without any is enough."""
+    """EngineError where `difference` finds one for each of `TRIES` seeds."""
     why = ""
     for seed in range(TRIES):
         with torch.no_grad():
@@ -229,14 +214,10 @@ def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Diffe
 
 def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
     """Returns the difference that is found, as text; '' where nothing differs. In a mixture of experts the packed pass
-    follows the experts that each sequence chose alone. Its own choices may differ by rounding only (`_otherwise`)."""
-    # The reference is computed first, each sequence alone by transformers' own attention. What its routers chose is
-    # given to the packed pass, since rounding may flip a choice between two nearly equal experts, and the hidden states
-    # would then differ without any fault. At the end it is tested whether the pass itself would have chosen alike.
-    (ids, at), (other_ids, other_at) = alone = (
-        _canary(out, length, seed),
-        _canary(out, max(1, length // 2), seed + TRIES),
-    )
+    follows the experts that each sequence chose alone, since rounding may flip a choice between two nearly equal ones.
+    Its own choices may differ by rounding only."""
+    alone = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
+    (ids, at), (other_ids, other_at) = alone
     chosen = [Routing(), Routing()]
     with as_built(module):
         wanted = [
@@ -249,7 +230,7 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
     first, second = packed.split([len(ids), len(other_ids)])
     # The second sequence is the one that would see the first if the mask leaked.
     for name, ours, theirs in (("", first, wanted[0]), (" behind another one", second, wanted[1])):
-        if (gap := _gap(ours, theirs)) > _bound(ours):
+        if gap := _gap(ours, theirs):
             return (
                 f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative"
                 f" gap {gap:.2g})"
@@ -260,14 +241,13 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
 
 
 def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
-    """`_difference` of a sequence that is computed in two calls: all tokens but the last, and then the last one over
-    the cached keys and values of the others."""
-    # First all tokens but the last, then the last one over what the first call has cached, as the engine decodes.
+    """`_difference` of a sequence that is computed in two calls: all tokens but the last, and then that one over what
+    the first call has cached, as the engine decodes."""
     memory, followed = _GrowingCache(), following([chosen])
     for situation, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
         routing = None if followed is None or followed.given is None else Routing(followed.given[part], True)
         ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, routing))
-        if (gap := _gap(ours, wanted[part])) > _bound(ours):
+        if gap := _gap(ours, wanted[part]):
             return f"hidden states {situation} differ from those of the whole sequence (relative gap {gap:.2g})"
         if why := _chooses_otherwise(routing, ours.dtype, situation):
             return why
@@ -275,18 +255,16 @@ def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, ch
 
 
 def _routed(layout: Any, routing: Routing | None) -> Any:
-    """The layout itself, which from now on carries the choices of experts through its pass."""
+    """The layout itself, which from now on carries the choices of experts."""
     layout.routing = routing
     return layout
 
 
 def _chooses_otherwise(followed: Routing | None, computed: torch.dtype, situation: str) -> str:
-    """Returns text where the routers would have chosen other experts than those that they were given, by more than
-    rounding; else ''."""
+    """Returns text where the routers would have chosen other experts than they were given, by more than rounding."""
     lead = 0.0 if followed is None else followed.chosen_by_more(computed)
-    return (
-        f"its routers choose other experts for a token {situation} (by {lead:.2g} times rounding)" if lead > 1 else ""
-    )
+    words = f"its routers choose other experts for a token {situation} (by {lead:.2g} times rounding)"
+    return words if lead > 1 else ""
 
 
 def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
@@ -298,7 +276,7 @@ def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed
     with as_built(module):
         wanted = [out.hidden(*one, RowLayout()) for one in alone]
     for name, ours, theirs in zip(("longer", "shorter"), batch.split(lengths.tolist()), wanted, strict=True):
-        if (gap := _gap(ours, theirs)) > _bound(ours):
+        if gap := _gap(ours, theirs):
             return f"the {name} of two sequences in a batch has other hidden states than alone (relative gap {gap:.2g})"
     return ""
 
@@ -311,11 +289,7 @@ def _canary(out: ReadOut, length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _gap(ours: Tensor, wanted: Tensor) -> float:
-    """|difference| / |wanted| of the median position; inf where it is not a number."""
+    """|difference| / |wanted| of the median position, inf where it is not a number; 0 where it is rounding."""
     gap_N = (ours - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1).clamp_min(1e-30)
-    return float(gap_N.nan_to_num(nan=float("inf")).median())
-
-
-def _bound(hidden: Tensor) -> float:
-    """The largest gap of hidden states of this dtype that counts as rounding (`BOUNDS`)."""
-    return BOUNDS.get(hidden.dtype, 0.1)
+    gap = float(gap_N.nan_to_num(nan=float("inf")).median())
+    return gap if gap > BOUNDS.get(ours.dtype, 0.1) else 0.0
