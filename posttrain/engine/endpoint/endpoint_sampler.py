@@ -15,25 +15,14 @@ from posttrain.verifier.http_client import Endpoint
 
 STOPS = 4
 """Most stop strings of OpenAI's API."""
-_EXTENSIONS: dict[Dialect, tuple[str, ...]] = {
-    "openai": (),
-    "compatible": (),
-    "posttrain": ("top_k", "min_p", "repetition_penalty", "min_tokens", "allowed_ids"),
-    "vllm": ("top_k", "min_p", "repetition_penalty", "min_tokens", "allowed_ids"),
-}
-"""Contract fields beyond OpenAI's that each dialect has. Stop ids are not listed; `TokenSampler` sends them."""
+_EXTENDED: tuple[Dialect, ...] = ("posttrain", "vllm")
+"""Dialects that have contract fields beyond OpenAI's."""
 
 
 def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[str, Any]:
-    """The sampling part of a request's body.
-
-    Raises:
-        ConfigError: names each field of `s` that this endpoint does not support.
-    """
+    """The sampling part of a request's body. ConfigError names each field that this endpoint does not support."""
     check(s, look, chat=chat)
-    extensions = _EXTENSIONS[look.dialect]
-    # Neutral values are sent too. Where a field is left out, vLLM takes its value from the model's
-    # generation_config.json, and the distribution would be another one than the contract's.
+    # Neutral values are sent too: where a field is left out, vLLM takes its value from generation_config.json.
     out: dict[str, Any] = {
         "model": look.model,
         "n": 1,
@@ -50,14 +39,12 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
     }
     if s.stop:
         out["stop"] = list(s.stop)
-    if "top_k" in extensions:
+    if look.dialect in _EXTENDED:
         out |= {"top_k": 0 if s.greedy else s.top_k, "min_p": 0.0 if s.greedy else s.min_p}
-    if "repetition_penalty" in extensions:
         out |= {"repetition_penalty": s.repetition_penalty, "min_tokens": s.min_tokens}
         if s.allowed_ids is not None:
             out["allowed_token_ids"] = list(s.allowed_ids)
-    # What was said must come back whole: special tokens are not dropped from the text, and neither is the text that
-    # ended the turn.
+    # What was said must come back whole, with special tokens and the text that ended the turn.
     if look.dialect == "vllm":
         out |= {
             "skip_special_tokens": False,
@@ -69,18 +56,18 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
 
 def check(s: Sampling, look: RemoteModel, *, chat: bool) -> None:
     """ConfigError with the names of the contract's fields that this endpoint does not support."""
-    extensions = _EXTENSIONS[look.dialect]
+    plain = look.dialect not in _EXTENDED
     used = {
-        "top_k": s.top_k > 0,
-        "min_p": s.min_p > 0,
-        "repetition_penalty": s.repetition_penalty != 1,
-        "min_tokens": s.min_tokens > 0,
-        "allowed_ids": s.allowed_ids is not None,
+        "top_k": plain and s.top_k > 0,
+        "min_p": plain and s.min_p > 0,
+        "repetition_penalty": plain and s.repetition_penalty != 1,
+        "min_tokens": plain and s.min_tokens > 0,
+        "allowed_ids": plain and s.allowed_ids is not None,
         "allowed_words": bool(s.allowed_words),
         "bad_ids": bool(s.bad_ids),
         "bad_words": bool(s.bad_words),
     }
-    if unknown := [name for name, on in used.items() if on and name not in extensions]:
+    if unknown := [name for name, on in used.items() if on]:
         raise ConfigError(
             f"an endpoint of dialect {look.dialect!r} knows no {', '.join(f'sampling.{n}' for n in unknown)}, and would"
             " ignore or refuse it: leave it at its default, or use another engine"
@@ -98,8 +85,7 @@ def check(s: Sampling, look: RemoteModel, *, chat: bool) -> None:
 
 
 class EndpointSampler:
-    """Base of the samplers over an endpoint. The weights are the endpoint's: their version is 0,
-    and none can be loaded.
+    """Base of the samplers over an endpoint. Its weights have version 0, and none can be loaded.
 
     Args:
         cut: a contract whose top_p, top_k and min_p are sent in place of those given to `generate`. It is for
@@ -124,8 +110,7 @@ class EndpointSampler:
         )
 
     def gauges(self) -> Gauges:
-        """Since the last call: `engine/tokens` said, per request; `engine/requests` answered;
-        `engine/retried`, repeated tries."""
+        """Since the last call: tokens said, per request; requests answered; repeated tries."""
         out = {
             "engine/tokens": Gauge(self._tokens, self._requests),
             "engine/requests": Gauge(self._requests, 1),
@@ -140,26 +125,21 @@ class EndpointSampler:
     def _body(self, s: Sampling, place: int, *, chat: bool) -> dict[str, Any]:
         """The sampling part of a request, with the truncation of `cut` in it."""
         body = fields(s, self.look, place, chat=chat)
-        # The truncation goes into the request only. The episodes keep the contract that they were given, which has
-        # none.
+        # Into the request only: the episodes keep the contract that they were given, which has no truncation.
         if self.cut is not None and not s.greedy:
             cut_fields = fields(self.cut, self.look, place, chat=chat)
             body |= {name: cut_fields[name] for name in ("top_p", "top_k", "min_p") if name in cut_fields}
         return body
 
     async def _choice(self, path: str, body: Mapping[str, Any], most: int) -> tuple[dict[str, Any], int]:
-        """(the answer's only choice, number of tokens it reports).
-
-        Raises:
-            EndpointError: the answer has another shape, or more tokens than were asked for.
-        """
+        """(the answer's only choice, number of tokens it reports). EndpointError where the answer has another shape, or
+        more tokens than were asked for."""
         answer = await self.endpoint.post(path, body)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise self.broken(f"{path} answered without exactly one choice")
         usage = answer.get("usage")
-        # The count is needed because ids of a turn in text are made up to this number, and turns in ids are checked by
-        # it.
+        # Ids of a turn in text are made up to this number, and turns in ids are checked by it.
         count = usage.get("completion_tokens") if isinstance(usage, dict) else None
         if type(count) is not int or count < 0:  # JSON's true is an int in Python
             raise self.broken(
@@ -169,13 +149,11 @@ class EndpointSampler:
             raise self.broken(
                 f"{path} said {count} tokens where at most {most} were asked for: it does not obey max_tokens"
             )
-        # Counted after all checks, so that the mean length covers only answers that were used.
         self._requests, self._tokens = self._requests + 1, self._tokens + count
         # Servers differ in where they put prompt_token_ids: in the choice, or beside the choices.
         return choices[0] | {k: v for k, v in answer.items() if k == "prompt_token_ids" and v is not None}, count
 
     def broken(self, text: str) -> EndpointError:
-        """The error of an endpoint whose answer cannot be used."""
         return EndpointError(f"{self.endpoint.role} ({self.endpoint.url}): {text}", self.endpoint.role)
 
 

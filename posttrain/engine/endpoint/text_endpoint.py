@@ -41,7 +41,7 @@ class TextVocabulary:
         self._ids: dict[TextPiece, int] = {self._all[0]: 0}
 
     def id(self, piece: TextPiece) -> int:
-        """The piece's id; a new one for a new piece. 0 is the empty piece that fills up a turn."""
+        """The piece's id; a new one for a new piece."""
         if piece not in self._ids:
             self._ids[piece] = len(self._all)
             self._all.append(piece)
@@ -73,7 +73,11 @@ class TextDialogue:
         if self._chat is not None and chat != self._chat:
             raise InvariantError("a dialogue shows messages throughout or text throughout, not both")
         self._chat = chat
-        shown = [TextPiece("user", content)] if isinstance(content, str) else [_piece(m) for m in content]
+        if isinstance(content, str):
+            shown = [TextPiece("user", content)]
+        else:
+            # Parts of text are joined, because the endpoint's own template is not known here.
+            shown = [TextPiece(m["role"], text_of(content_of(m["content"])), True) for m in content]
         return np.array([self._pieces.id(p) for p in shown], np.int32)
 
     def text(self, ids: np.ndarray) -> str:
@@ -81,11 +85,6 @@ class TextDialogue:
 
     def said(self, ids: np.ndarray) -> str:
         return self.text(ids)
-
-
-def _piece(message: Message) -> TextPiece:
-    """A message as a piece. Several parts of text are joined, because the endpoint's own template is not known here."""
-    return TextPiece(message["role"], text_of(content_of(message["content"])), True)
 
 
 class TextSampler(EndpointSampler):
@@ -118,8 +117,7 @@ class TextSampler(EndpointSampler):
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """One turn after `ids`, which are ids of this sampler's vocabulary."""
-        # The endpoint ends a turn at its own tokenizer's end. Ids of this sampler's vocabulary mean nothing to it, so a
-        # contract that names stop ids could not be kept.
+        # A contract that names stop ids could not be kept: ids of this sampler's vocabulary mean nothing there.
         if sampling.stop_ids != ():
             raise EngineError(
                 "an endpoint that speaks text ends a turn where its own tokenizer does: set stop_ids=(), not"
@@ -142,8 +140,8 @@ class TextSampler(EndpointSampler):
         text = message.get("content") if chat else choice.get("text")
         if text is not None and not isinstance(text, str):
             raise self.broken(f"what it said is no text but {type(text).__name__}")
-        # A turn has as many ids as tokens were counted, so that lengths and budgets of the rollout are right, although
-        # only the first id has a text. An empty turn has one id still.
+        # As many ids as tokens were counted, for lengths and budgets of the rollout, although only the first has a
+        # text. An empty turn has one id still.
         turn_ids = [self._pieces.id(TextPiece("assistant", text or "")), *[0] * (count - 1)]
         n = len(turn_ids)
         return SampledTurn(
@@ -169,17 +167,10 @@ class TextSampler(EndpointSampler):
         """The conversation of these ids, as a chat request has it."""
         out: list[dict[str, str]] = []
         for piece in self._pieces.of(ids):
-            if (
-                # The zeros that fill up a turn follow its message. Only behind one are they passed over: an empty turn
-                # is id 0 itself, and stays a message.
-                piece.role == "assistant"
-                and not piece.message
-                and not piece.text
-                and out
-                and out[-1]["role"] == "assistant"
-            ):
-                continue
-            out.append({"role": piece.role, "content": piece.text})
+            # The zeros that fill up a turn follow its message. An empty turn is id 0 itself, and stays a message.
+            filler = piece.role == "assistant" and not piece.message and not piece.text
+            if not (filler and out and out[-1]["role"] == "assistant"):
+                out.append({"role": piece.role, "content": piece.text})
         return out
 
     def _prompt(self, ids: np.ndarray) -> str:
@@ -194,7 +185,7 @@ class TextSampler(EndpointSampler):
 
     def _stop(self, reason: Any) -> Stop:
         """The reason for the end of a turn, from the endpoint's finish_reason."""
-        # An answer that was filtered is no answer of the model, so it does not count as one that ended by itself.
+        # An answer that was filtered is no answer of the model, so it does not count as ended by itself.
         stops = {"stop": Stop.SAID, "length": Stop.LENGTH, "content_filter": Stop.ERROR}
         if not isinstance(reason, str) or reason not in stops:
             raise self.broken(f"a turn ended with reason {reason!r}; known are {', '.join(stops)}")

@@ -22,11 +22,7 @@ LOOSE = 0.05
 
 
 class TokenSampler(EndpointSampler):
-    """`core.ports.Sampler` over /completions with token ids.
-
-    Raises:
-        ConfigError: the endpoint's dialect has no token ids.
-    """
+    """`core.ports.Sampler` over /completions with token ids. ConfigError where the endpoint's dialect has none."""
 
     def __init__(self, endpoint: Endpoint, look: RemoteModel, *, cut: Sampling | None = None) -> None:
         super().__init__(endpoint, look, cut=cut)
@@ -44,8 +40,7 @@ class TokenSampler(EndpointSampler):
                 "sampling.stop_ids is not resolved: call sampling.resolve(stop_ids) once at load, or set stop_ids=()"
             )
         prompt = checked_prompt(ids)
-        # The room is computed here, because servers answer a request that passes their context with an error, and this
-        # turn should end with Stop.CONTEXT instead.
+        # Servers answer a request that passes their context with an error, and this turn ends with Stop.CONTEXT.
         room = self.context - len(prompt)
         if room < 1:
             raise DataError(
@@ -66,13 +61,10 @@ class TokenSampler(EndpointSampler):
         }
         choice, count = await self._choice("/completions", body, most)
         turn_ids = self._ids(choice.get("token_ids"), "token_ids")
-        if (
-            # A server that adds a token for the beginning, or cuts a prompt, continues another text than the learner
-            # will score.
-            "prompt_token_ids" in choice
-            and choice["prompt_token_ids"] is not None
-            and self._ids(choice["prompt_token_ids"], "prompt") != prompt
-        ):
+        # A server that adds a token for the beginning, or cuts a prompt, continues another text than the learner
+        # will score.
+        read = choice.get("prompt_token_ids")
+        if read is not None and self._ids(read, "prompt") != prompt:
             raise self.broken("it read another prompt than it was sent: prompt_token_ids differ")
         if len(turn_ids) != count:
             raise self.broken(f"it returned {len(turn_ids)} token_ids and counted {count} tokens")
@@ -88,7 +80,7 @@ class TokenSampler(EndpointSampler):
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`; from the endpoint's prompt_logprobs."""
         prompt = checked_prompt(ids)
-        # The API scores a prompt only together with a token that it draws; that one is thrown away.
+        # The API scores a prompt only together with a token that it draws.
         body = self._body(Sampling(max_tokens=1, stop_ids=()), 0, chat=False) | {
             "prompt": prompt,
             "prompt_logprobs": 0,
@@ -111,17 +103,12 @@ class TokenSampler(EndpointSampler):
 
     async def for_training(self, sampling: Sampling) -> None:
         """Check with two requests at two temperatures that the returned tokens and log-probs can be trained on.
-
-        Raises:
-            ConfigError: it returns no ids or no log-probs, or its log-probs are not of the
-                distribution that it draws from.
-        """
+        ConfigError where they are missing, or not of the distribution that is drawn from."""
         sampling.for_training(keeps_sets=False)
         probe = np.arange(1, 3, dtype=np.int32)
         try:
-            # If the log-probs are those of the distribution that is drawn from, they are log p_T = z / T - log Z_T for
-            # logits z. Differences between tokens do not depend on Z_T, so halving T must double them. A server that
-            # returns log-probs of the raw logits gives equal differences at both.
+            # Of the distribution that is drawn from, log p_T = z / T - log Z_T for logits z. Differences between tokens
+            # do not depend on Z_T, so halving T must double them; those of the raw logits would be equal at both.
             at_1, at_half = [
                 await self.generate(probe, Sampling(temperature=t, max_tokens=1, stop_ids=(), top=3), 0)
                 for t in (1.0, 0.5)
@@ -138,7 +125,7 @@ class TokenSampler(EndpointSampler):
                 " model"
             )
         a, b = (np.array([x[i] for i in sorted(warm)]) for x in (warm, cold))
-        # Differences to one token of the three. The bound grows with them, because 16-bit logits round in proportion.
+        # The bound grows with the differences to one token, because 16-bit logits round in proportion.
         a, b = a - a[0], b - b[0]
         # Written as `not <=`, so that NaN is refused as well.
         if not np.abs(b - 2 * a).max() <= LOOSE + 0.05 * np.abs(a).max():
@@ -167,15 +154,12 @@ class TokenSampler(EndpointSampler):
     def _top(self, choice: dict[str, Any], n: int, k: int) -> Top:
         """The k most probable of each position's table, whose keys are token_id:N."""
         tables = choice["logprobs"].get("top_logprobs")
-        if (
-            not isinstance(tables, list)
-            or len(tables) != n
-            or any(not isinstance(t, dict) or len(t) < k or not all(map(_finite, t.values())) for t in tables)
-        ):
+        fits = isinstance(tables, list) and len(tables) == n
+        if not fits or any(not isinstance(t, dict) or len(t) < k or not all(map(_finite, t.values())) for t in tables):
             raise self.broken(f"it returned fewer than {k} alternatives with their log-probs for a token")
         try:
             rows = [
-                # A table may have one row more than was asked for: the drawn token, where it is not among the best.
+                # One row more than was asked for is the drawn token, where it is not among the best.
                 sorted(((int(name.removeprefix("token_id:")), p) for name, p in t.items()), key=lambda x: -x[1])[:k]
                 for t in tables
             ]
@@ -189,12 +173,13 @@ class TokenSampler(EndpointSampler):
 
     def _stop(self, reason: Any, said: list[int], s: Sampling, most: int) -> Stop:
         """The reason for the end of a turn. EndpointError where finish_reason and the tokens do not fit together."""
-        # "stop" is said for ids and for strings alike; the last token tells which it was.
+        # "stop" is said for ids and for strings alike.
         if reason == "stop" and said and said[-1] in (s.stop_ids or ()):
             return Stop.SAID
         if reason == "stop" and s.stop:
             return Stop.STRING
-        # The server was asked for `most`, so it cannot tell the contract's bound from the end of the context.
+        # The server cannot tell the contract's bound from the end of the context.
+
         if reason == "length" and len(said) == most:
             return Stop.LENGTH if most == s.max_tokens else Stop.CONTEXT
         raise self.broken(
