@@ -1,10 +1,9 @@
-"""Noise that a model adds in training mode is switched off at load: learner, reference and sampler
-must be the same function.
+"""Noise that a model adds in training mode is switched off at load: learner, reference and sampler must be the same
+function.
 
-Dropout is set to 0 in the config. Other modules that draw random numbers in training mode (a router's jitter,
-whole layers dropped) are found by what they do, not by their names: they change the state of a random generator.
-Such a module stays in evaluation mode from then on. Its children do not, so that `.train()` keeps its other
-effects (activation checkpointing).
+Dropout is set to 0 in the config. Other modules that draw random numbers in training mode (a router's jitter, whole
+layers dropped) are found by what they do: they change the state of a random generator. Such a module stays in
+evaluation mode. Its children do not, so that `.train()` keeps its other effects (activation checkpointing).
 """
 
 from __future__ import annotations
@@ -31,18 +30,11 @@ SEEDS = (1, 2)
 
 def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
     """Keep modules that draw random numbers in training mode in evaluation mode. Returns a note that names them.
-
-    First only the modules that draw are kept so. If a module reads the training mode of its
-    children, they are kept so too.
-
-    Raises:
-        EngineError: names a module that stays random, or computes something else in training mode
-            than in evaluation mode.
-    """
+    EngineError names a module that stays random, or computes something else in training mode."""
     silenced: dict[str, nn.Module] = {}
     with generators_kept([module.device] if module.device.type == "cuda" else ()), torch.enable_grad():
-        # Two rounds: first only the modules that draw. A module may read the training mode of a child in place of its
-        # own, so what still draws is kept together with all of its children.
+        # First only the modules that draw. A module may read the training mode of a child in place of its own, so what
+        # still draws is kept together with all of its children.
         for with_children in (False, True):
             drawing = _drawing(module, out)
             for part in drawing.values():
@@ -59,24 +51,19 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
         # That nothing draws is not enough: a module may compute something else in training mode without random numbers.
         _check_same(module, out)
     module.eval()
-    # A list of one note, or an empty list where no module drew.
-    return [
-        f"{_named(silenced)} adds noise while training and is kept in evaluation mode: sampler and learner must be the"
-        " same function"
-    ] * bool(silenced)
+    reason = "adds noise while training and is kept in evaluation mode: sampler and learner must be the same function"
+    return [f"{_named(silenced)} {reason}"] if silenced else []
 
 
 def _keep_in_evaluation(part: nn.Module) -> None:
-    """Make `train()` on this module, or on one above it, change its children but not
-    itself. Survives `copy.deepcopy`, and the way into another process."""
+    """Make `train()` on this module, or on one above it, change its children but not itself."""
     part.training = False
-    # A partial of a function of this file, and no closure: deepcopy copies the argument along with the module, so a
-    # copy's `train` acts on the copy, and pickle finds the function by its name.
+    # A partial, and no closure: deepcopy copies its argument along with the module, and pickle finds the function.
     part.train = partial(_only_children, part)  # type: ignore[method-assign]
 
 
 def _only_children(self: nn.Module, mode: bool = True) -> nn.Module:
-    """`nn.Module.train` that changes the mode of the children, and leaves that of the module itself."""
+    """`nn.Module.train` that leaves the mode of the module itself."""
     for child in self.children():
         child.train(mode)
     return self
@@ -84,8 +71,7 @@ def _only_children(self: nn.Module, mode: bool = True) -> nn.Module:
 
 def _run(module: PreTrainedModel, out: ReadOut) -> Tensor:
     """Hidden states [N, H] of the canary."""
-    # Ids are spread over the vocabulary by a large prime, because neighbours among the first ids are often special
-    # tokens.
+    # Ids are spread by a large prime, because the first ones are often special tokens.
     at = torch.arange(min(CANARY, positions(module) or CANARY), device=out.weight.device)
     return out.hidden(at * 7919 % out.weight.shape[0], at, PackedLayout([len(at)])).detach()
 
@@ -93,15 +79,13 @@ def _run(module: PreTrainedModel, out: ReadOut) -> Tensor:
 def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
     """By name, the modules whose own code draws random numbers in one forward pass in training mode."""
     # Hooks run as each module begins and ends, and `running` is the stack of modules inside which the pass is. A change
-    # of a generator's state since the last hook was made by the module on top of the stack, and by none of its
-    # children, because those have hooks too.
+    # of a generator's state since the last hook was made by the one on top, as its children have hooks too.
     names = {id(part): name for name, part in module.named_modules()}
     drawing: dict[str, nn.Module] = {}
     running: list[nn.Module] = [module]
     last_state = [_state(module)]
 
     def note_draws() -> None:
-        """Notes that the innermost running module drew, if a generator's state has changed since the last call."""
         now = _state(module)
         if now != last_state[0]:
             drawing[names[id(running[-1])]] = running[-1]
@@ -115,11 +99,8 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
         note_draws()
         running.pop()
 
-    hooks = [
-        hook
-        for part in module.modules()
-        for hook in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))
-    ]
+    hooks = [part.register_forward_pre_hook(enter) for part in module.modules()]
+    hooks += [part.register_forward_hook(leave) for part in module.modules()]
     module.train()
     try:
         _run(module, out)
@@ -134,29 +115,23 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
     """EngineError where training mode, from two random states, does not compute the same as evaluation mode."""
     passes: list[Tensor] = []
     trails: list[list[tuple[str, Tensor]]] = []
-    # The last pass, None, is in evaluation mode, and the others are compared with it. Two seeds, because noise may be
-    # without effect in one draw.
+    # The last pass is in evaluation mode. Two seeds, because noise may be without effect in one draw.
     for seed in (*SEEDS, None):
         module.train(seed is not None)
         torch.manual_seed(seed or 0)
         with _recorded_outputs(module) as trail:
             passes.append(_run(module, out))
         trails.append(trail)
-    bound = (1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05) * max(
-        1.0, float(passes[-1].abs().max())
-    )
-    for index, hidden in enumerate(passes[:-1]):
-        # Written as `not <=`, so that NaN is refused as well. The trail of outputs then tells the first module that
-        # differs.
+    rounding = 1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05
+    bound = rounding * max(1.0, float(passes[-1].abs().max()))
+    for hidden, trail in zip(passes[:-1], trails, strict=False):
+        # Written as `not <=`, so that NaN is refused as well.
         if not float((hidden - passes[-1]).abs().max()) <= bound:
-            first = next(
-                (a for a, b in zip(trails[index], trails[-1], strict=False) if not torch.equal(a[1], b[1])),
-                ("the model", hidden),
-            )
+            differing = (a for (a, x), (_, y) in zip(trail, trails[-1], strict=False) if not torch.equal(x, y))
             raise EngineError(
-                f"{first[0]} of {type(module).__name__} computes something else in training mode than in evaluation:"
-                " sampler and learner would differ. Switch this off in the model's config.json, or use another"
-                " architecture"
+                f"{next(differing, 'the model')} of {type(module).__name__} computes something else in training mode"
+                " than in evaluation: sampler and learner would differ. Switch this off in the model's config.json, or"
+                " use another architecture"
             )
 
 
@@ -167,7 +142,7 @@ def _recorded_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
     def ended(name: str) -> Any:
         def leave(part: nn.Module, args: Any, output: Any) -> None:
-            # A sum in place of the output, so that the trail of a whole model takes no memory.
+            # A sum: the trail of a whole model takes no memory.
             first = output[0] if isinstance(output, tuple) and output else output
             if isinstance(first, Tensor):
                 trail.append((f"{name} ({type(part).__name__})", first.detach().double().sum()))
@@ -184,17 +159,11 @@ def _recorded_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 def _state(module: PreTrainedModel) -> tuple[Any, ...]:
     """The states of all global random generators that a model could draw from."""
-    # numpy's keys are an array, which has no truth value when tuples are compared; bytes have.
+    # As bytes, because arrays have no truth value when tuples are compared.
     algorithm, keys, *rest = np.random.get_state()
-    device = [torch.cuda.get_rng_state(module.device).numpy().tobytes()] if module.device.type == "cuda" else []
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        algorithm,
-        np.asarray(keys).tobytes(),
-        *rest,
-        *device,
-    )
+    on = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(module.device)] if module.device.type == "cuda" else [])
+    torch_states = [state.numpy().tobytes() for state in on]
+    return (*torch_states, random.getstate(), algorithm, np.asarray(keys).tobytes(), *rest)
 
 
 def _named(parts: dict[str, nn.Module]) -> str:

@@ -299,14 +299,7 @@ def prepared(
     if module.generation_config is not None:  # code of a model's own may have none
         module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
-    text_config = module.config.get_text_config(decoder=True)
-    if _emulated(module):
-        notes += [_EMULATED]
-    if getattr(text_config, "output_router_logits", False):
-        coef = getattr(text_config, "router_aux_loss_coef", 0)
-        notes += [_BALANCE.format(coef)] if coef else []
-    if is_stateful(module):
-        notes += [_STATE]
+    notes += _notes(module)
     if device is not None:
         # They run the model, so they wait until the weights are there.
         notes += silence(module, accept(module, context)[0])
@@ -325,26 +318,26 @@ def prepared(
     )
 
 
-_EMULATED = (
-    "this CPU has no float16 unit: torch computes in float32 and rounds each result to float16, which is exact and"
-    " slower than float32"
-)
-
-
-def _emulated(module: PreTrainedModel) -> bool:
-    """Returns whether float16 is emulated by rounding."""
-    if module.dtype != torch.float16 or module.device.type != "cpu":
-        return False
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
-    return supported is None or not supported()
-
-
-_BALANCE = (
-    "its config asks for a load-balance loss (output_router_logits=true, router_aux_loss_coef={0:g}), which is not read"
-    " from there: a stage of reinforcement adds one with router_aux_loss_coef={0:g}, and imitation, preferences and"
-    " reward models have none (docs/guides/experts.md)"
-)
-_STATE = "the model keeps a recurrent state, so each sequence is computed in a row of its own and nothing is shared"
+def _notes(module: PreTrainedModel) -> Iterator[str]:
+    """What people should know of how this model is computed."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
+    if module.dtype == torch.float16 and module.device.type == "cpu" and not supported():
+        yield (
+            "this CPU has no float16 unit: torch computes in float32 and rounds each result to float16, which is exact"
+            " and slower than float32"
+        )
+    text_config = module.config.get_text_config(decoder=True)
+    coef = getattr(text_config, "router_aux_loss_coef", 0)
+    if getattr(text_config, "output_router_logits", False) and coef:
+        yield (
+            f"its config asks for a load-balance loss (output_router_logits=true, router_aux_loss_coef={coef:g}), which"
+            f" is not read from there: a stage of reinforcement adds one with router_aux_loss_coef={coef:g}, and"
+            " imitation, preferences and reward models have none (docs/guides/experts.md)"
+        )
+    if is_stateful(module):
+        yield (
+            "the model keeps a recurrent state, so each sequence is computed in a row of its own and nothing is shared"
+        )
 
 
 def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:

@@ -1,8 +1,6 @@
-"""Small models of real architectures, and their tokenizers, built in code. Models run the same code as a downloaded
-checkpoint.
+"""Small models of real architectures, and their tokenizers, built in code. They run the code of downloaded checkpoints.
 
-A tokenizer has one token per character or byte. It is a `PreTrainedTokenizerFast` with `<eos>` and a `<pad>`, which are
-different tokens, and saves and loads like any other.
+A tokenizer has one token per character or byte, `<eos>`, and a `<pad>` that is another token.
 """
 
 from __future__ import annotations
@@ -57,8 +55,7 @@ def characters(alphabet: str) -> PreTrainedTokenizerFast:
 
 def raw_bytes() -> PreTrainedTokenizerFast:
     """One token per byte of UTF-8, so that any text can be encoded, then EOS and PAD: 258 tokens."""
-    # A BPE without merges is one token for each byte. Sorted, because the alphabet has no fixed order and ids must not
-    # change from run to run.
+    # A BPE without merges. Sorted, because the alphabet has no fixed order and ids must not change from run to run.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*letters, EOS, PAD])}, merges=[]))
     # No space is put before a text, so that decoding gives the text back exactly.
@@ -116,12 +113,9 @@ def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) ->
 
 
 def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The architecture's own config class with the sizes of `model`, without dropout. The heads of Llama and
-    Mixtral are not tied to the embeddings; the others' are. In a mixture every layer has experts.
-
-    The standard deviation of the initial weights is 0.5 / sqrt(hidden). At these widths transformers' 0.02 is so small
-    that the first hundred steps learn little.
-    """
+    """The architecture's own config class with the sizes of `model`, without dropout. In a mixture every layer has
+    experts. The standard deviation of the initial weights is 0.5 / sqrt(hidden): at these widths transformers' 0.02 is
+    so small that the first hundred steps learn little."""
     context = BUILT_CONTEXT if model.context is None else model.context
     settings = {
         "vocab_size": len(tokenizer),

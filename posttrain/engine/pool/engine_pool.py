@@ -60,8 +60,8 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         end: Callable[[], None] = lambda: None,
     ) -> None:
         hosts, (self._facts, *_) = all_started("engine", new, count, timeout)
-        self._version = self._facts.version
-        engines = [PooledEngine(f"engine {i}", host, self._version) for i, host in enumerate(hosts)]
+        self.version = self._facts.version
+        engines = [PooledEngine(f"engine {i}", host, self.version) for i, host in enumerate(hosts)]
         words = "the rollout engines", "What it had not answered is asked again"
         super().__init__(engines, new, words, timeout=timeout, starts=deaths, say=say)
         self._sender, self._deaths, self._tolerance, self._end = sender, deaths, tolerance, end
@@ -70,10 +70,6 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         self._parcel: Parcel | None = None
         self._probe: np.ndarray | None = None
         self._loads = self._turns = self._tokens = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     @property
     def engines(self) -> tuple[PooledEngine, ...]:
@@ -117,7 +113,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         if not gaps[at] <= self._tolerance:
             raise InvariantError(
                 f"{self.processes[at].name} gives other log-probs than {self.processes[0].name} for the same tokens"
-                f" (by {gaps[at]:.3g} nats) although both serve version {self._version}: one of them computes with"
+                f" (by {gaps[at]:.3g} nats) although both serve version {self.version}: one of them computes with"
                 " stale caches or on another device. Start the run again, with placement.engines=1 if this comes back"
             )
         return scores[0]
@@ -126,8 +122,8 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         """Serve these weights as `version` on every engine; returns their fingerprint. Turns that are asked meanwhile
         wait. InvariantError where the engines do not serve the same, EngineError where the version is not newer."""
         self._attend()
-        if version <= self._version:
-            raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
+        if version <= self.version:
+            raise EngineError(f"weights of version {version} after version {self.version}: versions only increase")
         # No turn is given away until `finally` (`_held`). Turns that run are finished by their engines, and each token
         # carries the version that it was drawn with.
         self._loads += 1
@@ -138,7 +134,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             self._check_agree()
             # Last, when all engines have said that they serve the same. No engine can want the previous parcel any
             # more: one that starts anew takes the newest.
-            self._version = version
+            self.version = version
             if before is not None:
                 self._sender.retire(before.version)
         finally:
@@ -211,7 +207,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             elif not turn.alone or await self._reserve(turn, self.processes[at]):
                 engine = self.processes[at]
                 engine.take(turn)
-                turn.version, turn.since, turn.during = self._version, time.monotonic(), self._loads > 0
+                turn.version, turn.since, turn.during = self.version, time.monotonic(), self._loads > 0
                 return engine
 
     def _held(self) -> bool:
@@ -256,11 +252,11 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         """Count an answer, whose tokens must be of versions that the pool served meanwhile."""
         first, last = (int(said.version.min()), int(said.version.max())) if len(said.ids) else (turn.version,) * 2
         # While new weights come, a turn may end with tokens of the version that its engine has just installed.
-        newest = self._parcel.version if self._parcel is not None and self._loads else self._version
+        newest = self._parcel.version if self._parcel is not None and self._loads else self.version
         if turn.during or not turn.version <= first <= last <= newest:
             raise InvariantError(
                 f"{engine.name} sampled with weights of version {first} to {last}, and the pool served version"
-                f" {turn.version} when it was asked and {self._version} when it answered ({turn}): it missed a push, or"
+                f" {turn.version} when it was asked and {self.version} when it answered ({turn}): it missed a push, or"
                 " was asked while others had another version. What siblings say would be of different policies. Go on"
                 " from the last checkpoint (--resume)"
             )

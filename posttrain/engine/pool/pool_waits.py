@@ -148,10 +148,3 @@ def in_thread(function: Callable[..., T], *arguments: Any, **keywords: Any) -> F
     # No executor: Python waits for the threads of executors at its end.
     threading.Thread(target=work, name=f"call {function}", daemon=True).start()
     return future
-
-
-async def briefly(future: Future[Any], seconds: float) -> None:
-    """Wait for the future, at most `seconds`. Raises what it raises."""
-    ended, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=seconds)
-    for task in ended:
-        task.result()

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from posttrain.engine.pool.parent_side import EngineHost
 from posttrain.engine.pool.pool_waits import in_thread
-from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, WorkerMethods, portable
+from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, portable
 from posttrain.system.errors import ConfigError, EngineError
 
 AT_ONCE = 100_000
@@ -32,16 +32,13 @@ class RayEngine:
     """The actor. Errors are returned, so that Ray's own errors always mean that the actor is lost."""
 
     def __init__(self, start: bytes) -> None:
-        self._start: bytes | None = start
-        self._hosted: WorkerMethods | None = None
+        self._start, self._hosted = start, None
 
     async def answer(self, method: str, arguments: Any) -> tuple[Any, BaseException | None, EngineReport | None]:
         """(value, error, report) of one call. The first one makes what answers."""
         try:
             if self._hosted is None:
-                assert self._start is not None
-                self._hosted, self._start = pickle.loads(self._start).host(), None
-                assert self._hosted is not None
+                self._hosted, self._start = pickle.loads(self._start).host(), b""
             value, report = await self._hosted.answer(method, arguments)
         except Exception as error:
             return None, portable(error), None
@@ -159,28 +156,18 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def no_cluster(address: str, error: Exception) -> ConfigError:
-    """The error for an address at which nothing answers."""
-    return ConfigError(
-        f"placement.address={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or"
-        " leave the address out"
-    )
-
-
 def must_answer(address: str, timeout: float) -> None:
     """Raises ConfigError where nothing listens at `[ray://]host:port`; Ray 2.60 alone tries for 14 minutes (20 x 41 s).
     An address without a port, such as `auto`, is left to Ray."""
     parts = urlsplit(address if "//" in address else f"//{address}")
     try:
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise no_cluster(address, error) from error
-    if not host or port is None:
-        return
-    try:
-        socket.create_connection((host, port), timeout).close()
-    except OSError as error:
-        raise no_cluster(address, error) from error
+        if parts.hostname and parts.port is not None:
+            socket.create_connection((parts.hostname, parts.port), timeout).close()
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"placement.address={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`,"
+            " or leave the address out"
+        ) from error
 
 
 class RayHost(EngineHost):

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.core.exchange.role_status import RoleRow
 from posttrain.engine.pool.parent_side import EngineDied, EngineHost, NewHost
-from posttrain.engine.pool.pool_waits import WaitList, attended, briefly, in_thread
+from posttrain.engine.pool.pool_waits import WaitList, attended, in_thread
 from posttrain.engine.pool.worker_side import EngineReport
 from posttrain.system.errors import EngineError
 
@@ -206,7 +206,9 @@ class SupervisedProcesses(Generic[P]):
             for process in self._everyone():
                 if (silent := process.silent()) > SILENT * timeout:
                     why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
-                    await briefly(in_thread(process.host.kill, why), WATCH_EVERY)
+                    killing = asyncio.wrap_future(in_thread(process.host.kill, why))
+                    for ended in (await asyncio.wait([killing], timeout=WATCH_EVERY))[0]:
+                        ended.result()
             self._waits.begin_anew(self._excused())
             if stalled := self._waits.look(WATCH_EVERY):
                 raise EngineError(

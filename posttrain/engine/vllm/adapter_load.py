@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +29,24 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 BASE = "model.safetensors"
 
 
-@dataclass(frozen=True)
 class HotLoad:
-    """The data that an engine needs to serve the adapters of one policy, and to know that it does."""
+    """What an engine needs to serve the adapters of one policy, and to know that it does; all by the learner's names.
+    The engine holds adapters in the dtype of the model."""
 
-    lora: Lora
-    dtype: torch.dtype
-    """The dtype in which the engine holds the adapter: that of the model."""
-    targets: list[str]
-    """The names by which PEFT and vLLM find the layers with an adapter."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the adapter's tensors, by the learner's names."""
-    beneath: Mapping[str, str]
-    """Digests of the weights beneath, by the learner's names."""
-    served_beneath: Mapping[str, str]
-    """Digests of the weights beneath with every -0.0 as 0.0: a layer's products cannot tell these apart."""
-    tensors_beneath: Mapping[str, Tensor]
-    """The weights beneath: the policy's own tensors. Of several workers each serves parts of them."""
+    def __init__(self, policy: Policy, lora: Lora) -> None:
+        self.lora, self._dtype, self._targets = lora, policy.dtype, target_names(policy.module)
+        adapter = adapter_tensors(policy.module)
+        self.shapes = {n: tuple(t.shape) for n, t in adapter.items()}
+        # The policy's own tensors beneath the adapter. Of several workers each serves parts of them.
+        self._base = {n: t.detach() for n, t in named_tensors(policy.module) if n not in adapter}
+        self.beneath = fingerprints(self._base.items())
+        # With every -0.0 as 0.0: a layer's products cannot tell these apart.
+        self.served_beneath = fingerprints((n, without_negative_zeros(t)) for n, t in self._base.items())
 
     @staticmethod
     def of(policy: Policy) -> HotLoad | None:
         """None where all weights train."""
-        if policy.lora is None:
-            return None
-        adapter = adapter_tensors(policy.module)
-        base = {n: t for n, t in named_tensors(policy.module) if n not in adapter}
-        return HotLoad(
-            policy.lora,
-            policy.dtype,
-            target_names(policy.module),
-            {n: tuple(t.shape) for n, t in adapter.items()},
-            fingerprints(base.items()),
-            fingerprints((n, without_negative_zeros(t)) for n, t in base.items()),
-            {n: t.detach() for n, t in base.items()},
-        )
+        return None if policy.lora is None else HotLoad(policy, policy.lora)
 
     def write(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
         """Write the files of one adapter, which only this user can read. Returns the bytes of its weights."""
@@ -72,7 +55,7 @@ class HotLoad:
         save_file(sent, folder / WEIGHTS, metadata={"format": "pt"})
         # alpha = rank makes vLLM's own scale 1, because the scale is in B already.
         rank = self.lora.rank
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": self.targets, "bias": "none"}
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": self._targets, "bias": "none"}
         (folder / CONFIG).write_text(json.dumps(config))
         return sum(t.nbytes for t in sent.values())
 
@@ -80,13 +63,12 @@ class HotLoad:
         """The adapter as the engine should hold it: the scale is in B, in the engine's dtype."""
         scale = self.lora.scale
         # Scaled in float32 and then rounded, so that each number of B is rounded once.
-        return {n: (t.detach() * scale if ".lora_B." in n else t.detach()).to(self.dtype) for n, t in tensors}
+        return {n: (t.detach() * scale if ".lora_B." in n else t.detach()).to(self._dtype) for n, t in tensors}
 
     def wanted(self) -> ReadBack:
         """Every tensor that is read back from the engine."""
-        beneath = [(n, _dtype_name(t.dtype), list(t.shape)) for n, t in self.tensors_beneath.items()]
-        adapter = [(n, _dtype_name(self.dtype), list(shape)) for n, shape in self.shapes.items()]
-        return [*beneath, *adapter]
+        beneath = [(n, _dtype_name(t.dtype), list(t.shape)) for n, t in self._base.items()]
+        return [*beneath, *((n, _dtype_name(self._dtype), list(shape)) for n, shape in self.shapes.items())]
 
     def refuse(self, missing: list[str]) -> None:
         """EngineError where some layers of the adapter have no place in the engine."""
@@ -105,7 +87,7 @@ class HotLoad:
 
         def expected(name: str) -> Tensor | None:
             """The tensor that should be served under a name."""
-            beneath = self.tensors_beneath.get(name)
+            beneath = self._base.get(name)
             return adapter.get(name) if beneath is None else without_negative_zeros(beneath)
 
         wanted = {**self.served_beneath, **fingerprints(adapter.items())}

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from posttrain.system.errors import EngineError
 ROLE = "the rollout engine (vLLM in this process)"
 POLL = 5.0
 """Seconds between two checks that the engine's thread still runs."""
-TokenCallback = Callable[[np.ndarray, np.ndarray], None]
+TokenCallback = Callable[[np.ndarray, np.ndarray], object]
 
 
 @dataclass(eq=False)
@@ -103,8 +104,9 @@ class VLLMEngine(VLLMSampler):
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call aborts the request.
         `heard` is called in this event loop with the new ids and log-probs as soon as they are drawn."""
         # In the caller's loop, so that a wrong request raises there and does not reach the engine's thread.
-        turn = _Turn(check_request(ids, sampling, place, self._capabilities), Future(), self._in_loop(heard))
-        if self._version == self._empty:
+        in_loop = heard and partial(asyncio.get_running_loop().call_soon_threadsafe, heard)
+        turn = _Turn(check_request(ids, sampling, place, self._capabilities), Future(), in_loop)
+        if self.version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
         self._send(lambda: self._add(turn))
         try:
@@ -122,7 +124,7 @@ class VLLMEngine(VLLMSampler):
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version` once all running turns have ended, or, with `inflight`, between two steps.
         Returns the fingerprint of what vLLM's layers then multiply with. Names and shapes are checked first."""
-        newer(version, self._version)
+        newer(version, self.version)
         tensors_to_load = list(self._expected.checked(tensors))
         future: Future[str] = Future()
         # This only registers the update. `_run_once` carries it out when its time has come.
@@ -137,7 +139,7 @@ class VLLMEngine(VLLMSampler):
     def ended(self) -> str:
         """Returns the reason why this engine can never answer again; '' while it can, and where it could not load
         weights: that is raised, and a new engine would not load them either."""
-        return "" if self._failure is None or self._version == self._empty else f"vLLM has failed: {self._failure}"
+        return "" if self._failure is None or self.version == self._empty else f"vLLM has failed: {self._failure}"
 
     def close(self) -> None:
         """End the thread and free vLLM's memory. Requests that have not ended fail."""
@@ -166,17 +168,6 @@ class VLLMEngine(VLLMSampler):
                     f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is"
                     " that slow"
                 )
-
-    def _in_loop(self, heard: TokenCallback | None) -> TokenCallback | None:
-        """The callback, to be called from the engine's thread: it then runs in this event loop."""
-        if heard is None:
-            return None
-        loop = asyncio.get_running_loop()
-
-        def later(ids: np.ndarray, logp: np.ndarray) -> None:
-            loop.call_soon_threadsafe(heard, ids, logp)
-
-        return later
 
     def _run(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
         """Build the engine, then handle the queue and run steps until the engine is closed."""
@@ -237,7 +228,9 @@ class VLLMEngine(VLLMSampler):
         # One answer that cannot be read fails its own turn; others go on.
         for output in outputs:
             if output.finished and (scored := self._scored.pop(output.request_id, None)) is not None:
-                self._deliver_score(scored, output)
+                # The first token has no log-prob, because nothing comes before it.
+                rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                scored.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
             if (asked := self._asked.get(output.request_id)) is None:
                 continue
             try:
@@ -320,16 +313,11 @@ class VLLMEngine(VLLMSampler):
         except Exception as error:
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
 
-    def _deliver_score(self, future: Future[np.ndarray], output: Any) -> None:
-        """Set the future to the log-probs of the prompt's tokens, the first one left out."""
-        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
-
     def _update(self, version: int, tensors: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
         """Load new weights while no step runs. If it fails half way, the engine is not used again."""
         begun = time.perf_counter()
         try:
-            newer(version, self._version)
+            newer(version, self.version)
         except EngineError as error:
             future.set_exception(error)
             return
@@ -337,13 +325,13 @@ class VLLMEngine(VLLMSampler):
             fingerprint = self._weights.load(version, tensors, running=bool(self._asked))
         except Exception as error:
             # Nobody knows which weights the layers hold, so the error ends the thread.
-            self._version = self._empty
+            self.version = self._empty
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"
             )
             future.set_exception(failure)
             raise failure from error
-        self._version = version
+        self.version = version
         self._counters.spent("engine/load", begun)
         future.set_result(fingerprint)
 

@@ -99,19 +99,12 @@ class VLLMSampler:
 
     def __init__(self, policy: Policy, capabilities: Capabilities, workers: int, inflight: bool) -> None:
         self._capabilities, self._expected = capabilities, ExpectedTensors.of(policy)
+        self.context = capabilities.context
         self._workers, self.inflight = workers, inflight
         # An engine without pushed weights refuses to generate. Its version lies below -1 where adapters are pushed,
         # because an adapter is first tried as version -1 (`role.sync`).
-        self._version = self._empty = -1 if policy.lora is None else -2
+        self.version = self._empty = -1 if policy.lora is None else -2
         self._counters = ClientCounters()
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def context(self) -> int:
-        return self._capabilities.context
 
     def gauges(self) -> Gauges:
         return self._counters.take()
@@ -123,7 +116,7 @@ class VLLMSampler:
 
     def _salt(self) -> str:
         """A string in the key of every cached block, so that blocks of other weights are never found."""
-        return f"version {self._version}"
+        return f"version {self.version}"
 
 
 class UpdateGate:

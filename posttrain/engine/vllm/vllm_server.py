@@ -84,7 +84,7 @@ class VLLMServer(VLLMSampler):
         o = check_request(ids, sampling, place, self._capabilities)
         # The gate knows of this run's turns only. Another program that asks the same server is not held back.
         async with self._gate.turn(stays=self.inflight):
-            if self._version == self._empty:
+            if self.version == self._empty:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
             reply = await self._generate(o.ids, fields(o.sampling, o.place, o.limit, self._capabilities))
@@ -124,7 +124,7 @@ class VLLMServer(VLLMSampler):
         """Serve these weights as `version` once this run's running turns have ended, or, with `inflight`, while they
         stand still. Returns the fingerprint of what the server's layers then multiply with. Names and shapes are
         checked before anything is sent."""
-        newer(version, self._version)
+        newer(version, self.version)
         name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
         staged = StagedTensors(self._share, name)
         try:
@@ -137,15 +137,15 @@ class VLLMServer(VLLMSampler):
             await self._check_server()
             async with self._gate.update():
                 # Again, because another update may have come first while this one waited.
-                newer(version, self._version)
+                newer(version, self.version)
                 begun = time.perf_counter()
                 try:
                     served = await (self._paused(update) if self.inflight else update())
                 # Also where the call is cancelled: the server may hold a part of the new weights.
                 except BaseException:
-                    self._version = self._empty
+                    self.version = self._empty
                     raise
-                self._version = version
+                self.version = version
                 self._counters.spent("engine/load", begun)
         finally:
             staged.remove()

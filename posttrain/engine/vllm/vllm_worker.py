@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import accumulate
 from multiprocessing import current_process, parent_process
 from typing import Any
 
@@ -24,13 +25,19 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.vllm.launch import GRACE
-from posttrain.engine.vllm.layer_cuts import cut_of
 from posttrain.engine.vllm.start_vllm import BACKEND
 from posttrain.engine.vllm.worker_parts import WorkerPart
 
@@ -312,6 +319,72 @@ def _multiplied(layer: Any) -> Tensor:
         rows.diagonal(begin).fill_(1)
         matrix[:, begin : begin + len(rows)] = layer.cpu_linear(rows, layer.weight, None).t()
     return matrix
+
+
+@dataclass(frozen=True)
+class CutMatrix:
+    """The rows or columns of one Hugging Face matrix: how many it has, the first that this worker holds, how many."""
+
+    total: int
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a layer's tensor is cut among workers: into rows (axis 0) or columns (axis 1). The tensor is one matrix, or
+    several that are fused."""
+
+    axis: int
+    shards: tuple[CutMatrix, ...]
+
+    def part(self, index: int | None = None) -> WorkerPart:
+        """Returns the part of the fused matrix `index`, or of all matrices as one, that this worker holds."""
+        shards = self.shards if index is None else self.shards[index : index + 1]
+        offsets = accumulate((s.total for s in shards), initial=0)
+        ranges = tuple((o + s.begin, o + s.begin + s.size) for s, o in zip(shards, offsets, strict=False))
+        return WorkerPart(self.axis, ranges)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(begin, end) of the fused matrix `index` in this worker's tensor."""
+        begin = sum(s.size for s in self.shards[:index])
+        return begin, begin + self.shards[index].size
+
+
+def cut_of(layer: Any, leaf: str) -> Cut | None:
+    """Returns the cut of a layer's tensor (`weight` or `bias`), None where each worker holds all of it. LookupError
+    where it is cut in a way that is not known here."""
+    cuts = isinstance(layer, LinearBase | VocabParallelEmbedding) and not isinstance(layer, ReplicatedLinear)
+    if not cuts or layer.tp_size == 1:
+        return None
+    if isinstance(layer, VocabParallelEmbedding):
+        # The last worker's part is filled up with rows of no token; these are not counted.
+        at = layer.shard_indices
+        begin, end = at.org_vocab_start_index, at.org_vocab_end_index
+        return Cut(0, (CutMatrix(layer.org_vocab_size, begin, end - begin),))
+    rank, count = layer.tp_rank, layer.tp_size
+    if isinstance(layer, RowParallelLinear):
+        n = layer.input_size_per_partition
+        # The bias is added once, after the sum over workers, so each holds all of it.
+        return Cut(1, (CutMatrix(layer.input_size, rank * n, n),)) if leaf == "weight" else None
+    if isinstance(layer, QKVParallelLinear):
+        # With more workers than key-value heads, several neighbours hold the same head.
+        query_rank, kv_rank = rank, rank // layer.num_kv_head_replicas
+        sizes = [
+            (query_rank, layer.num_heads, layer.total_num_heads, layer.head_size),
+            (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.head_size),
+            (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.v_head_size),
+        ]
+        return Cut(0, tuple(CutMatrix(total * size, at * n * size, n * size) for at, n, total, size in sizes))
+    # Before ColumnParallelLinear, because MergedColumnParallelLinear and QKVParallelLinear are subclasses of it.
+    if isinstance(layer, MergedColumnParallelLinear):
+        return Cut(0, tuple(CutMatrix(n, rank * (n // count), n // count) for n in layer.output_sizes))
+    if isinstance(layer, ColumnParallelLinear):
+        n = layer.output_size_per_partition
+        return Cut(0, (CutMatrix(layer.output_size, rank * n, n),))
+    raise LookupError(
+        f"vLLM's {type(layer).__name__} is cut among workers in a way that is not known here: set engine.workers=1"
+    )
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
