@@ -48,7 +48,6 @@ class TextVocabulary:
         return self._ids[piece]
 
     def of(self, ids: Sequence[int] | np.ndarray) -> list[TextPiece]:
-        """The pieces of these ids."""
         return [self._all[int(i)] for i in ids]
 
 
@@ -107,7 +106,6 @@ class TextSampler(EndpointSampler):
         self._pieces, self.way = pieces, way
 
     def dialogue(self, task: str) -> TextDialogue:
-        """The dialogue of one conversation."""
         return TextDialogue(self._pieces)
 
     @property

@@ -149,7 +149,6 @@ def _with_head(policy: Policy, folder: Path) -> Policy:
 
 
 def _new_head(policy: Policy, shape: HeadShape, blank: int | None = None) -> RewardHead:
-    """A reward head of this shape over the policy's hidden states."""
     width = read_out(policy.module).weight.shape[1]
     return RewardHead(shape, width, dtype=logit_dtype(policy.dtype), device=policy.device, blank=blank)
 

@@ -109,7 +109,6 @@ KNOWN = tuple(sorted({*ALWAYS, *BY_LAYERS}))
 
 
 def _kinds(config: Mapping[Any, Any]) -> list[str]:
-    """The kinds of layers that a config lists."""
     lists = (config.get(name) for name in LISTS)
     return [
         str(kind) for kinds in lists if isinstance(kinds, Sequence) and not isinstance(kinds, str) for kind in kinds

@@ -101,7 +101,6 @@ class Policy:
         return iter(tensors)
 
     def clone(self) -> Policy:
-        """The same policy with its own copy of the weights."""
         return replace(self, module=copy.deepcopy(self.module))
 
     def twin(self) -> Policy:
@@ -263,7 +262,6 @@ PLAIN_CHAT = (
 
 
 def _built_tokenizer(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
-    """The tokenizer of a built model."""
     if files is not None:
         return read_tokenizer(str(files))[0]
     tokenizer = raw_bytes() if alphabet is None else characters(alphabet)

@@ -65,7 +65,6 @@ def raw_bytes() -> PreTrainedTokenizerFast:
 
 
 def wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer in transformers' class, with EOS and PAD as its special tokens."""
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
     )

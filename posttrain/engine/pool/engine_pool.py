@@ -165,7 +165,6 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         return {**counted, "engine/deaths": self._take_deaths()}
 
     def line(self) -> str:
-        """Returns in a few words what all engines do now."""
         engines, restarts = self.processes, sum(e.restarts for e in self.processes)
         turns, tokens = sum(len(e.held) for e in engines), sum(e.busy for e in engines)
         ready = f"{sum(e.ready for e in engines)} of {len(engines)} engines ready"
@@ -306,7 +305,6 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             await super()._restart(number, process)
 
     async def _prepare(self, process: PooledEngine, host: EngineHost) -> None:
-        """Install the newest weights."""
         if self._parcel is None:
             return
         # A new process holds no base, so a delta would be of no use to it.

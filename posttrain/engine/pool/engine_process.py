@@ -157,7 +157,6 @@ class ProcessHost(EngineHost):
         return future
 
     def _cancelled(self, number: int) -> None:
-        """Tell the process that nobody waits for this call any more."""
         self._calls.drop(number)
         self._outgoing.put(pickle.dumps((0, CANCEL, number)))
 
@@ -236,7 +235,6 @@ def last_words(log: Path) -> str:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, for a message."""
     try:
         name = signal.Signals(number).name
     except ValueError:

@@ -169,7 +169,6 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
         return self._take_report().gauges
 
     def clock(self) -> Mapping[str, float]:
-        """Returns the number of processes that died since the last call."""
         return {"environment/deaths": self._take_deaths()}
 
     async def _play_among_others(self, episode: PlayedElsewhere) -> EndedMove:

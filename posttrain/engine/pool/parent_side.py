@@ -32,7 +32,6 @@ class EngineHost(ABC):
         return self._calls.died
 
     def take_report(self) -> EngineReport:
-        """Returns the report of what the engine counted since the last call."""
         return self._calls.take_report()
 
     @abstractmethod
@@ -118,7 +117,6 @@ class OpenCalls:
                 future.set_exception(error)
 
     def drop(self, number: int) -> None:
-        """Nobody waits for this call any more."""
         with self._lock:
             self._open.pop(number, None)
 

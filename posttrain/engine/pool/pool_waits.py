@@ -27,7 +27,6 @@ class Wait:
     """The error that the wait raises, where the pool has ended it."""
 
     def line(self, now: float) -> str:
-        """The wait as a line for people."""
         return f"{self.owner} waits for {self.on} since {now - self.since:.0f} s"
 
 
@@ -78,7 +77,6 @@ class WaitList:
         await self.until(self._changed[-1], owner, on)
 
     def notify(self) -> None:
-        """Wake all that wait in `change`."""
         waiting, self._changed = self._changed, []
         for waiter in [w for w in waiting if not w.done()]:
             waiter.set_result(None)

@@ -217,7 +217,6 @@ class RayHost(EngineHost):
         self.kill("it was closed at the end of the run")
 
     def _cancelled(self, number: int, ref: Any) -> None:
-        """Tell Ray that nobody waits for this call any more."""
         self._calls.drop(number)
         with contextlib.suppress(Exception):
             self._ray.cancel(ref)
@@ -238,6 +237,5 @@ class RayHost(EngineHost):
             self._calls.end(number, value, error, report)
 
     def _keep_pid(self, started: Future[EngineFacts]) -> None:
-        """Keep the process id that came with the facts of the start."""
         if not started.cancelled() and started.exception() is None:
             self.pid = started.result().pid

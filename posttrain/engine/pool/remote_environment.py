@@ -158,7 +158,6 @@ class PlayedTalk(PlayedSeat):
         self.tell(self._left)
 
     async def play(self, environment: Environment, task: Task) -> None:
-        """Play the episode to its end."""
         accounted, stop, raised = AccountedTalk(self), None, None
         try:
             stop = await environment.play(task, accounted)

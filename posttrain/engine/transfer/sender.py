@@ -34,7 +34,6 @@ class ParcelClock:
 
     @contextmanager
     def of(self, operation: str) -> Iterator[None]:
-        """Inside, time is counted for this operation."""
         begun = time.perf_counter()
         try:
             yield
@@ -42,13 +41,11 @@ class ParcelClock:
             self._seconds[operation] = self._seconds.get(operation, 0.0) + time.perf_counter() - begun
 
     def take(self) -> dict[str, float]:
-        """The seconds of each operation since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 
 
 def this_process() -> str:
-    """Returns the name of this process in errors."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -156,7 +153,6 @@ class ParcelSender:
         return self._clock.take()
 
     def close(self) -> None:
-        """Remove everything that was published."""
         self._places.clear()
         self._carrier.close()
 

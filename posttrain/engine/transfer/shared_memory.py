@@ -141,7 +141,6 @@ def _create() -> tuple[str, int]:
 
 
 def _remove(name: str, fd: int) -> None:
-    """Remove a block, and let the resource tracker forget it."""
     with contextlib.suppress(FileNotFoundError):
         shm_unlink(name)
     resource_tracker.unregister(name, _KIND)

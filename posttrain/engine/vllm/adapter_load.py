@@ -86,7 +86,6 @@ class HotLoad:
         adapter = {n: without_negative_zeros(t) for n, t in self.sent(tensors).items()}
 
         def expected(name: str) -> Tensor | None:
-            """The tensor that should be served under a name."""
             beneath = self._base.get(name)
             return adapter.get(name) if beneath is None else without_negative_zeros(beneath)
 
@@ -147,5 +146,4 @@ def without_negative_zeros(tensor: Tensor) -> Tensor:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

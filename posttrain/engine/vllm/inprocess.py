@@ -133,7 +133,6 @@ class VLLMEngine(VLLMSampler):
 
     @property
     def busy(self) -> bool:
-        """True where any request is in vLLM or queued for it."""
         return bool(self._asked or self._scored or self._waiting or not self._inbox.empty())
 
     def ended(self) -> str:
@@ -220,7 +219,6 @@ class VLLMEngine(VLLMSampler):
         return True
 
     def _step(self) -> None:
-        """Run one step of vLLM and deliver its outputs."""
         begun = time.perf_counter()
         with quiet_compiler(self._eager):
             outputs = self._engine.step()
@@ -336,7 +334,6 @@ class VLLMEngine(VLLMSampler):
         future.set_result(fingerprint)
 
     def _fail_waiting(self) -> None:
-        """Raise the engine's failure in every waiting call."""
         error = EngineError(f"{ROLE} has failed: {type(self._failure).__name__}: {self._failure}")
         for future in (*(a.future for a in (*self._asked.values(), *self._waiting)), *self._scored.values()):
             if not future.done():

@@ -132,7 +132,6 @@ def _end_after(parent: int, folder: str | None) -> None:
 
 
 def main() -> None:
-    """Prepare the environment, then become vLLM's server."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         tell(f"{__doc__}\nAdded to vLLM's arguments: {' '.join(arguments([]))}\nvLLM's own arguments:\n")
     else:

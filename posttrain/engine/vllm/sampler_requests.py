@@ -82,7 +82,6 @@ class ExpectedTensors:
         return [(n, str(dtype).removeprefix("torch."), list(shape)) for n, (dtype, shape) in self.own.items()]
 
     def checked(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-        """The given tensors, one at a time; see `checked_tensors`."""
         return checked_tensors(self.own, tensors)
 
 
@@ -206,7 +205,6 @@ class ClientCounters:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begun
 
     def take(self) -> Gauges:
-        """The gauges since the last call; the sums begin again at 0."""
         out = {
             "engine/tokens": Gauge(self.tokens, self.turns),
             "engine/prefix_hits": Gauge(self.found, self.prompts),
@@ -219,6 +217,5 @@ class ClientCounters:
         return out
 
     def clock(self) -> dict[str, float]:
-        """The seconds since the last call, by name."""
         taken, self.seconds = self.seconds, {}
         return taken

@@ -190,7 +190,6 @@ def _kept(row: dict[int, float], token: int, s: Sampling, capabilities: Capabili
 
 
 def _top(row: dict[int, float], k: int) -> Top:
-    """The k most probable tokens at one position."""
     # Equal log-probs by id, so that the answer does not depend on the order in which they came.
     best = sorted(row.items(), key=lambda item: (-item[1], item[0]))[:k]
     if len(best) < k:

@@ -160,7 +160,6 @@ class VLLMServer(VLLMSampler):
             await self._post("/resume", None)
 
     async def _send(self, staged: StagedTensors, version: int) -> str:
-        """Have the server read whole tensors from files, one after another."""
         for number, path in enumerate(staged.files):
             if not number:
                 await self._post("/start_weight_update", None)
@@ -270,12 +269,10 @@ class VLLMServer(VLLMSampler):
             raise
 
     def _broken(self, why: str) -> EndpointError:
-        """The error of a server that answers something else than vLLM does."""
         return EndpointError(f"{ROLE} ({self._endpoint.url}): {why}", ROLE, None)
 
     @property
     def busy(self) -> bool:
-        """True where any turn of this run has not ended."""
         return self._gate.turns > 0
 
 

@@ -35,7 +35,6 @@ class WorkerPart:
 
     @property
     def size(self) -> int:
-        """Rows or columns of the part."""
         return sum(end - begin for begin, end in self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
@@ -44,7 +43,6 @@ class WorkerPart:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the part of a tensor with this shape."""
         return (*whole[: self.axis], self.size, *whole[self.axis + 1 :])
 
     def plain(self) -> list[Any]:
@@ -204,10 +202,8 @@ class StagedTensors:
             return file.get_tensor(name)
 
     def fingerprint_served(self, answers: Sequence[Mapping[str, Any]]) -> str:
-        """`worker_parts.fingerprint_served` of what was written."""
         return fingerprint_served(answers, self.sent, lambda: self._digests)
 
     def remove(self) -> None:
-        """Remove what is left of its files."""
         for path in self.files:
             path.unlink(missing_ok=True)
