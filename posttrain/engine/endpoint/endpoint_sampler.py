@@ -14,7 +14,6 @@ from posttrain.verifier.discover import Dialect, RemoteModel
 from posttrain.verifier.http_client import Endpoint
 
 STOPS = 4
-"""Most stop strings of OpenAI's API."""
 _EXTENDED: tuple[Dialect, ...] = ("posttrain", "vllm")
 """Dialects that have contract fields beyond OpenAI's."""
 

@@ -14,7 +14,6 @@ from posttrain.system import read_untrusted
 from posttrain.system.errors import DataError
 
 READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
-"""Endings of the files that are read from a model directory."""
 INDEX = ".index.json"
 """Ending of the files that say in which file each weight is."""
 LARGEST = {

@@ -15,7 +15,6 @@ WANTED = (
     "Use a decoder-only causal LM with full or sliding-window attention in every layer: Llama, Qwen3, Mistral, Gemma,"
     " GPT-2, ..., and of mixtures of experts Qwen3-MoE, Mixtral, DeepSeek-V3, ... (docs/reference/models.md)"
 )
-"""The advice in a refusal of an architecture."""
 ALWAYS = ("falcon_h1", "falcon_mamba", "kimi_linear", "mamba", "mamba2", "zamba2")
 """Model types whose models all keep a recurrent state. They are computed sequence by sequence."""
 BY_LAYERS = (

@@ -56,13 +56,11 @@ class Policy:
     tokenizer_digest: str
     template_digest: str
     source: str
-    """Where it came from, as text for people."""
     notes: tuple[str, ...] = ()
     remote_code: bool = False
     """Whether the model's own Python code was trusted."""
     kernels: KernelChoice = "auto"
     lora: Lora | None = None
-    """The settings of its adapter; None where all weights train."""
     rounded_from: str = ""
     """Fingerprint that weights in few bits had before they were rounded."""
     share_prefixes: bool = True

@@ -138,7 +138,6 @@ class ProcessHost(EngineHost):
         if cores is not None:
             os.sched_setaffinity(self.pid, cores)
         self._killed = ""
-        """Why this process has ended it."""
         atexit.register(self.close)
         self._connection = Connection(ours.detach())
         # A thread writes: a socket whose other side does not read would else block the event loop of the learner.

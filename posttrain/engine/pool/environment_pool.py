@@ -51,10 +51,8 @@ class PlayedElsewhere:
     talk: Talk
     environment: int
     others: bool
-    """Whether other seats have players of their own."""
     who: RequestOwner | None
     done: list[Move] = field(default_factory=list[Move])
-    """The moves in the conversation so far."""
     said: dict[int, Utterance] = field(default_factory=dict[int, Utterance])
     """Turns that were said, by their number in the episode."""
     turns: dict[int, asyncio.Task[Utterance]] = field(default_factory=dict[int, asyncio.Task[Utterance]])

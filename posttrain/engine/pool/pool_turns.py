@@ -103,9 +103,7 @@ class PooledTurn:
     during: bool = False
     """Whether it was given away while new weights came."""
     deaths: int = 0
-    """Engines that have died with it."""
     alone: bool = False
-    """Whether its engine must have no other turn."""
     since: float = field(default_factory=time.monotonic)
     """When it was asked, or given to its present engine."""
 

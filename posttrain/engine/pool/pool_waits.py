@@ -18,9 +18,7 @@ class Wait:
     """One wait that has not ended."""
 
     owner: object
-    """The object that waits; its text names it."""
     on: str
-    """Text that says what it waits for."""
     future: asyncio.Future[Any]
     since: float
     wrong: Exception | None = None
@@ -42,11 +40,9 @@ class WaitList:
     timeout: float
     _waits: dict[int, Wait] = field(default_factory=dict[int, Wait])
     _changed: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
-    """One for each wait in `change`."""
     _seen: float = 0.0
     """When `look` was called last; 0: never."""
     _lost: Exception | None = None
-    """The error by which the pool was lost."""
 
     def __len__(self) -> int:
         return len(self._waits)

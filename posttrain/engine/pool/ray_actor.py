@@ -125,7 +125,6 @@ class NodeWatch:
     whoever waits is told. What was on another node has died, and starts elsewhere."""
 
     hosts: ClassVar[WeakSet[RayHost]] = WeakSet()
-    """All hosts of this process."""
     gone: ClassVar[str] = ""
     """The reason why nothing can be started; '' where there is none."""
 

@@ -43,7 +43,6 @@ class SupervisedProcess(ABC, Generic[W]):
     host: EngineHost
     _: KW_ONLY
     held: dict[W, None] = field(default_factory=dict[W, None], init=False)
-    """Everything that it was given and has not ended."""
     restarts: int = 0
     starting: asyncio.Task[None] | None = None
     _sign: tuple[Future[Any], float] | None = field(default=None, init=False)

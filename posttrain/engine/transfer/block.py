@@ -29,7 +29,6 @@ from posttrain.system import read_untrusted
 HEAD = struct.Struct("<8sqQQ16s16x")
 """Magic, version, start of the table, its size, its blake2b."""
 MAGIC = b"ptparcl1"
-"""The first 8 bytes of a finished block."""
 ALIGN = 64
 """A tensor begins at a multiple of this many bytes."""
 LARGEST_TABLE = 64 * read_untrusted.MiB
@@ -41,7 +40,6 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-"""The dtypes that a tensor of a parcel may have, by name."""
 WHOLE = "whole"
 """The coding of a tensor whose own bytes are sent. All other codings are those of `delta`."""
 

@@ -62,7 +62,6 @@ class BroadcastPlace:
 
     address: str
     number: int
-    """Number of the block, among those of its sender."""
     size: int
     bucket: int
     seconds: float

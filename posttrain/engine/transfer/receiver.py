@@ -24,7 +24,6 @@ from posttrain.engine.transfer.shared_folder import FILE, fetch_file
 from posttrain.engine.transfer.shared_memory import SHARED, fetch_shared
 
 FETCH: Mapping[str, Fetch] = {SHARED: fetch_shared, FILE: fetch_file, COLLECTIVE: CollectiveFetch()}
-"""By transport: the function that fetches the block of a parcel."""
 
 
 class ParcelReceiver:

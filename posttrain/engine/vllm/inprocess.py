@@ -79,7 +79,6 @@ class VLLMEngine(VLLMSampler):
         self._asked: dict[str, _Turn] = {}
         """The turns that are in vLLM, by the id of their request."""
         self._scored: dict[str, Future[np.ndarray]] = {}
-        """The prompts that vLLM scores, by the id of their request."""
         self._request_numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: list[_Turn] = []

@@ -182,9 +182,7 @@ class ClientCounters:
     found: int = 0
     """Prompt tokens that were found in vLLM's prefix cache."""
     prompts: int = 0
-    """Prompt tokens."""
     sent: int = 0
-    """Bytes of pushed weights."""
     pushes: int = 0
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 

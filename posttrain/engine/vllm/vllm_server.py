@@ -69,7 +69,6 @@ class VLLMServer(VLLMSampler):
         super().__init__(policy, replace(capabilities_of(policy), sequences=False), workers, inflight)
         self._hot = HotLoad.of(policy)
         self._adapter: str | None = None
-        """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._endpoint, self._share, self.ended = endpoint, share, ended
         self._patience = replace(endpoint.patience, answer=timeout)

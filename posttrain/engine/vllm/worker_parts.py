@@ -31,7 +31,6 @@ class WorkerPart:
 
     axis: int
     ranges: tuple[tuple[int, int], ...]
-    """(begin, end) of each."""
 
     @property
     def size(self) -> int:
@@ -173,7 +172,6 @@ class StagedTensors:
         self.files: list[Path] = []
         """In the order of the tensors."""
         self.bytes = 0
-        """Bytes of all tensors."""
         self._file_of: dict[str, Path] = {}
         self._digests: dict[str, str] = {}
 
