@@ -112,7 +112,7 @@ class ScriptedHost(EngineHost):
         self.started.set_result(EngineFacts(0, True, True, 512, "known", 1))
 
     def call(self, method: str, *given: Any) -> Future[Any]:
-        number, future = self._calls.begin()
+        number, future = self._begin()
         self._script.calls.append(method)
         if not future.done() and not (method in self._script.deaf and given):
             task = asyncio.get_running_loop().create_task(self._work(number, method, given))
@@ -130,20 +130,20 @@ class ScriptedHost(EngineHost):
         try:
             value, report = await self._engine.answer(method, given)
         except Exception as error:
-            return self._calls.end(number, None, error, None)
+            return self._end(number, None, error, None)
         if method != "report" and self._left is not None:
             self._left -= 1
             if self._left < 0:
                 return self.kill("its time had come")
-        return self._calls.end(number, value, None, report)
+        return self._end(number, value, None, report)
 
     def kill(self, why: str) -> None:
-        self._calls.die(why)
+        self.die(why)
         for task in self._tasks:
             task.cancel()
 
     def close(self) -> None:
-        self._calls.die("closed")
+        self.die("closed")
 
 
 @dataclass

@@ -221,7 +221,11 @@ def load_policy(
     if saved is not None and model.lora != saved.lora:
         model = replace(model, lora=goes_on(model.lora, saved.lora, f"model={model.path}"))
     if model.path is None:
-        tokenizer = _built_tokenizer(alphabet, tokenizer_files)
+        if tokenizer_files is not None:
+            tokenizer = read_tokenizer(str(tokenizer_files))[0]
+        else:
+            tokenizer = raw_bytes() if alphabet is None else characters(alphabet)
+            tokenizer.chat_template = PLAIN_CHAT if alphabet is None else None
         module: PreTrainedModel = build_module(model, tokenizer, seed)
         notes: list[str] = []
         source = f"built with {model.layers} layers of width {model.hidden}"
@@ -257,14 +261,6 @@ PLAIN_CHAT = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 """The chat template of a built model whose tokens are bytes: a message a line, behind its role."""
-
-
-def _built_tokenizer(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
-    if files is not None:
-        return read_tokenizer(str(files))[0]
-    tokenizer = raw_bytes() if alphabet is None else characters(alphabet)
-    tokenizer.chat_template = PLAIN_CHAT if alphabet is None else None
-    return tokenizer
 
 
 def prepared(

@@ -58,7 +58,15 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
         )
     # First the config, then the shapes of a pass, then numbers: so a message names the cause and not what follows.
     _check_rope(config, name, context)
-    _use_attention(module)
+    attention.register()
+    if config._attn_implementation != attention.NAME:
+        try:
+            module.set_attn_implementation(attention.NAME)
+        except (ValueError, KeyError, ImportError, AttributeError) as error:
+            raise EngineError(
+                f"{name} computes attention in code of its own and takes no other ({type(error).__name__}: {error})."
+                f" {WANTED}"
+            ) from error
     out = read_out(module)
     if is_stateful(module):
         check_read_out(module, out, context)
@@ -69,19 +77,6 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
     check_read_out(module, out, context)
     _check(module, out, min(CANARY, context), _difference)
     return out, shapes
-
-
-def _use_attention(module: PreTrainedModel) -> None:
-    """Make every layer of `module` attend by `attention.attend`. EngineError where transformers cannot replace it."""
-    attention.register()
-    if module.config.get_text_config(decoder=True)._attn_implementation != attention.NAME:
-        try:
-            module.set_attn_implementation(attention.NAME)
-        except (ValueError, KeyError, ImportError, AttributeError) as error:
-            raise EngineError(
-                f"{type(module).__name__} computes attention in code of its own and takes no other"
-                f" ({type(error).__name__}: {error}). {WANTED}"
-            ) from error
 
 
 @contextmanager

@@ -142,21 +142,21 @@ class ProcessHost(EngineHost):
         self._connection = Connection(ours.detach())
         # A thread writes: a socket whose other side does not read would else block the event loop of the learner.
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        number, self.started = self._calls.begin()
+        number, self.started = self._begin()
         self._outgoing.put(pickle.dumps((number, START, start)))
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._write, self._read)]
         for thread in self._threads:
             thread.start()
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        number, future = self._calls.begin()
+        number, future = self._begin()
         if not future.done():
             future.add_done_callback(lambda f: self._cancelled(number) if f.cancelled() else None)
             self._outgoing.put(pickle.dumps((number, method, arguments), pickle.HIGHEST_PROTOCOL))
         return future
 
     def _cancelled(self, number: int) -> None:
-        self._calls.drop(number)
+        self._drop(number)
         self._outgoing.put(pickle.dumps((0, CANCEL, number)))
 
     def kill(self, why: str) -> None:
@@ -164,12 +164,12 @@ class ProcessHost(EngineHost):
         self._killed = self._killed or why
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        self._calls.die(self._cause())
+        self.die(self._cause())
 
     def close(self) -> None:
         atexit.unregister(self.close)
         # Before the connection ends, so that calls that still wait get this cause and not the end of the stream.
-        self._calls.die("it was closed at the end of the run")
+        self.die("it was closed at the end of the run")
         self._outgoing.put(None)
         # close() does not wake a thread that reads or writes on the same descriptor; shutdown does, in both directions
         # and on both sides. It is done on a copy, because the socket object closes what it was given.
@@ -202,7 +202,7 @@ class ProcessHost(EngineHost):
             try:
                 number, value, error, report = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
-                self._calls.die(self._cause())
+                self.die(self._cause())
                 return
             except BaseException as error:  # else no call would ever be answered
                 self.kill(f"it was ended, as what it answered could not be read ({type(error).__name__}: {error})")
@@ -210,7 +210,7 @@ class ProcessHost(EngineHost):
             # The process lives but its engine does not: its calls raise EngineDied and are asked again.
             if isinstance(error, EngineEnded):
                 self.kill(str(error))
-            self._calls.end(number, value, error, report)
+            self._end(number, value, error, report)
 
     def _cause(self) -> str:
         """Returns the reason why the process has closed its end of the connection."""
@@ -222,7 +222,7 @@ class ProcessHost(EngineHost):
         else:
             end = f"it ended with exit code {code}" if code >= 0 else f"it was killed by {signal_name(-code)}"
             cause = self._killed or end
-        return cause + self._calls.memory + last_words(self._log)
+        return cause + self._memory + last_words(self._log)
 
 
 def last_words(log: Path) -> str:

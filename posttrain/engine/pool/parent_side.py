@@ -18,21 +18,18 @@ class EngineDied(Exception):
 
 
 class EngineHost(ABC):
-    """One engine in a process of its own, from its start to its end."""
+    """One engine in a process of its own, from its start to its end, and the calls to it that wait for an answer. What
+    keeps these may be used from any thread."""
 
     pid: int | None = None
     """The process that computes; None before it is known."""
 
     def __init__(self, name: str) -> None:
-        self.name, self._calls = name, OpenCalls()
-
-    @property
-    def died(self) -> str:
-        """The reason why the engine cannot be asked any more; '' while it can."""
-        return self._calls.died
-
-    def take_report(self) -> EngineReport:
-        return self._calls.take_report()
+        self.name, self.died = name, ""
+        """`died`: the reason why the engine cannot be asked any more; '' while it can."""
+        self._lock = threading.Lock()
+        self._open: dict[int, Future[Any]] = {}
+        self._number, self._report = 0, EngineReport()
 
     @abstractmethod
     def call(self, method: str, *arguments: Any) -> Future[Any]:
@@ -46,6 +43,57 @@ class EngineHost(ABC):
     @abstractmethod
     def close(self) -> None:
         """End it and free what it held. A second call does nothing."""
+
+    def take_report(self) -> EngineReport:
+        """Returns what the engine counted since the last call."""
+        with self._lock:
+            # The last reading of the memory stays, because the message about a death names it.
+            taken, self._report = self._report, EngineReport(memory=self._report.memory)
+        return taken
+
+    def die(self, cause: str) -> None:
+        """All open calls raise EngineDied with the first cause that was told."""
+        with self._lock:
+            self.died = self.died or cause
+            waiting, self._open = list(self._open.values()), {}
+        for future in waiting:
+            with suppress(InvalidStateError):
+                future.set_exception(EngineDied(self.died))
+
+    def _begin(self) -> tuple[int, Future[Any]]:
+        """A new call: its number and its future. Where the engine is dead, the future raises that at once."""
+        future: Future[Any] = Future()
+        # Under the lock, so that no call can be opened after `die` has told all open ones.
+        with self._lock:
+            self._number += 1
+            if self.died:
+                future.set_exception(EngineDied(self.died))
+            else:
+                self._open[self._number] = future
+            return self._number, future
+
+    def _end(self, number: int, value: Any, error: BaseException | None, report: EngineReport | None) -> None:
+        """An answer has come. One of a call that was cancelled meanwhile is dropped."""
+        with self._lock:
+            if report is not None:
+                self._report = self._report + report
+            future = self._open.pop(number, None)
+        # Outside the lock: the callbacks of the future run at once in this thread, and may begin another call.
+        with suppress(InvalidStateError):
+            if future is not None and error is None:
+                future.set_result(value)
+            elif future is not None:
+                future.set_exception(error)
+
+    def _drop(self, number: int) -> None:
+        with self._lock:
+            self._open.pop(number, None)
+
+    @property
+    def _memory(self) -> str:
+        """The last reading of the process's memory, as the end of a message about its death; '' without a reading."""
+        memory = self._report.memory
+        return f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""
 
 
 NewHost = Callable[[int], tuple[EngineHost, Future[EngineFacts]]]
@@ -79,64 +127,3 @@ def all_started(kind: str, new: NewHost, count: int, timeout: float) -> tuple[li
             host.close()
         raise
     return [host for host, _ in begun], facts
-
-
-class OpenCalls:
-    """Calls that wait for an answer, of one host. Every method may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[int, Future[Any]] = {}
-        self._next = 0
-        self._report = EngineReport()
-        self.died = ""
-
-    def begin(self) -> tuple[int, Future[Any]]:
-        """A new call: its number and its future. Where the engine is dead, the future raises that at once."""
-        future: Future[Any] = Future()
-        # Under the lock, so that no call can be opened after `die` has told all open ones.
-        with self._lock:
-            self._next += 1
-            if self.died:
-                future.set_exception(EngineDied(self.died))
-            else:
-                self._open[self._next] = future
-            return self._next, future
-
-    def end(self, number: int, value: Any, error: BaseException | None, report: EngineReport | None) -> None:
-        """An answer has come. One of a call that was cancelled meanwhile is dropped."""
-        with self._lock:
-            if report is not None:
-                self._report = self._report + report
-            future = self._open.pop(number, None)
-        # Outside the lock: the callbacks of the future run at once in this thread, and may begin another call.
-        with suppress(InvalidStateError):
-            if future is not None and error is None:
-                future.set_result(value)
-            elif future is not None:
-                future.set_exception(error)
-
-    def drop(self, number: int) -> None:
-        with self._lock:
-            self._open.pop(number, None)
-
-    def die(self, cause: str) -> None:
-        """All open calls raise EngineDied with the first cause that was told."""
-        with self._lock:
-            self.died = self.died or cause
-            waiting, self._open = list(self._open.values()), {}
-        for future in waiting:
-            with suppress(InvalidStateError):
-                future.set_exception(EngineDied(self.died))
-
-    def take_report(self) -> EngineReport:
-        with self._lock:
-            # Counts begin again. The last reading of the memory stays, because the message about a death names it.
-            taken, self._report = self._report, EngineReport(memory=self._report.memory)
-        return taken
-
-    @property
-    def memory(self) -> str:
-        """The last reading of the process's memory, as the end of a message about its death; '' without a reading."""
-        memory = self._report.memory
-        return f"; its memory was {memory / 2**20:,.0f} MiB at the last reading" if memory else ""

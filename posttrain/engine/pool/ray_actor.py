@@ -198,25 +198,22 @@ class RayHost(EngineHost):
         NodeWatch.hosts.add(self)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        number, future = self._calls.begin()
+        number, future = self._begin()
         if not future.done():
             ref = self._actor.answer.remote(method, arguments)
             future.add_done_callback(lambda f: self._cancelled(number, ref) if f.cancelled() else None)
             ref.future().add_done_callback(lambda done: self._answered(number, done))
         return future
 
-    def die(self, why: str) -> None:
-        self._calls.die(why)
-
     def kill(self, why: str) -> None:
-        self._calls.die(f"{why}{self._calls.memory}")
+        self.die(f"{why}{self._memory}")
         within(CLOSE_SECONDS, self._ray.kill, self._actor, no_restart=True)
 
     def close(self) -> None:
         self.kill("it was closed at the end of the run")
 
     def _cancelled(self, number: int, ref: Any) -> None:
-        self._calls.drop(number)
+        self._drop(number)
         with contextlib.suppress(Exception):
             self._ray.cancel(ref)
 
@@ -225,15 +222,15 @@ class RayHost(EngineHost):
         try:
             value, error, report = done.result()
         except self._ray.exceptions.TaskCancelledError:  # by this side
-            self._calls.drop(number)
+            self._drop(number)
         except self._ray.exceptions.RayActorError as error:  # the actor returns its own errors, so it is lost
-            self._calls.die(f"its actor is lost: {str(error).strip()}{self._calls.memory}")
+            self.die(f"its actor is lost: {str(error).strip()}{self._memory}")
         except BaseException as error:
-            self._calls.end(number, None, EngineError(f"{self.name}, through Ray: {error}"), None)
+            self._end(number, None, EngineError(f"{self.name}, through Ray: {error}"), None)
         else:
             if isinstance(error, EngineEnded):
                 self.kill(str(error))
-            self._calls.end(number, value, error, report)
+            self._end(number, value, error, report)
 
     def _keep_pid(self, started: Future[EngineFacts]) -> None:
         if not started.cancelled() and started.exception() is None:

@@ -27,7 +27,7 @@ FETCH: Mapping[str, Fetch] = {SHARED: fetch_shared, FILE: fetch_file, COLLECTIVE
 
 
 class ParcelReceiver:
-    """An engine's side, for parcels of all transports. `fetch`: see `FETCH`."""
+    """An engine's side. `fetch`: by transport, the function that fetches the block of a parcel."""
 
     def __init__(self, fetch: Mapping[str, Fetch] = FETCH) -> None:
         self._fetch = fetch
@@ -53,7 +53,14 @@ class ParcelReceiver:
                 f"weights came by {parcel.transport!r}, and this engine reads {', '.join(self._fetch)}. Give both sides"
                 " the same transport"
             )
-        self._require_base(parcel)
+        # By digest as well as by version: the same version may have been published twice, with other weights.
+        held = last and last.followed and (last.version, last.digest) == (parcel.base, parcel.base_digest)
+        if parcel.base is not None and not held:
+            has = "nothing" if last is None else f"version {last.version} ({last.digest[:8]})"
+            raise ParcelBaseError(
+                f"version {parcel.version} is a delta against version {parcel.base} ({parcel.base_digest[:8]}), and"
+                f" this engine holds {has}. Send it whole (`whole({parcel.version})` of the sender)"
+            )
         block = self._fetch[parcel.transport](parcel)
         described = read_block(block, parcel.transport, parcel.place)
         # The parcel came by another way than the block. If they differ, the block, whole as it may be, is not the one
@@ -67,20 +74,6 @@ class ParcelReceiver:
         tensors = {e.name: self._tensor(block, e, parcel) for e in parcel.entries}
         self._last, self._kept = parcel, tensors if parcel.followed else {}
         return iter(tensors.items())
-
-    def _require_base(self, parcel: Parcel) -> None:
-        """ParcelBaseError where the parcel is a delta against other weights than those that were read last."""
-        last = self._last
-        # By digest as well as by version: the same version may have been published twice, with other weights.
-        if parcel.base is None or (
-            last and last.followed and (last.version, last.digest) == (parcel.base, parcel.base_digest)
-        ):
-            return
-        has = "nothing" if last is None else f"version {last.version} ({last.digest[:8]})"
-        raise ParcelBaseError(
-            f"version {parcel.version} is a delta against version {parcel.base} ({parcel.base_digest[:8]}), and this"
-            f" engine holds {has}. Send it whole (`whole({parcel.version})` of the sender)"
-        )
 
     def _tensor(self, block: Buffer, entry: ParcelEntry, parcel: Parcel) -> Tensor:
         """The tensor of an entry: its bytes in the block, or the kept one with a delta applied. ParcelDamageError where
