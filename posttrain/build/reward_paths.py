@@ -8,7 +8,7 @@ from posttrain.config.env import STAGE, Env
 from posttrain.config.run import Run
 from posttrain.config.stages.reward_model_settings import RewardModel, trained_at
 from posttrain.config.stages.step_labels import StepLabeling
-from posttrain.engine.files.reward_form import form_of
+from posttrain.engine.files.check_folder import form_of
 from posttrain.engine.model.locate_model import check_source
 from posttrain.record.checkpoint import Checkpoint, find
 from posttrain.record.run_reader import is_run, run_file

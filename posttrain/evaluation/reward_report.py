@@ -21,7 +21,7 @@ from posttrain.core import abilities
 from posttrain.core.judgements import Kind
 from posttrain.core.measure.interval import Score
 from posttrain.diagnose.reward_quality import Calibration, Debiased, agrees, calibration, debias
-from posttrain.engine.files.reward_form import form_of
+from posttrain.engine.files.check_folder import form_of
 from posttrain.environment.make import environment
 from posttrain.record.checkpoint import find
 from posttrain.record.run_reader import is_run, run_file

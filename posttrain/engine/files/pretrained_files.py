@@ -156,14 +156,12 @@ def _weights(
             output_loading_info=True,
         )
         module, info = loaded
-    except KeyError as error:
-        # Architectures that pick their attention from a table of their own raise KeyError with the missing name.
-        if error.args != (attention.NAME,):
-            raise DataError(f"{where}: no causal LM could be loaded (KeyError: {first_line(error)})") from error
-        raise EngineError(
-            f"{where}: {config.model_type} computes attention in code of its own and takes no other. {WANTED}"
-        ) from error
     except Exception as error:
+        # Architectures that pick their attention from a table of their own raise KeyError with the missing name.
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            raise EngineError(
+                f"{where}: {config.model_type} computes attention in code of its own and takes no other. {WANTED}"
+            ) from error
         raise unreadable(where, error) from error
     # from_pretrained loads an adapter that lies beside the weights: the model would not be that of the weights.
     if getattr(module, "_hf_peft_config_loaded", False):

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain.config.run import Model
 from posttrain.config.stages.reward_model_settings import HeadShape
-from posttrain.engine.files.check_folder import read_object
+from posttrain.engine.files.check_folder import LARGEST_SHAPE, SHAPE, TENSORS, form_of, read_object
 from posttrain.engine.files.pretrained_files import read_pretrained
-from posttrain.engine.files.reward_form import LARGEST, SHAPE, TENSORS, form_of
 from posttrain.engine.files.safetensors_rows import load_tensors
 from posttrain.engine.head.logit_transform import logit_dtype
 from posttrain.engine.head.readout import read_out
@@ -130,7 +129,7 @@ def read_reward_model(path: str, model: Model, most: int | None = None) -> Polic
 
 
 def _with_head(policy: Policy, folder: Path) -> Policy:
-    data = read_object(folder / SHAPE, LARGEST)
+    data = read_object(folder / SHAPE, LARGEST_SHAPE)
     try:
         shape = dataclass_json.from_plain(HeadShape, data)
         loaded = load_tensors(folder / TENSORS)

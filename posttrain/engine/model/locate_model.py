@@ -97,12 +97,11 @@ def locate(path: str, setting: str = "model.path") -> str:
                 " save_pretrained), or take adapter_config.json away"
             )
         if "config.json" not in file_names:
-            adapter = ""
-            if "adapter_config.json" in file_names:
-                adapter = (
-                    " It holds a PEFT adapter over another adapter: merge that one first (merge_and_unload,"
-                    " save_pretrained)."
-                )
+            over = (
+                " It holds a PEFT adapter over another adapter: merge that one first (merge_and_unload,"
+                " save_pretrained)."
+            )
+            adapter = over if "adapter_config.json" in file_names else ""
             raise DataError(
                 f"{described}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
                 " folder save_pretrained wrote"

@@ -210,7 +210,7 @@ def load_policy(
             the model has positions.
 
     Raises:
-        ConfigError: the path does not exist, the sizes do not fit together, or the device does not exist.
+        ConfigError: path or device do not exist, or the sizes do not fit together.
         DataError: the files hold no causal LM, or no tokenizer with an end token that fits the embeddings.
         EngineError: learner and sampler cannot compute the same (`accept`), or noise stays (`silence`).
     """

@@ -31,7 +31,7 @@ from posttrain.system.errors import EngineError, InvariantError
 
 
 class EnginePool(SupervisedProcesses[PooledEngine]):
-    """Samples from `count` engines.
+    """Samples from `count` engines. See `all_started` for what is raised where one does not start.
 
     Args:
         new: begins an engine in a process of its own.
@@ -41,10 +41,6 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         tolerance: nats by which two engines may differ in the log-prob of one token; 0: not at all.
         say: tells people what happened to an engine.
         end: ends what the engines share, after them.
-
-    Raises:
-        EngineError: an engine does not start; the message has its first cause. ConfigError: the same, as the engine
-            itself raised it.
     """
 
     def __init__(

@@ -101,12 +101,8 @@ NewHost = Callable[[int], tuple[EngineHost, Future[EngineFacts]]]
 
 
 def all_started(kind: str, new: NewHost, count: int, timeout: float) -> tuple[list[EngineHost], list[EngineFacts]]:
-    """Begin `count` processes and wait until each can be asked. If one fails, none is left behind.
-
-    Raises:
-        EngineError: a process ended before that, or needs more than `timeout` seconds. The message has the first
-            cause. An error that the process itself raised is raised as it is.
-    """
+    """Begin `count` processes and wait until each can be asked. If one fails, none is left behind: EngineError with the
+    first cause where it ended or took more than `timeout` seconds; an error that it raised is raised as it is."""
     begun, facts = list[tuple[EngineHost, Future[EngineFacts]]](), list[EngineFacts]()
     try:
         # All begin before the first one is waited for, so they start side by side.

@@ -87,11 +87,7 @@ class HostedEngine:
         self._reported = self._installed = 0.0
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, EngineReport | None]:
-        """The value of one call, with a report where one is due.
-
-        Raises:
-            EngineEnded: the engine can never answer again.
-        """
+        """The value of one call, with a report where one is due. EngineEnded where the engine never answers again."""
         try:
             value = await getattr(self, method)(*arguments)
         except Exception as error:

@@ -88,11 +88,7 @@ def head_bytes(version: int, at: int, table: bytes) -> bytes:
 
 
 def read_block(block: Buffer, transport: str, place: str) -> Parcel:
-    """The parcel that a block holds.
-
-    Raises:
-        ParcelDamageError: it is not finished, is no block, or is damaged: head, table and size do not fit together.
-    """
+    """The parcel that a block holds. ParcelDamageError where it is not finished, is no block, or is damaged."""
 
     def refuse(why: str) -> ParcelDamageError:
         return ParcelDamageError(f"the block of weights at {place} cannot be read: {why}. Publish the weights again")

@@ -195,12 +195,8 @@ class CollectiveFetch:
         self._store: tuple[str, Any] | None = None
 
     def __call__(self, parcel: Parcel) -> Buffer:
-        """The block.
-
-        Raises:
-            ParcelGoneError: the version was retired.
-            ParcelTimeoutError: it names the sender, this process and the first tensor that did not come.
-        """
+        """The block. ParcelGoneError where the version was retired; ParcelTimeoutError names the sender, this process
+        and the first tensor that did not come."""
         place = BroadcastPlace.of(parcel)
         block, done, why = bytearray(place.size), 0, ""
         try:
@@ -257,11 +253,7 @@ def _pauses() -> Iterator[float]:
 
 
 def _wait_for_call(keys: Any, parcel: Parcel, seconds: float) -> tuple[int, int, int] | None:
-    """Take a ticket and wait: (round, rank, members). None where nobody calls.
-
-    Raises:
-        ParcelGoneError: the version was retired.
-    """
+    """Take a ticket and wait: (round, rank, members). None where nobody calls, ParcelGoneError where it was retired."""
     until, ticket = time.monotonic() + seconds, 0
     for pause in _pauses():
         # Before each step: `end` may remove the keys at any time, and a ticket that is added then would wait in vain.

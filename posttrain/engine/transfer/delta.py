@@ -57,11 +57,8 @@ def encode(new: Tensor, old: Tensor | None) -> tuple[str, memoryview | bytes]:
 
 
 def decode(coding: str, data: memoryview, old: Tensor) -> Tensor:
-    """The new tensor. `old` is left as it is; with `same` it is returned.
-
-    Raises:
-        ValueError: the bytes are not a delta of a tensor of this size.
-    """
+    """The new tensor. `old` is left as it is; with `same` it is returned. ValueError where the bytes are no delta of a
+    tensor of this size."""
     if coding == SAME:
         if len(data):
             raise ValueError(f"a tensor that is the same has no bytes, and {len(data)} came")

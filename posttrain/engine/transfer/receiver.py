@@ -35,12 +35,8 @@ class ParcelReceiver:
         self._kept: dict[str, Tensor] = {}
 
     def read(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        """The tensors. All of them are checked before this returns, so a parcel with one wrong tensor gives none. They
-        may lie in the block itself: copy them, and do not write into them.
-
-        Raises:
-            ParcelError: see its kinds. What was read before is still held.
-        """
+        """The tensors. All of them are checked before this returns, so a parcel with one wrong tensor gives none (see
+        the kinds of `ParcelError`). They may lie in the block itself: copy them, and do not write into them."""
         last = self._last
         # The same version may come again: published anew, or whole in place of a delta.
         if last is not None and parcel.version < last.version:

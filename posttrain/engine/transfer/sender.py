@@ -84,11 +84,8 @@ class ParcelSender:
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Parcel:
         """Write all tensors as `version`, and only then announce them: they appear at once. The same version may be
-        published again, with other weights.
-
-        Raises:
-            ParcelError: a name came twice, there is no room, or a version older than the last one was given.
-        """
+        published again, with other weights. ParcelError where a name comes twice, there is no room, or the version is
+        older than the last one."""
         last = self._last
         if last is not None and version < last.version:
             raise ParcelOrderError(
@@ -109,12 +106,8 @@ class ParcelSender:
         return self._last
 
     def whole(self, version: int) -> Parcel:
-        """Returns the last published version, as a parcel that needs no base: for a receiver that lacks the base.
-
-        Raises:
-            ParcelOrderError: `version` is not the last one.
-            ParcelGoneError: it was retired, and this sender sends no deltas.
-        """
+        """Returns the last published version, as a parcel that needs no base, for a receiver that lacks it.
+        ParcelOrderError where `version` is not the last one, ParcelGoneError where it was retired and nothing kept."""
         last = self._last
         if last is None or last.version != version:
             newest = "nothing" if last is None else f"version {last.version}"
@@ -126,8 +119,7 @@ class ParcelSender:
             return last
         if not self._deltas:
             raise ParcelGoneError(f"version {version} was retired, and nothing was kept. Publish again")
-        # The kept tensors are written again. The new parcel has the same checksums, so a delta that follows fits
-        # receivers of either form.
+        # The kept tensors have the same checksums, so a delta that follows fits receivers of either form.
         whole = replace(last, base=None, base_digest="", place="", entries=())
         self._last = self._write(whole, list(self._kept.items()))
         if places:
@@ -209,16 +201,11 @@ class ParcelSender:
 
 
 def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor in the dtype that is served.
-
-    Raises:
-        ParcelError: the dtype cannot be sent, or a finite weight is too large for float16.
-    """
+    """The tensor in the dtype that is served. ParcelError where that cannot be sent, or cannot hold a finite weight."""
     converted = tensor.detach()
     if dtype is not None and converted.is_floating_point() and converted.element_size() >= 2:
         converted = converted.to(dtype)
-        # bfloat16 has the range of float32. In float16 a large weight would become infinite; one that was infinite
-        # before is no fault of the cast.
+        # bfloat16 has the range of float32. In float16 a large weight would become infinite.
         if dtype is torch.float16 and bool((converted.isinf() & tensor.detach().isfinite()).any()):
             raise ParcelError(
                 f"tensor {name!r} has weights beyond {torch.finfo(dtype).max:g}, which float16 cannot hold. Serve"

@@ -30,11 +30,8 @@ NAME, PART = "*.weights", ".*.weights.part"
 
 
 class FolderCarrier:
-    """A `parcel.Carrier` for machines that share a folder.
-
-    Raises:
-        RunFolderError: another process sends weights through this folder, or it cannot be written.
-    """
+    """A `parcel.Carrier` for machines that share a folder. RunFolderError where another process sends weights through
+    it, or it cannot be written."""
 
     transport = FILE
 
@@ -85,8 +82,7 @@ class FolderSink:
             os.fsync(self._fd)
             os.close(self._fd)
             self._fd = None
-            # Both names are held while the file is renamed: whenever the process ends, the file is removed under the
-            # name that it has.
+            # Both names are held: whenever the process ends, the file is removed under the name that it has.
             self._held.add(self._path)
             os.replace(self._part, self._path)
         self._held.discard(self._part)

@@ -198,15 +198,13 @@ class VLLMEngine(VLLMSampler):
         """Handle the queued commands and run one step; False: the engine was closed."""
         # Without work the thread sleeps in `get`. A pending update lets the running turns end first (`_add` lets no new
         # one in), or, with inflight, only the scores, whose log-probs must be of one version.
-        idle = not (self._asked or self._scored)
-        while (idle and not self._updates) or not self._inbox.empty():
+        while not (self._asked or self._scored or self._updates) or not self._inbox.empty():
             command = self._inbox.get()
             self._last_activity = time.monotonic()
             if command is None:
                 return False
             command()
-            idle = not (self._asked or self._scored)
-        if self._updates and (idle or (self.inflight and not self._scored)):
+        if self._updates and not self._scored and (self.inflight or not self._asked):
             self._updates.pop(0)()
         if not self._updates and self._waiting:
             waiting, self._waiting = self._waiting, []

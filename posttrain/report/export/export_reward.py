@@ -22,9 +22,9 @@ from posttrain.core.batch import Packed
 from posttrain.core.measure.interval import interval
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Segment
+from posttrain.engine.files.check_folder import form_of
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.files.reward_folder import read_reward_model
-from posttrain.engine.files.reward_form import form_of
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.model.tiny_models import quiet
