@@ -1,8 +1,7 @@
 """Architectures whose layers keep a recurrent state: Mamba, linear attention, short convolutions.
 
 In a packed row the state of one sequence would run on into the next one, and no attention mask stops it. So each
-sequence gets a row of its own, padded on the right to the longest of its bucket. A state runs from left to right, so
-padding behind a sequence changes nothing in it.
+sequence gets a row of its own. Padding on its right changes nothing in a state that runs from left to right.
 
 Axis letters: N packed positions, M of them read, S segments; a bucket is B segments padded to L positions; H heads, K
 key-value heads, D head width.

@@ -5,8 +5,6 @@ with a recurrent state is computed one sequence in a row (`recurrent_state`). An
 longest sequence of the batch, masks of the model's own) would silently make a token depend on other sequences, or on
 how it was cached. So a sequence is computed packed with another one, and its last token over cached keys and values;
 with a recurrent state, two sequences in one batch. All must equal what transformers computes for each sequence alone.
-
-Axis letters: N packed positions, H query heads, K key-value heads, D head width.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 An answer is a function of its question, the weights and its place (law 8), so a turn whose engine died is asked again
 from another one, and a synchronous run ends as if nobody had died. All engines serve one version: while new weights
-come, no new turn is given away.
-
-A turn may cause a limited number of deaths. When only one is left, it is asked alone. If that engine dies too, the turn
-is guilty: it raises `UnanswerableTurn`, which fails its episode only.
+come, no new turn is given away. A turn may cause a limited number of deaths. When only one is left, it is asked alone.
+If that engine dies too, the turn is guilty: it raises `UnanswerableTurn`, which fails its episode only.
 """
 
 from __future__ import annotations
@@ -34,12 +32,9 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
     """Samples from `count` engines. See `all_started` for what is raised where one does not start.
 
     Args:
-        new: begins an engine in a process of its own.
-        sender: publishes weights for them.
         timeout: seconds that a turn, an update or a start may take.
         deaths: engines that one turn may kill.
         tolerance: nats by which two engines may differ in the log-prob of one token; 0: not at all.
-        say: tells people what happened to an engine.
         end: ends what the engines share, after them.
     """
 

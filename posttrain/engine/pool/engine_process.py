@@ -62,7 +62,7 @@ async def _serve(connection: Connection) -> None:
     try:
         hosted = cast("HostStart", pickle.loads(start)).host()
     except BaseException as error:
-        _send(connection, number, None, error)
+        _send(connection, number, None, None, error)
         return
     _send(connection, number, *await hosted.answer("facts", ()))
     # A thread, because reading blocks. It begins when the engine is made: until then only the start can be answered.
@@ -85,14 +85,15 @@ async def _answer(hosted: WorkerMethods, connection: Connection, number: int, me
     except asyncio.CancelledError:
         return
     except BaseException as error:
-        _send(connection, number, None, error)
+        _send(connection, number, None, None, error)
 
 
-def _send(connection: Connection, number: int, value: Any, outcome: EngineReport | BaseException | None) -> None:
-    """Send the answer to call `number`: its value with a report, or its error. `outcome` is the report or the error."""
-    failed = isinstance(outcome, BaseException)
-    message = (number, value, portable(outcome) if failed else None, None if failed else outcome)
-    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+def _send(
+    to: Connection, number: int, value: Any, report: EngineReport | None, error: BaseException | None = None
+) -> None:
+    """Send the answer to call `number`: its value with a report, or its error."""
+    message = number, value, None if error is None else portable(error), report
+    to.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[Any]) -> None:
@@ -111,12 +112,7 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: 
 
 class ProcessHost(EngineHost):
     """The learner's side of a process. It begins at once; the first answer, to `started`, comes when it can sample.
-
-    Args:
-        start: a pickled `worker_side.HostStart`.
-        threads: of torch in the process.
-        cores: the CPU cores that it may use; None: those of this process.
-    """
+    `start`: a pickled `worker_side.HostStart`. `cores`: the CPU cores that it may use; None: those of this process."""
 
     def __init__(self, name: str, start: bytes, *, threads: int, cores: frozenset[int] | None) -> None:
         super().__init__(name)

@@ -2,10 +2,9 @@
 
 An episode whose process died is played again from its beginning in another one. Turns that were said are not asked
 again, and what the environment writes must be what it wrote, or the episode fails by name. So nothing is sampled twice,
-and an environment that is a function of its task and of what is said ends as if nobody had died.
-
-An episode may cause a limited number of deaths. When only one is left, it is played in a process that plays nothing
-else. If that process dies too, the episode is guilty: it raises `UnanswerableTurn`.
+and an environment that is a function of its task and of what is said ends as if nobody had died. An episode may cause a
+limited number of deaths. When only one is left, it is played in a process that plays nothing else. If that dies too,
+the episode is guilty: it raises `UnanswerableTurn`.
 """
 
 from __future__ import annotations
@@ -113,10 +112,8 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
     """Plays episodes in `count` processes.
 
     Args:
-        new: begins a process with the environments of the run.
         timeout: seconds in which an environment must do something, while it waits for no turn.
         deaths: processes that one episode may kill.
-        say: tells people what happened to a process.
     """
 
     def __init__(

@@ -91,12 +91,9 @@ class SupervisedProcesses(Generic[P]):
     """Watches processes and replaces those that die.
 
     Args:
-        processes: have started.
-        new: begins a process in the place of the one with that number.
         words: what the processes are, and what becomes of the work of a dead one, for messages.
         timeout: seconds that a wait may take.
         starts: new processes in a row that may die while they start.
-        say: tells people what happened to a process.
     """
 
     def __init__(

@@ -89,19 +89,12 @@ class WeightReceiver(Protocol):
 
 
 class Sink(Protocol):
-    """A block that is being written. Receivers know nothing of it before `announce`."""
+    """A block that is being written, until `announce` makes it readable at once and returns its place, or `drop`
+    removes it. `write` raises ParcelWriteError, which names the tensor, where there is no room."""
 
-    def write(self, data: memoryview | bytes, at: int, tensor: str = "") -> None:
-        """Put bytes at a place of the block. ParcelWriteError, which names the tensor, where there is no room."""
-        ...
-
-    def announce(self) -> str:
-        """Make the whole block readable at once; returns its place."""
-        ...
-
-    def drop(self) -> None:
-        """Remove the block that was begun."""
-        ...
+    def write(self, data: memoryview | bytes, at: int, tensor: str = "") -> None: ...
+    def announce(self) -> str: ...
+    def drop(self) -> None: ...
 
 
 class Carrier(Protocol):
@@ -109,10 +102,7 @@ class Carrier(Protocol):
     removes all."""
 
     @property
-    def transport(self) -> str:
-        """See `Parcel.transport`."""
-        ...
-
+    def transport(self) -> str: ...
     def begin(self, version: int) -> Sink: ...
     def remove(self, place: str) -> None: ...
     def close(self) -> None: ...

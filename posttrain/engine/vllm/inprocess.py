@@ -55,11 +55,10 @@ class VLLMEngine(VLLMSampler):
 
     Args:
         policy: gives configuration, tokenizer, dtype and the names of the tensors. Its weights are sent with `load`.
-        slots: sequences that are generated at once.
         eager: use no compilation and no captured graphs. The start takes seconds, and steps are slower.
         timeout: seconds that a step or an update may take before the engine counts as hung.
         inflight: running turns go on under new weights (`VLLM.update`).
-        workers: processes that compute (`VLLM.workers`); 1: none, this one does.
+        workers: processes that compute; 1: none, this one does.
     """
 
     def __init__(

@@ -1,12 +1,9 @@
-"""The log-prob contract as vLLM's parameters, and vLLM's answer as our types. Plain data: this
-module does not import vllm.
+"""The log-prob contract as vLLM's parameters, and vLLM's answer as our types. This module does not import vllm.
 
 Every field is sent, so no default of the server or of the model's generation config applies. A field that vLLM cannot
-follow exactly is refused by name (`check`).
-
-One difference remains and is no error: vLLM applies min-p before top-k and top-p, each on the full distribution, and so
-may keep other tokens than the embedded engine. The kept sets are stored with the tokens, so the learner evaluates pi on
-the distribution that was sampled from.
+follow exactly is refused by name (`check`). One difference remains and is no error: vLLM applies min-p before top-k and
+top-p, each on the full distribution, and so may keep other tokens than the embedded engine. The kept sets are stored
+with the tokens, so the learner evaluates pi on the distribution that was sampled from.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ START_ADVICE = (
     " (docs/guides/engines.md)"
 )
 EMPTY_TRIES = 100
-"""Most tries to empty the prefix cache, a tenth of a second apart. Blocks are freed one step
-after their request ends."""
+"""Most tries to empty the prefix cache, a tenth of a second apart: blocks are freed a step after their request ends."""
 TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
@@ -47,12 +46,10 @@ class VLLMServer(VLLMSampler):
     """Samples from a copy of `policy` in a vLLM server. It generates nothing before the first `load`.
 
     Args:
-        endpoint: the server's base address.
         share: folder for weights during an update. This process and the server see it under the same path.
         timeout: seconds that one try of a turn, or one part of an update, may take. A turn is tried again a few times.
         ended: returns why this engine can never answer again; '' while it can, and of a server of somebody else.
         inflight: running turns go on under new weights (`VLLM.update`).
-        workers: of the server (`VLLM.workers`).
     """
 
     def __init__(
