@@ -77,7 +77,7 @@ def parts_of(queue: GroupQueue | None = None, plays: EnvironmentPlayer | None = 
 def test_processes_that_play_episodes_are_rows() -> None:
     """One that plays, with how long its oldest episode is there, and one that waits; they have no idle share."""
     place = [EnvironmentProcess(f"environment {i}", cast("Any", SimpleNamespace(died=""))) for i in range(2)]
-    place[0].held = {PlayedElsewhere(Task("t", ""), cast("Any", None), 0, None): None}
+    place[0].held = {PlayedElsewhere(Task("t", ""), cast("Any", None), 0, False, None): None}
     pool: EnvironmentPool = object.__new__(EnvironmentPool)
     pool.processes = place
     watch = RoleWatch(scripted_pool(Script(), 1), parts_of(plays=EnvironmentPlayer(pool, 0)), RoleCosts())
