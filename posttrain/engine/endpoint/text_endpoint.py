@@ -82,8 +82,7 @@ class TextDialogue:
     def text(self, ids: np.ndarray) -> str:
         return "".join(p.text for p in self._pieces.of(ids))
 
-    def said(self, ids: np.ndarray) -> str:
-        return self.text(ids)
+    said = text
 
 
 class TextSampler(EndpointSampler):
@@ -138,8 +137,7 @@ class TextSampler(EndpointSampler):
         text = message.get("content") if chat else choice.get("text")
         if text is not None and not isinstance(text, str):
             raise self.broken(f"what it said is no text but {type(text).__name__}")
-        # As many ids as tokens were counted, for lengths and budgets of the rollout, although only the first has a
-        # text. An empty turn has one id still.
+        # As many ids as tokens were counted, for lengths and budgets: only the first has a text. An empty turn has one.
         turn_ids = [self._pieces.id(TextPiece("assistant", text or "")), *[0] * (count - 1)]
         n = len(turn_ids)
         return SampledTurn(

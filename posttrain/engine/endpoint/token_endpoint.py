@@ -61,8 +61,7 @@ class TokenSampler(EndpointSampler):
         }
         choice, count = await self._choice("/completions", body, most)
         turn_ids = self._ids(choice.get("token_ids"), "token_ids")
-        # A server that adds a token for the beginning, or cuts a prompt, continues another text than the learner
-        # will score.
+        # A server that adds a token, or cuts a prompt, continues another text than the learner will score.
         read = choice.get("prompt_token_ids")
         if read is not None and self._ids(read, "prompt") != prompt:
             raise self.broken("it read another prompt than it was sent: prompt_token_ids differ")

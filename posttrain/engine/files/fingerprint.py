@@ -70,8 +70,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
     for name, tensor in tensors:
         if name in sums:
             raise InvariantError(f"tensor {name!r} is listed twice: a fingerprint needs every name once")
-        # Bits alone would not tell a tensor from its transposed or recast form, and digests of different rows must
-        # never compare as equal.
+        # Bits alone would not tell a tensor from its transposed or recast form, nor the rows of one spot from others.
         heads[name] = f"{tensor.dtype!s} {tuple(tensor.shape)} {'' if spot is None else spot}"
         sums[name] = _row_sums(tensor, spot)
     if not sums:

@@ -93,8 +93,7 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
     try:
         with quiet():
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-            # "auto" is what the folder itself says. An adapter's folder has no model, and its base may be stored in
-            # another type than the run computed in.
+            # "auto" is what the folder itself says. An adapter's base may be stored in another type than the run's.
             dtype: Any = policy.dtype if base else "auto"
             model: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=dtype, trust_remote_code=trust)
             inner, module = model, model
@@ -109,8 +108,7 @@ def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
         ) from error
     module.to(policy.device).eval()
     config = model.generation_config
-    # A whole export lists the stop ids in its generation config, and transformers' own rule is what is to be tested.
-    # The base of an adapter has the config that it always had.
+    # A whole export lists the stop ids, and transformers' own rule is tested; an adapter's base has its old config.
     stops = resolve_stops(tokenizer, config) if base else tuple(listed_ids(config))
     return ReloadedModel(module, inner, tokenizer, stops)
 

@@ -80,8 +80,7 @@ class RowFiles:
             # The whole shape, and not that of `into`: rows of a file that has more of them are another model's.
             if shape != list(getattr(module.get_submodule(parent), last).shape):
                 raise DataError(f"{self.folder}: {name} has the shape {shape} in its file, and another in the model")
-            # A rank may hold no row of a small weight. Rows are rounded to the model's type first, as in a model that
-            # is loaded whole, even where `into` is wider.
+            # A rank may hold no row. Rows are rounded to the model's type first, as in a model that is loaded whole.
             if len(into):
                 into.copy_(rows[begin : begin + len(into)].to(dtype))
 

@@ -140,19 +140,15 @@ class Policy:
                 folder, dtype=self.dtype, trust_remote_code=self.remote_code
             ).eval()
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
-        # From the cheapest proof to the one that covers most: transformers' own forward pass also sees a config that
-        # does not fit the weights.
+        # The last proof covers most: transformers' own forward pass also sees a config that does not fit the weights.
         same_weights(named_tensors(self.module), named_tensors(again), Path(folder))
         same_tokenizer(self.tokenizer, tokenizer, Path(folder))
         self._check_greedy(again.to(self.device), Path(folder))
 
     def write(self, folder: Path | str) -> None:
         """Write model and tokenizer with `save_pretrained`, an adapter merged, and compare nothing."""
-        if self.lora is not None:
-            self.plain().write(folder)
-            return
         with quiet():
-            self.module.save_pretrained(folder)
+            self.plain().module.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         share(Path(folder))
 

@@ -64,8 +64,7 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
     ]
     if not tokenizer.chat_template:
         return notes
-    # Two dialogues, one that ends with the assistant and one that goes on, because templates may end only the last turn
-    # with EOS.
+    # One dialogue ends with the assistant and one goes on, because templates may end only the last turn with EOS.
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SAID}]
     tails: list[str] = []
     for next_turns in ([], turns[:1]):

@@ -192,8 +192,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             if at is None:
                 on = "new weights on every engine" if self._loads else "an engine that can be asked"
                 await self._waits.change(turn, on)
-            # No await lies between the choice of an engine and `take`, except in `_reserve`, which has looked again at
-            # what may have changed.
+            # No await lies between the choice of an engine and `take`, except in `_reserve`, which looks again.
             elif not turn.alone or await self._reserve(turn, self.processes[at]):
                 engine = self.processes[at]
                 engine.take(turn)
@@ -267,8 +266,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         the engine could be asked; its default, `bool`, gives False."""
         while True:
             self._revive()
-            # `_restart` holds the lock, but `WaitList` does not know of waits for locks: here the wait has an owner and
-            # a reason.
+            # `_restart` holds the lock, and `WaitList` knows of no waits for locks: this one has an owner and a reason.
             if engine.replacing:
                 await self._waits.change(f"{method} of {engine.name}", "its new process")
                 self._waits.check()

@@ -148,8 +148,7 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                     return ended.stop
                 except EngineDied as death:
                     episode.deaths += 1
-                    # Only a death that it had alone proves that it was this episode's. With one allowed death the first
-                    # counts.
+                    # Only a death that it had alone proves its guilt. With one allowed death the first one counts.
                     if episode.deaths >= self._deaths and (alone or self._deaths == 1):
                         what = "processes of environments died while they played it"
                         raise UnanswerableTurn(episode.who, episode.deaths, str(death), what) from None

@@ -34,8 +34,7 @@ class SeatAccount:
 
 def _digest(what: Any) -> bytes:
     """Returns the digest of plain data. Other values count by their type alone."""
-    # The same content must give the same digest on both sides, so addresses or versions of objects must not enter it.
-    # Lists and tuples are written alike.
+    # Both sides must give the same: addresses of objects must not enter it, and lists and tuples are written alike.
     text = json.dumps(what, default=lambda x: type(x).__name__, skipkeys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 

@@ -128,9 +128,7 @@ class SupervisedProcesses(Generic[P]):
     def _take_report(self) -> EngineReport:
         """What all processes counted since the last call, with what dead ones had counted."""
         report, self._report_of_dead = self._report_of_dead, EngineReport()
-        for process in self.processes:
-            report = report + process.host.take_report()
-        return report
+        return sum((process.host.take_report() for process in self.processes), report)
 
     def _take_deaths(self) -> float:
         """The number of processes that died since the last call."""

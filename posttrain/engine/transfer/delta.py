@@ -46,8 +46,7 @@ def encode(new: Tensor, old: Tensor | None) -> tuple[str, memoryview | bytes]:
         return SAME, b""
     # Gaps are written as int32.
     if len(changed) <= FEW * len(a) and len(a) < 2**31:
-        # changed [n], ascending. The gap is the number of unchanged elements between two changed ones, 0 for
-        # neighbours.
+        # changed [n], ascending. A gap is the number of unchanged elements between two changed ones.
         gaps = np.diff(changed, prepend=-1).astype(np.int32) - 1
         coded = SPARSE, COUNT.pack(len(changed)) + _squeeze(gaps, _folded(a[changed] - b[changed]))
     else:

@@ -59,8 +59,7 @@ class ParcelReceiver:
             )
         block = self._fetch[parcel.transport](parcel)
         described = read_block(block, parcel.transport, parcel.place)
-        # The parcel came by another way than the block. If they differ, the block, whole as it may be, is not the one
-        # that was announced.
+        # The parcel came by another way. If they differ, the block is not the one that was announced.
         if described != parcel:
             raise ParcelDamageError(
                 f"the block at {parcel.place} holds version {described.version} of {described.sender}, and version"

@@ -26,25 +26,6 @@ from posttrain.engine.transfer.parcel import (
 )
 
 
-class ParcelClock:
-    """Seconds by operation, until somebody takes them."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def of(self, operation: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[operation] = self._seconds.get(operation, 0.0) + time.perf_counter() - begun
-
-    def take(self) -> dict[str, float]:
-        taken, self._seconds = self._seconds, {}
-        return taken
-
-
 def this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -76,7 +57,7 @@ class ParcelSender:
             raise ParcelError(f"weights cannot be sent as {dtype}; use one of {', '.join(DTYPES)}")
         self._carrier, self._dtype, self._deltas = carrier, dtype, deltas
         self._large, self._audit_every, self._pushes = large, audit_every, 0
-        self._clock = ParcelClock()
+        self._seconds: dict[str, float] = {}
         # Of each version its publications, and of each of these the places of its blocks (`whole` adds one).
         self._places: dict[int, list[list[str]]] = {}
         self._last: Parcel | None = None
@@ -142,7 +123,16 @@ class ParcelSender:
         """Seconds since the last call: `sync/gather` (until a whole tensor was there), `sync/cast` (to what is served),
         `sync/reshard` (into the form in which it travels, with its checksum), `sync/transfer` (bytes written),
         `sync/install` (announced; what an engine then needs to load it, the engine measures)."""
-        return self._clock.take()
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    @contextmanager
+    def _timed(self, operation: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[operation] = self._seconds.get(operation, 0.0) + time.perf_counter() - begun
 
     def close(self) -> None:
         self._places.clear()
@@ -154,11 +144,11 @@ class ParcelSender:
         sink = self._carrier.begin(parcel.version)
         try:
             parcel = replace(parcel, entries=tuple(self._write_tensors(sink, parcel, tensors, tensors_to_keep)))
-            with self._clock.of("sync/transfer"):
+            with self._timed("sync/transfer"):
                 end = max((e.offset + e.size for e in parcel.entries), default=HEAD.size)
                 table = table_bytes(parcel)
                 sink.write(table, aligned(end))
-            with self._clock.of("sync/install"):
+            with self._timed("sync/install"):
                 # The head last: until it is there, the block has no magic and is refused.
                 sink.write(head_bytes(parcel.version, aligned(end), table), 0)
                 place = sink.announce()
@@ -175,7 +165,7 @@ class ParcelSender:
         """Write the tensors; where deltas may follow, `kept` then holds them."""
         at, names, coming = HEAD.size, set[str](), iter(tensors)
         while True:
-            with self._clock.of("sync/gather"):
+            with self._timed("sync/gather"):
                 # Over ranks the iterator itself brings the parts together, so its time is measured apart.
                 name, incoming = next(coming, (None, None))
             if name is None or incoming is None:
@@ -183,18 +173,17 @@ class ParcelSender:
             if name in names:
                 raise ParcelError(f"tensor {name!r} was given twice. Give every weight once")
             names.add(name)
-            with self._clock.of("sync/cast"):
+            with self._timed("sync/cast"):
                 tensor = served(name, incoming, self._dtype)
-            with self._clock.of("sync/reshard"):
+            with self._timed("sync/reshard"):
                 tensor = tensor.cpu().contiguous()
                 checksum = fingerprints([(name, tensor)], parcel.spot)[name]
                 coding, data = encode(tensor, None if parcel.base is None else self._kept.get(name))
                 if self._deltas:
-                    # A copy where it lies in the memory that an optimizer will change. Where nothing changed the old
-                    # copy is kept on.
+                    # A copy where it lies in memory that an optimizer will change. What did not change is kept on.
                     shares = tensor.device == incoming.device and tensor.data_ptr() == incoming.data_ptr()
                     kept[name] = self._kept[name] if coding == SAME else tensor.clone() if shares else tensor
-            with self._clock.of("sync/transfer"):
+            with self._timed("sync/transfer"):
                 sink.write(data, at, name)
             yield ParcelEntry(name, dtype_name(tensor), tuple(tensor.shape), at, checksum, coding, len(data))
             at = aligned(at + len(data))

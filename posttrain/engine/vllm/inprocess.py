@@ -189,7 +189,13 @@ class VLLMEngine(VLLMSampler):
             self._failure = error
         finally:
             # Calls that still wait get the error first: ending vLLM may take long.
-            self._fail_waiting()
+            error = EngineError(f"{ROLE} has failed: {type(self._failure).__name__}: {self._failure}")
+            turns = *self._asked.values(), *self._waiting
+            for future in (*(turn.future for turn in turns), *self._scored.values()):
+                if not future.done():
+                    future.set_exception(error)
+            for held in (self._asked, self._scored, self._waiting):
+                held.clear()
             self._engine.engine_core.shutdown()
             del self._engine
 
@@ -328,15 +334,6 @@ class VLLMEngine(VLLMSampler):
         self.version = version
         self._counters.spent("engine/load", begun)
         future.set_result(fingerprint)
-
-    def _fail_waiting(self) -> None:
-        error = EngineError(f"{ROLE} has failed: {type(self._failure).__name__}: {self._failure}")
-        for future in (*(a.future for a in (*self._asked.values(), *self._waiting)), *self._scored.values()):
-            if not future.done():
-                future.set_exception(error)
-        self._asked.clear()
-        self._scored.clear()
-        self._waiting.clear()
 
 
 def _rows(logprobs: Any) -> list[tuple[list[int], list[float]]]:

@@ -135,21 +135,17 @@ def said(a: Answer, s: Sampling, limit: int, end: Stop, capabilities: Capabiliti
         raise EngineError(
             f"vLLM answered {len(ids)} tokens with {len(a.rows)} log-probs, at most {limit} were asked for"
         )
-    of_row = [dict(zip(*row, strict=True)) for row in a.rows]
-    if missing := [t for t, row in zip(ids.tolist(), of_row, strict=True) if t not in row]:
+    rows = [(token, dict(zip(*row, strict=True))) for token, row in zip(ids.tolist(), a.rows, strict=True)]
+    if missing := [token for token, row in rows if token not in row]:
         raise EngineError(f"vLLM sent no log-prob of token {missing[0]}, which it said")
-    logp = np.array([row[t] for t, row in zip(ids.tolist(), of_row, strict=True)], np.float32)
+    logp = np.array([row[token] for token, row in rows], np.float32)
     if not s.greedy and not np.all(np.isfinite(logp) & (logp > ZERO_PROBABILITY)):
         raise EngineError(
             "vLLM said a token that has probability zero, or its logits are not finite: its weights have diverged"
         )
     stop = _stop(a, s, int(ids[-1]), len(ids) == limit, end)
-    kept = (
-        TruncationSets.of([_kept(row, t, s, capabilities) for t, row in zip(ids.tolist(), of_row, strict=True)])
-        if s.truncated
-        else None
-    )
-    top = Top.join([_top(row, s.top) for row in of_row], s.top) if s.top else None
+    kept = TruncationSets.of([_kept(row, t, s, capabilities) for t, row in rows]) if s.truncated else None
+    top = Top.join([_top(row, s.top) for _, row in rows], s.top) if s.top else None
     # Greedy gives the argmax all of the probability, and vLLM the probabilities without that.
     if s.greedy:
         logp = np.zeros(len(ids), np.float32)
