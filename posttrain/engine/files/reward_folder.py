@@ -114,12 +114,8 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
 
 def read_reward_model(path: str, model: Model, most: int | None = None) -> Policy:
     """A reward model from a directory or hub id, as a policy with a reward head. Its log-probs mean nothing. It is
-    refused where it is none, or cannot be computed as transformers does.
-
-    Args:
-        model: where it computes: device, dtype and kernels. Its path, adapter and context are not read.
-        most: tokens of the longest sequence; None: all positions of the model.
-    """
+    refused where it is none, or cannot be computed as transformers does. `model`: its device, dtype and kernels, not
+    its path, adapter and context. `most`: tokens of the longest sequence; None: all positions of the model."""
     # A reward model is read whole: an adapter, a context or few bits are settings of the policy that is trained.
     model = replace(model, path=path, lora=None, quantize=None, context=None)
     folder = Path(path).expanduser()

@@ -28,11 +28,7 @@ PATIENCE = 5.0
 def check_source(setting: str, path: str) -> None:
     """ConfigError or DataError where no model can be read from there, or where it is not what its certificate says. A
     hub id that is not in the cache is asked for once, with a limit of time: libraries would try for half a minute.
-
-    Args:
-        setting: the path of the setting, for messages; '' where the path is a word of the command itself, which may
-            also be a run folder.
-    """
+    `setting`: for messages; '' where the path is a word of the command itself, which may also be a run folder."""
     located = locate(path, setting)
     described, where = _named(setting, path), Path(located)
     if saved_adapter(path) is not None:

@@ -149,19 +149,16 @@ def _described_parts(out: ReadOut, layers: list[int]) -> str:
 def _check_rope(config: object, name: str, context: int) -> None:
     """EngineError where the rope's frequencies depend on the longest sequence and `context` is long enough for it."""
     rope = getattr(config, "rope_parameters", None) or {}
+    field = "original_max_position_embeddings"
+    positions_at_first = getattr(config, field, None) or getattr(config, "max_position_embeddings", 0)
     # Models with several kinds of layers have one dict of rope settings for each kind.
-    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-    for kind in kinds:
-        if kind.get("rope_type") in ("dynamic", "longrope"):
-            original = kind.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
+    for kind in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        original = kind.get(field) or positions_at_first
+        if kind.get("rope_type") in ("dynamic", "longrope") and context > original:
+            raise EngineError(
+                f"{name} has {kind['rope_type']} rope: its frequencies change for all once one sequence passes"
+                f" {original} tokens. Set model.context to at most {original}, up to which they are plain ones"
             )
-            original = original or getattr(config, "max_position_embeddings")  # noqa: B009
-            if context > original:
-                raise EngineError(
-                    f"{name} has {kind['rope_type']} rope: its frequencies change for all once one sequence passes"
-                    f" {original} tokens. Set model.context to at most {original}, up to which they are plain ones"
-                )
 
 
 class _GrowingCache:
@@ -174,9 +171,8 @@ class _GrowingCache:
         layer: Any = call.module.layer_idx
         query, key, value = call.query, call.key, call.value
         if layer in self._past:
-            key, value = (
-                torch.cat([old, new], dim=2) for old, new in zip(self._past[layer], (key, value), strict=True)
-            )
+            past_key, past_value = self._past[layer]
+            key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
         self._past[layer] = key, value
         # Keys are all positions so far, queries the last of them. [queries, keys]: how far back a key lies.
         at = torch.arange(key.shape[2], device=key.device)

@@ -30,12 +30,8 @@ class Wait:
 
 @dataclass
 class WaitList:
-    """All waits of a pool.
-
-    Args:
-        timeout: seconds that a wait may take. Time in which the event loop stood still, because the learner computed in
-            it, does not count.
-    """
+    """All waits of a pool. Each may take `timeout` seconds, without those in which the event loop stood still because
+    the learner computed in it."""
 
     timeout: float
     _waits: dict[int, Wait] = field(default_factory=dict[int, Wait])

@@ -42,10 +42,7 @@ class Updates:
     def load(self, version: int, tensors: list[tuple[str, Tensor]], *, running: bool = False) -> str:
         """Serve these tensors as `version`; returns the fingerprint of what is then served, which the learner's side
         compares. EngineError where an adapter is served with other numbers than were sent (`HotLoad.confirm`).
-
-        Args:
-            running: whether turns are under way. They stand still, and then compute their keys and values again.
-        """
+        `running`: whether turns are under way. They stand still, and then compute their keys and values again."""
         engine, hot = self._engine, self._hot
         if hot is None:
             engine.collective_rpc("start_weight_update")
