@@ -1,5 +1,4 @@
-"""Any OpenAI-compatible endpoint as a sampler: for evaluation and judging, by text, or by tokens where it takes and
-returns them."""
+"""Any OpenAI-compatible endpoint as a sampler, for evaluation and judging: by text, or by tokens where it has them."""
 
 from posttrain.engine.endpoint.text_endpoint import TextDialogue, TextSampler, TextVocabulary
 from posttrain.engine.endpoint.token_endpoint import TokenSampler

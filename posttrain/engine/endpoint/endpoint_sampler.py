@@ -131,8 +131,7 @@ class EndpointSampler:
         return body
 
     async def _choice(self, path: str, body: Mapping[str, Any], most: int) -> tuple[dict[str, Any], int]:
-        """(the answer's only choice, number of tokens it reports). EndpointError where the answer has another shape, or
-        more tokens than were asked for."""
+        """(the answer's only choice, number of tokens it reports); EndpointError where it has others, or too many."""
         answer = await self.endpoint.post(path, body)
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):

@@ -17,8 +17,7 @@ from posttrain.verifier.discover import RemoteModel
 from posttrain.verifier.http_client import Endpoint
 
 LOOSE = 0.05
-"""Log-probs of one distribution may differ by this much between two requests: bfloat16 servers are not deterministic.
-"""
+"""Log-probs of one distribution may differ so much between two requests: bfloat16 servers are not deterministic."""
 
 
 class TokenSampler(EndpointSampler):

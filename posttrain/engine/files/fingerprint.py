@@ -33,8 +33,7 @@ class Spot:
 
     number: int
     one_in: int = 64
-    """Number of rows of which one is read, at least one of each tensor; the words after the last full row always are.
-    """
+    """One row of this many is read, at least one of each tensor; the words after the last full row always are."""
 
     def rows(self, count: int) -> Tensor:
         """int64, ascending: which of `count` rows are read."""
@@ -91,8 +90,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
 
 
 def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
-    """int64 [2 (rows + 1)]: two weighted sums of the tail's words, then of every full row of `ROW` words, or of those
-    of the spot."""
+    """int64 [2 (rows + 1)]: two weighted sums of the tail's words, then of every full row of words, or the spot's."""
     # `whole` words of 64 bits fill rows of ROW, and less than a row is left as the tail. The body keeps its dtype until
     # it is known to begin at a multiple of 8 bytes; the tail's length need not be one.
     raw = tensor.detach().contiguous().view(-1)

@@ -83,8 +83,7 @@ class ReloadedModel:
 
 
 def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
-    """Read a directory that was exported from `policy`; DataError where transformers or PEFT cannot. `base`: of an
-    adapter, the model beneath it."""
+    """Read what was exported from `policy`; DataError where one cannot. `base`: of an adapter, the model beneath it."""
     trust = policy.remote_code
     try:
         with quiet():
@@ -120,8 +119,7 @@ def same_weights(ours: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, 
 
 
 def same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFast, folder: Path) -> None:
-    """InvariantError where the tokenizer read back has another vocabulary, end token or chat template, or encodes some
-    texts differently."""
+    """InvariantError where vocabulary, end token or chat template differ, or some texts are encoded differently."""
     # The first 200 tokens, joined as the decoder joins pieces, as raw strings, and as `decode` gives the first ids.
     # They pass through normalisers, merges and the decoder, which an equal vocabulary does not test.
     vocabulary = ours.get_vocab()

@@ -65,8 +65,7 @@ class RowFiles:
         return paths
 
     def fill(self, module: PreTrainedModel, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
-        """Read the rows from `begin` of one weight into `into`, rounded to `dtype` first. DataError where no file has
-        it, or with another shape."""
+        """Read rows from `begin` of one weight into `into`, rounded to `dtype`; DataError where no file has them."""
         key = self._key(module, name)
         if key is None:
             raise DataError(

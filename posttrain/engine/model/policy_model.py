@@ -102,8 +102,7 @@ class Policy:
         return replace(self, module=copy.deepcopy(self.module))
 
     def twin(self) -> Policy:
-        """The same policy with its own copy of the weights that train. Both share the frozen ones: nothing may change
-        these."""
+        """The same policy with its own copy of the weights that train. Nothing may change the frozen ones it shares."""
         # The memo of deepcopy lists the frozen parameters as copied already.
         frozen = {id(p): p for p in self.module.parameters() if not p.requires_grad}
         return replace(self, module=copy.deepcopy(self.module, {**frozen}))
@@ -119,8 +118,7 @@ class Policy:
 
     @torch.no_grad()
     def greedy(self, ids: Tensor, count: int) -> Tensor:
-        """`ids` [T] followed by `count` greedy tokens. Each is computed from the whole sequence without a cache: slow,
-        and right by construction."""
+        """`ids` [T] and `count` greedy tokens, each from the whole sequence without a cache: right by construction."""
         out = read_out(self.module)
         for _ in range(count):
             at = torch.arange(len(ids), device=ids.device)
@@ -154,8 +152,7 @@ class Policy:
 
     @torch.no_grad()
     def _check_greedy(self, again: PreTrainedModel, folder: Path) -> None:
-        """Check that the model read back, with transformers' own attention, gives our greedy tokens the highest logits,
-        up to rounding."""
+        """Check that transformers' own attention gives our greedy tokens the highest logits, up to rounding."""
         start = torch.arange(min(4, self.context - 1), device=self.device) % _embedding_rows(self.module)
         greedy_ids = self.greedy(start, min(GREEDY_TOKENS, self.context - len(start)))
         # Position t predicts token t + 1.

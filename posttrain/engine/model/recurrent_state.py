@@ -51,8 +51,7 @@ class RowLayout:
 
 
 class SeparateRows:
-    """Hidden states of packed segments, each computed in a row of its own, with the interface of
-    `shared_prefixes.Sharing`."""
+    """Hidden states of packed segments, each in a row of its own, with the interface of `shared_prefixes.Sharing`."""
 
     def __init__(self, out: ReadOut, kernels: KernelChoice) -> None:
         self._out, self._layout = out, RowLayout(kernels)

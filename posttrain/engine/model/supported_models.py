@@ -230,8 +230,7 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
 
 
 def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
-    """`_difference` of a sequence that is computed in two calls: all tokens but the last, and then that one over what
-    the first call has cached, as the engine decodes."""
+    """`_difference` of a sequence in two calls: all tokens but the last, and that one over what the first cached."""
     memory, followed = _GrowingCache(), following([chosen])
     for situation, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
         routing = None if followed is None or followed.given is None else Routing(followed.given[part], True)

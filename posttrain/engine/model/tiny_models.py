@@ -94,8 +94,7 @@ ROTARY = {
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
 }
-"""The config class of each architecture with rotary positions. GPT-2, with learned ones, is built by `config` itself.
-"""
+"""The config class of each architecture with rotary positions. `config` builds GPT-2, with learned ones, itself."""
 OWN_HEAD = ("llama", "mixtral")
 """Architectures whose head is not tied to the embeddings."""
 

@@ -87,8 +87,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             return answer
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: see `core.ports.Sampler`. Every engine is asked; InvariantError where two of them differ by
-        more than the tolerance."""
+        """float32 [T - 1]: see `core.ports.Sampler`. InvariantError where engines differ by more than the tolerance."""
         self._attend()
         self._probe = ids  # the next weights are scored with it where they are installed
 
@@ -115,16 +114,14 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         self._attend()
         if version <= self.version:
             raise EngineError(f"weights of version {version} after version {self.version}: versions only increase")
-        # No turn is given away until `finally` (`_held`). Turns that run are finished by their engines, and each token
-        # carries the version that it was drawn with.
+        # No turn is given away until `finally` (`_held`). Turns that run are finished, and each token has its version.
         self._loads += 1
         try:
             # The new parcel is known before any engine has it: an engine that dies now is started with it.
             before, self._parcel = self._parcel, self._sender.publish(version, tensors)
             await asyncio.gather(*(self._install(engine, self._parcel) for engine in self.processes))
             self._check_agree()
-            # Last, when all engines have said that they serve the same. No engine can want the previous parcel any
-            # more: one that starts anew takes the newest.
+            # Last, when all serve the same. No engine can want the previous parcel: a new one takes the newest.
             self.version = version
             if before is not None:
                 self._sender.retire(before.version)
@@ -140,8 +137,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         return taken
 
     def clock(self) -> Mapping[str, float]:
-        """Measurements of all engines since the last call: seconds, counters, time without a turn, tokens in flight,
-        deaths."""
+        """Measurements of all engines since the last call: seconds, counters, time without a turn, deaths."""
         report, busy = self._take_report(), [e.meter.take() for e in self.processes]
         # The pool itself counts the tokens of delivered turns: that of the engines has turns that were asked twice.
         counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}

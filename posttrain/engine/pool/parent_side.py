@@ -18,8 +18,7 @@ class EngineDied(Exception):
 
 
 class EngineHost(ABC):
-    """One engine in a process of its own, from its start to its end, and the calls to it that wait for an answer. What
-    keeps these may be used from any thread."""
+    """One engine in a process of its own, and the calls to it that wait for an answer. Any thread may use these."""
 
     pid: int | None = None
     """The process that computes; None before it is known."""

@@ -144,8 +144,7 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
         self.beginnings.forget()
 
     def scored(self, ids: np.ndarray) -> np.ndarray | None:
-        """The log-probs of these ids that came with the weights; None where the engine has to be asked. They are given
-        once."""
+        """The log-probs of these ids that came with the weights, once; None where the engine has to be asked."""
         foretold, self.foretold = self.foretold, None
         return foretold[1] if foretold is not None and np.array_equal(foretold[0], ids) else None
 

@@ -30,8 +30,7 @@ class Wait:
 
 @dataclass
 class WaitList:
-    """All waits of a pool. Each may take `timeout` seconds, without those in which the event loop stood still because
-    the learner computed in it."""
+    """All waits of a pool. Each may take `timeout` seconds, beside those in which the learner held up the loop."""
 
     timeout: float
     _waits: dict[int, Wait] = field(default_factory=dict[int, Wait])
@@ -74,8 +73,7 @@ class WaitList:
             waiter.set_result(None)
 
     def look(self, every: float) -> str:
-        """Returns all waits as text where one takes longer than the time-out; else ''. Called about every `every`
-        seconds."""
+        """Returns all waits as text where one takes longer than the time-out; else ''. Called every `every` seconds."""
         now = time.monotonic()
         # Late because the loop stood still. Nobody could be answered in that time, so every wait counts as begun that
         # much later. Up to twice the interval is usual.

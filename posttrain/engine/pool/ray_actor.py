@@ -1,5 +1,4 @@
-"""An engine, or environments, as an actor of a Ray cluster (`pip install "posttrain[ray]"`). The actor answers as a
-process does (`worker_side.WorkerMethods`)."""
+"""An engine, or environments, as an actor of a Ray cluster (`pip install "posttrain[ray]"`)."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class RayCluster:
         if cpus:
             from ray.util.placement_group import placement_group
 
-            # All at once, or none: engines that each waited for CPUs could hold some and wait for others' for ever.
-            # PACK: on as few machines as possible.
+            # All at once, or none, or each could hold some CPUs and wait for others' for ever. PACK: on few machines.
             self.group = placement_group([{"CPU": cpus}] * engines, strategy="PACK")
             if not self.group.wait(timeout):
                 has = ray.cluster_resources().get("CPU", 0)
@@ -170,8 +168,7 @@ def must_answer(address: str, timeout: float) -> None:
 
 
 class RayHost(EngineHost):
-    """The learner's side of an actor. Its first answer, to `started`, comes when it can sample. Without a cluster it
-    reserves no CPUs, and comes to any machine."""
+    """The learner's side of an actor. `started` is answered when it can sample. Without a cluster it has no CPUs."""
 
     def __init__(self, name: str, start: bytes, cluster: RayCluster | None, number: int, *, threads: int) -> None:
         import ray

@@ -69,8 +69,7 @@ class HostStart(Protocol):
 
 @dataclass(frozen=True)
 class EngineStart:
-    """The functions with which the process of an engine makes its two parts. They are pickled, so both are functions of
-    modules."""
+    """Makes the two parts of the process of an engine. It is pickled, so both are functions of modules."""
 
     engine: Callable[[], Sampler]
     receiver: Callable[[], WeightReceiver]

@@ -52,8 +52,7 @@ ROUNDS = 10
 END = 1.0
 """Seconds that a thread has to end after its version was retired."""
 OPEN, CAME, CALL = "open", "came", "go/{}"
-"""Keys of a version: it is there; how many tickets were taken; of a ticket that is called: its round, rank and the
-number of members."""
+"""Keys of a version: it is there; tickets that were taken; of a called ticket: its round, rank and their number."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""A parcel: what one push of weights holds and where it lies; the protocols of its two sides and of its carrier, and
-their errors."""
+"""A parcel: what one push of weights holds and where it lies; the protocols of who handles it, and their errors."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class ParcelEntry:
 
 @dataclass(frozen=True)
 class Parcel:
-    """All tensors of one version, as the sender announces them. It is small and can be pickled: the weights lie
-    elsewhere."""
+    """All tensors of one version, as the sender announces them. It can be pickled: the weights lie elsewhere."""
 
     version: int
     base: int | None
@@ -62,8 +60,7 @@ class Parcel:
 
     @property
     def digest(self) -> str:
-        """The digest of all checksums. For an audited parcel it equals `engine.files.fingerprint.fingerprint` of the
-        tensors as served."""
+        """The digest of all checksums. For an audited parcel it is the `fingerprint` of the tensors as served."""
         return digest_of({e.name: e.checksum for e in self.entries})
 
     @property
@@ -98,8 +95,7 @@ class Sink(Protocol):
 
 
 class Carrier(Protocol):
-    """The sender's side of a transport: `begin` makes a new block, `remove` removes one that was announced, `close`
-    removes all."""
+    """The sender's side of a transport. `begin` makes a new block, `remove` removes an announced one, `close` all."""
 
     @property
     def transport(self) -> str: ...

@@ -71,8 +71,7 @@ class ParcelReceiver:
         return iter(tensors.items())
 
     def _tensor(self, block: Buffer, entry: ParcelEntry, parcel: Parcel) -> Tensor:
-        """The tensor of an entry: its bytes in the block, or the kept one with a delta applied. ParcelDamageError where
-        it is not the one that was sent."""
+        """The tensor of an entry, whole or by a delta; ParcelDamageError where it is not the one that was sent."""
         old = self._kept.get(entry.name)
         try:
             if entry.coding == WHOLE:

@@ -110,8 +110,7 @@ class ParcelSender:
         return self._last
 
     def retire(self, version: int) -> None:
-        """Remove what was published as `version`, of one that was published twice the first. Receivers that still have
-        it open can finish."""
+        """Remove the first publication of `version`. Receivers that still have it open can finish."""
         if publications := self._places.get(version):
             places = publications.pop(0)
             if not publications:

@@ -25,8 +25,7 @@ from posttrain.system.files import Lock
 
 FILE = "file"
 NAME, PART = "*.weights", ".*.weights.part"
-"""Patterns of the names of whole blocks, and of blocks that are being written: `3-0f1e2d3c4b5a6978.weights`,
-`.3-0f1e2d3c4b5a6978.weights.part`."""
+"""Patterns of the names of whole blocks, such as `3-0f1e2d3c4b5a6978.weights`, and of those that are being written."""
 
 
 class FolderCarrier:

@@ -30,8 +30,7 @@ BASE = "model.safetensors"
 
 
 class HotLoad:
-    """What an engine needs to serve the adapters of one policy, and to know that it does; all by the learner's names.
-    The engine holds adapters in the dtype of the model."""
+    """What an engine needs to serve the adapters of one policy in the model's dtype, and to know that it does."""
 
     def __init__(self, policy: Policy, lora: Lora) -> None:
         self.lora, self._dtype, self._targets = lora, policy.dtype, target_names(policy.module)

@@ -1,5 +1,4 @@
-"""The code that both vLLM samplers share: checks of requests, tensors and versions, a gate between turns and updates,
-and counters."""
+"""What both vLLM samplers share: checks of requests, tensors and versions, a gate for updates, and counters."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ class VLLMSampler:
 
 
 class UpdateGate:
-    """Lets many turns run at once, or one update. An update waits for the running turns except those that may stay, and
-    turns that come later wait for the update."""
+    """Lets many turns run at once, or one update. It waits for turns that may not stay, and later turns wait for it."""
 
     def __init__(self) -> None:
         self.turns = 0

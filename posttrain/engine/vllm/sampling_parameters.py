@@ -68,8 +68,7 @@ def fields(s: Sampling, place: int, limit: int, capabilities: Capabilities) -> d
     `seed` is the low 63 bits of the place. vLLM draws position t with the t-th number of a generator with that seed,
     whatever else runs. So the same place gives the same tokens again in vLLM, and other ones in another engine.
     """
-    # A server has no field for banned ids, so single tokens are banned by their bias. In process `VLLMEngine` sets the
-    # field in which vLLM keeps the ids of bad words.
+    # A server has no field for banned ids: single tokens are banned by their bias. `VLLMEngine` sets a field itself.
     bias = dict(s.logit_bias)
     if not capabilities.sequences:
         bias |= {b[0]: BANNED for b in s.bad_ids}
@@ -172,8 +171,7 @@ def _kept(row: dict[int, float], token: int, s: Sampling, capabilities: Capabili
     if s.greedy:
         return np.array([token], np.int32)
     inside = sorted(i for i, x in row.items() if x > ZERO_PROBABILITY)
-    # Where all that came have a positive probability, the kept set may go on behind the last of them, unless fewer came
-    # than `_asked` asks for: then there are no others.
+    # The kept set may go on behind the last one that came, unless fewer came than `_asked` asks for: these are all.
     if len(inside) == len(row) < capabilities.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
             f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"

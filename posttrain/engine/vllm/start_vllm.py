@@ -1,5 +1,4 @@
-"""Starts vLLM in this process, and makes its arguments and files for a model, for a server too. What vLLM changes in
-this process is restored."""
+"""Starts vLLM in this process, and makes its arguments and files for a model, for a server too."""
 
 from __future__ import annotations
 

@@ -173,8 +173,7 @@ class VLLMServer(VLLMSampler):
         return answers
 
     async def _load_adapter(self, hot: HotLoad, name: str, version: int, given: list[tuple[str, Any]]) -> str:
-        """Load the files of an adapter in the place of the last one, which is unloaded. Its name is new, because it is
-        part of the keys of the prefix cache."""
+        """Load the files of an adapter in the place of the last one. Its name is new, as the cache's keys have it."""
         path, last = self._share / name, self._adapter
         try:
             with written_in(self._share):
@@ -229,8 +228,7 @@ class VLLMServer(VLLMSampler):
         self._checked = True
 
     async def _call(self, method: str, *args: str, of_all: bool = True) -> list[dict[str, Any]]:
-        """Call a method of `vllm_worker.ServedWeights` on each of the server's workers. With `of_all` there must be as
-        many answers as workers were asked for."""
+        """Call a method of `vllm_worker.ServedWeights` on the server's workers. `of_all`: each of them must answer."""
         try:
             reply = await self._post(
                 "/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True

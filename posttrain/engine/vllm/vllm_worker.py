@@ -332,8 +332,7 @@ class CutMatrix:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a layer's tensor is cut among workers: into rows (axis 0) or columns (axis 1). The tensor is one matrix, or
-    several that are fused."""
+    """How a layer's tensor, one matrix or several fused ones, is cut among workers: into rows (0) or columns (1)."""
 
     axis: int
     shards: tuple[CutMatrix, ...]
@@ -352,8 +351,7 @@ class Cut:
 
 
 def cut_of(layer: Any, leaf: str) -> Cut | None:
-    """Returns the cut of a layer's tensor (`weight` or `bias`), None where each worker holds all of it. LookupError
-    where it is cut in a way that is not known here."""
+    """The cut of a layer's tensor (`weight` or `bias`); None: each worker holds all. LookupError: it is not known."""
     cuts = isinstance(layer, LinearBase | VocabParallelEmbedding) and not isinstance(layer, ReplicatedLinear)
     if not cuts or layer.tp_size == 1:
         return None

@@ -138,8 +138,7 @@ def _leaves_no_gap(parts: Sequence[WorkerPart | None], shape: Sequence[int]) -> 
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], most: int = 0) -> Iterator[dict[str, Tensor]]:
-    """The tensors in their order, on the CPU, in buckets of at most `most` bytes (0: `BUCKET`). A larger tensor is a
-    bucket of its own."""
+    """The tensors in order, on the CPU, in buckets of at most `most` bytes (0: `BUCKET`) or of one larger tensor."""
     most, bucket, size = most or BUCKET, dict[str, Tensor](), 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > most:
