@@ -33,8 +33,7 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
     EngineError names a module that stays random, or computes something else in training mode."""
     silenced: dict[str, nn.Module] = {}
     with generators_kept([module.device] if module.device.type == "cuda" else ()), torch.enable_grad():
-        # First only the modules that draw. A module may read the training mode of a child in place of its own, so what
-        # still draws is kept together with all of its children.
+        # First only the modules that draw. What still draws may read the mode of a child, so its children follow.
         for with_children in (False, True):
             drawing = _drawing(module, out)
             for part in drawing.values():

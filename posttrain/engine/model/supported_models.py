@@ -28,8 +28,7 @@ from posttrain.engine.model.recurrent_state import RowLayout, is_stateful, rows_
 from posttrain.system.errors import EngineError
 
 TRIES = 3
-"""Sequences tried before a model is refused: rounding alone may route a token to another expert where the routers are
-not understood (`expert_routing`)."""
+"""Sequences tried before a model is refused, because rounding alone may route a token to another expert."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest |difference| / |hidden state| of the median position that counts as rounding; 0.1 in narrower types."""
 

@@ -217,8 +217,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         """The engine's answer to the turn. EngineDied where the engine dies first."""
         try:
             future = engine.host.call("generate", turn.ids, turn.sampling, turn.place)
-            # In the thread that reads answers: the event loop may take the answer up much later, while the learner
-            # computes in it, and that time is not the engine's.
+            # In the thread that reads answers: the loop, in which the learner computes, may take it up much later.
             future.add_done_callback(lambda _: engine.meter.end(turn))
             return await self._waits.until(future, turn, engine.name, turn.since)
         finally:

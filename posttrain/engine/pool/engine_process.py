@@ -56,8 +56,7 @@ def serve(fd: int) -> None:
 async def _serve(connection: Connection) -> None:
     """Make the engine, then start a task for each call that comes. Calls run side by side."""
     loop, messages = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, Any]]()
-    # The start is pickled on its own inside of the message. So if it cannot be read here, because a module is missing,
-    # the answer says so; the message itself always can.
+    # The start is pickled on its own inside of the message: where a module is missing here, the answer can say so.
     number, _, start = pickle.loads(connection.recv_bytes())
     try:
         hosted = cast("HostStart", pickle.loads(start)).host()

@@ -109,8 +109,7 @@ Fetch = Callable[[Parcel], Buffer]
 
 
 class ParcelError(EngineError):
-    """Weights did not arrive as they were sent. The message names the version, the other side, and the tensor that was
-    being read or written. Exit code 6."""
+    """Weights did not arrive as they were sent. The message names version, other side and tensor. Exit code 6."""
 
 
 class ParcelDamageError(ParcelError):

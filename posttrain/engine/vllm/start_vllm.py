@@ -30,8 +30,7 @@ EXTENSION = "posttrain.engine.vllm.vllm_worker.ServedWeights"
 BACKEND = "posttrain"
 """Name of the weight transfer backend in vLLM's registry."""
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-"""Environment variable of vLLM for CPU. Where it is not set, each server binds its threads to the same cores, and
-several workers want a memory node (NUMA) each."""
+"""Environment variable of vLLM for CPU. Without it all servers take the same cores, and workers a NUMA node each."""
 START = 600.0
 """Seconds vLLM may take to start."""
 
@@ -152,8 +151,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 @contextmanager
 def _program_hidden() -> Iterator[None]:
-    """Inside, processes that `multiprocessing` begins do not import the user's program again: a run that it starts at
-    its top would start once more in each worker."""
+    """Inside, processes that `multiprocessing` begins do not import the user's program: its run would start again."""
     # Before `build` sets TORCHDYNAMO_DISABLE for the workers: torch reads it once, at this import.
     import_module("torch._dynamo")
     program = sys.modules["__main__"]

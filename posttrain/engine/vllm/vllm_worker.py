@@ -46,11 +46,9 @@ ROWS = 512
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Endings of the names of GPT-2's Conv1D weights. They are [in, out], and vLLM transposes them to [out, in]."""
 ADAPTER = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
-"""Name of an adapter's tensor, as (its layer, A or B): `layers.0.q_proj.lora_A.default.weight` is (`layers.0.q_proj`,
-`A`)."""
+"""(layer, A or B) of an adapter's tensor: `layers.0.q_proj.lora_A.default.weight` is (`layers.0.q_proj`, `A`)."""
 _ZEROS = "_posttrain_negative_zeros"
-"""Name of an attribute that the model gets: by tensor, a mask of the sent weights that were -0.0, because products
-cannot distinguish these from 0.0."""
+"""Attribute of the model: by tensor, a mask of the sent weights that were -0.0, which products cannot tell from 0.0."""
 
 
 @dataclass
