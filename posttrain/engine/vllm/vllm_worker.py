@@ -349,7 +349,7 @@ class Cut:
 
 
 def cut_of(layer: Any, leaf: str) -> Cut | None:
-    """The cut of a layer's `weight` or `bias`, None where each worker holds all of it; LookupError where it is unknown."""
+    """The cut of a layer's `weight` or `bias`; None where each worker holds all, LookupError where it is unknown."""
     cuts = isinstance(layer, LinearBase | VocabParallelEmbedding) and not isinstance(layer, ReplicatedLinear)
     if not cuts or layer.tp_size == 1:
         return None
