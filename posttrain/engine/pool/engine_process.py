@@ -110,8 +110,14 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: 
 
 
 class ProcessHost(EngineHost):
-    """The learner's side of a process. It begins at once; the first answer, to `started`, comes when it can sample.
-    `start`: a pickled `worker_side.HostStart`. `cores`: the CPU cores that it may use; None: those of this process."""
+    """`parent_side.EngineHost` over a process. It begins at once; the first answer, to `started`, comes when it can
+    sample.
+
+    Args:
+        start: a pickled `worker_side.HostStart`.
+        threads: of torch in the process.
+        cores: the CPU cores that it may use; None: those of this process.
+    """
 
     def __init__(self, name: str, start: bytes, *, threads: int, cores: frozenset[int] | None) -> None:
         super().__init__(name)

@@ -132,9 +132,16 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
         self._deaths, self._number, self._alone = deaths, 0, asyncio.Lock()
 
     async def play(self, environment: int, task: Task, talk: Talk, others: bool = False) -> Stop:
-        """Play one episode of environment number `environment`; see `role.rollout.EpisodePlayer`. UnanswerableTurn
-        where it has killed as many processes as an episode may, EngineError where nothing moves any more,
-        InvariantError where the conversation is not what its environment wrote and heard."""
+        """Play one episode of environment number `environment`.
+
+        Args:
+            others: whether other seats have players of their own.
+
+        Raises:
+            UnanswerableTurn: it has killed as many processes as an episode may. EngineError: nothing moves any more.
+            InvariantError: the conversation is not what its environment wrote and heard. Exception: what the
+            environment raised.
+        """
         self._attend()
         accounted = AccountedTalk(talk)
         episode = PlayedElsewhere(task, accounted, environment, others, asker())

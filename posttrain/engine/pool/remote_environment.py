@@ -102,8 +102,12 @@ class PlayedSeat:
 
 
 class PlayedTalk(PlayedSeat):
-    """A `core.ports.Talk` that writes down what an environment does to it. `written`: `Seat.format` of the policy.
-    `others`: whether other seats have players of their own."""
+    """A `core.ports.Talk` that writes down what an environment does to it.
+
+    Args:
+        written: `Seat.format` of the policy.
+        others: whether other seats have players of their own.
+    """
 
     def __init__(self, written: str | None, others: bool) -> None:
         super().__init__(self, None)

@@ -100,7 +100,12 @@ def fingerprint_served(
     sent_digests: Callable[[], Mapping[str, str]],
 ) -> str:
     """The fingerprint of what the workers serve together. Where some do not serve what was sent, words behind it name
-    them, so that the text equals no fingerprint. `sent_digests` is called only for several workers; see `served`."""
+    them, so that the text equals no fingerprint.
+
+    Args:
+        answers, sent: as in `served`.
+        sent_digests: returns the digests of the tensors that were sent. It is called only for several workers.
+    """
     digests, wrong = served(answers, sent, sent_digests() if len(answers) > 1 else {})
     return digest_of(digests) + (f" ({wrong})" if wrong else "")
 
