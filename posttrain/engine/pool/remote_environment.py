@@ -21,6 +21,7 @@ from posttrain.core.types import Message, Task
 from posttrain.engine.pool.seat_transcript import AccountedTalk, SeatAccount
 from posttrain.engine.pool.worker_side import REPORT_EVERY, EngineReport, memory, portable
 from posttrain.system.errors import ConfigError
+from posttrain.verifier.timed_calls import contained
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,9 @@ class PlayedTalk(PlayedSeat):
     async def play(self, environment: Environment, task: Task) -> None:
         accounted, stop, raised = AccountedTalk(self), None, None
         try:
-            stop = await environment.play(task, accounted)
+            stop = await contained(environment.play(task, accounted))
         except Exception as error:
-            # As in one process. CancelledError is no Exception: an episode that was dropped tells nothing.
+            # As in one process. An episode that was dropped is cancelled, which is no Exception, and tells nothing.
             raised = portable(error)
         # Again with the state, because the environment may have changed the object after it left it.
         self.tell(EndedMove(stop, raised, self._left, accounted.accounts()))
