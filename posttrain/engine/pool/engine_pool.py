@@ -137,8 +137,10 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         return taken
 
     def clock(self) -> Mapping[str, float]:
-        """Measurements of all engines since the last call: seconds, counters, time without a turn, deaths."""
-        report, busy = self._take_report(), [e.meter.take() for e in self.processes]
+        """Measurements of all engines together since the last call: seconds, counters, the share of time without a
+        turn, tokens in flight, and deaths."""
+        report = self._take_report()
+        busy = [e.meter.take() for e in self.processes]
         # The pool itself counts the tokens of delivered turns: that of the engines has turns that were asked twice.
         counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
         if "engine/steps" in counted:  # each counts once, so their mean says nothing
@@ -152,10 +154,13 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         return {**counted, "engine/deaths": self._take_deaths()}
 
     def line(self) -> str:
-        engines, restarts = self.processes, sum(e.restarts for e in self.processes)
-        turns, tokens = sum(len(e.held) for e in engines), sum(e.busy for e in engines)
-        ready = f"{sum(e.ready for e in engines)} of {len(engines)} engines ready"
-        return f"{ready}, {turns} turns and {tokens} tokens in flight{f', {restarts} restarts' if restarts else ''}"
+        """Returns in a few words what all engines do now."""
+        ready = sum(e.ready for e in self.processes)
+        turns = sum(len(e.held) for e in self.processes)
+        tokens = sum(e.busy for e in self.processes)
+        restarts = sum(e.restarts for e in self.processes)
+        line = f"{ready} of {len(self.processes)} engines ready, {turns} turns and {tokens} tokens in flight"
+        return f"{line}, {restarts} restarts" if restarts else line
 
     def rows(self) -> list[RoleRow]:
         """Returns what each engine does now, and the turns that none of them has yet. Any thread may call it."""
@@ -202,7 +207,8 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
     async def _reserve(self, turn: PooledTurn, engine: PooledEngine) -> bool:
         """Reserve an engine and wait until its other turns have ended. False: it died, or new weights came."""
         # Reserved first and waited for then, or new turns would keep it busy for ever.
-        engine.reserved, empty = True, False
+        engine.reserved = True
+        empty = False
         try:
             while engine.ready and not self._loads and engine.held:
                 await self._waits.change(turn, f"the other turns of {engine.name}, to be asked alone")
@@ -224,7 +230,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             engine.leave(turn)
             if turn.alone:
                 self._end_reservation(engine)
-            elif engine.reserved:
+            elif engine.reserved:  # somebody waits until this engine has no turn
                 self._waits.notify()
 
     def _survive(self, turn: PooledTurn, cause: str) -> None:

@@ -91,7 +91,7 @@ def _send(
     to: Connection, number: int, value: Any, report: EngineReport | None, error: BaseException | None = None
 ) -> None:
     """Send the answer to call `number`: its value with a report, or its error."""
-    message = number, value, None if error is None else portable(error), report
+    message = (number, value, None if error is None else portable(error), report)
     to.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
@@ -139,6 +139,7 @@ class ProcessHost(EngineHost):
         if cores is not None:
             os.sched_setaffinity(self.pid, cores)
         self._killed = ""
+        """Why this process has ended it."""
         atexit.register(self.close)
         self._connection = Connection(ours.detach())
         # A thread writes: a socket whose other side does not read would else block the event loop of the learner.

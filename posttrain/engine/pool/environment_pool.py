@@ -227,9 +227,9 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                         if move.number in episode.said:
                             host.call("said", number, move.number, episode.said[move.number])
                         await asyncio.sleep(0)  # the turn begins before what comes after it
-                    if isinstance(move, EndedMove) and move.error is not None:
-                        raise move.error
                     if isinstance(move, EndedMove):
+                        if move.error is not None:
+                            raise move.error
                         return move
         finally:
             process.held.pop(episode, None)  # `rest` may have forgotten it

@@ -24,11 +24,13 @@ class EngineHost(ABC):
     """The process that computes; None before it is known."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.died = name, ""
-        """`died`: the reason why the engine cannot be asked any more; '' while it can."""
+        self.name = name
+        self.died = ""
+        """The reason why the engine cannot be asked any more; '' while it can."""
         self._lock = threading.Lock()
         self._open: dict[int, Future[Any]] = {}
-        self._number, self._report = 0, EngineReport()
+        self._number = 0
+        self._report = EngineReport()
 
     @abstractmethod
     def call(self, method: str, *arguments: Any) -> Future[Any]:
@@ -77,14 +79,17 @@ class EngineHost(ABC):
             if report is not None:
                 self._report = self._report + report
             future = self._open.pop(number, None)
+        if future is None:
+            return
         # Outside the lock: the callbacks of the future run at once in this thread, and may begin another call.
         with suppress(InvalidStateError):
-            if future is not None and error is None:
+            if error is None:
                 future.set_result(value)
-            elif future is not None:
+            else:
                 future.set_exception(error)
 
     def _drop(self, number: int) -> None:
+        """Nobody waits for this call any more."""
         with self._lock:
             self._open.pop(number, None)
 

@@ -54,6 +54,7 @@ class BusyMeter:
         self._counted = self._taken = BusyTime(0.0, 0.0, 0.0)
 
     def begin(self, turn: object, tokens: int) -> None:
+        """The engine has this turn from now on, and computes at most `tokens` for it."""
         with self._lock:
             self._count()
             # A turn that is begun twice counts once.
@@ -61,6 +62,7 @@ class BusyMeter:
             self._open[turn] = tokens
 
     def end(self, turn: object) -> None:
+        """The engine has this turn no longer. Nothing happens where it had not got it."""
         with self._lock:
             self._count()
             self._tokens -= self._open.pop(turn, 0)
@@ -103,7 +105,9 @@ class PooledTurn:
     during: bool = False
     """Whether it was given away while new weights came."""
     deaths: int = 0
+    """Engines that have died with it."""
     alone: bool = False
+    """Whether its engine must have no other turn."""
     since: float = field(default_factory=time.monotonic)
     """When it was asked, or given to its present engine."""
 

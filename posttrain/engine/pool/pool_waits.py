@@ -68,6 +68,7 @@ class WaitList:
         await self.until(self._changed[-1], owner, on)
 
     def notify(self) -> None:
+        """Wake all that wait in `change`. Each looks again whether its own condition holds."""
         waiting, self._changed = self._changed, []
         for waiter in [w for w in waiting if not w.done()]:
             waiter.set_result(None)
@@ -93,6 +94,7 @@ class WaitList:
             wait.since = now if id(wait.owner) in owner_ids else wait.since
 
     def begin(self) -> None:
+        """Forget the waits of an earlier event loop."""
         self._waits, self._changed, self._seen = {}, [], 0.0
 
     def check(self) -> None:
@@ -101,6 +103,7 @@ class WaitList:
             raise self._lost
 
     def lose(self, error: Exception) -> None:
+        """Every wait raises this error, and from now on `check` raises it too."""
         self._lost = self._lost or error
         for wait in self._waits.values():
             if not wait.future.done():
@@ -136,3 +139,10 @@ def in_thread(function: Callable[..., T], *arguments: Any, **keywords: Any) -> F
     # No executor: Python waits for the threads of executors at its end.
     threading.Thread(target=work, name=f"call {function}", daemon=True).start()
     return future
+
+
+async def briefly(future: Future[Any], seconds: float) -> None:
+    """Wait for the future, at most `seconds`. Raises what it raises."""
+    ended, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=seconds)
+    for task in ended:
+        task.result()

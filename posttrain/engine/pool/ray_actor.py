@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from posttrain.engine.pool.parent_side import EngineHost
 from posttrain.engine.pool.pool_waits import in_thread
-from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, portable
+from posttrain.engine.pool.worker_side import EngineEnded, EngineFacts, EngineReport, HostStart, WorkerMethods, portable
 from posttrain.system.errors import ConfigError, EngineError
 
 AT_ONCE = 100_000
@@ -31,13 +31,16 @@ class RayEngine:
     """The actor. Errors are returned, so that Ray's own errors always mean that the actor is lost."""
 
     def __init__(self, start: bytes) -> None:
-        self._start, self._hosted = start, None
+        self._start = start
+        self._hosted: WorkerMethods | None = None
 
     async def answer(self, method: str, arguments: Any) -> tuple[Any, BaseException | None, EngineReport | None]:
         """(value, error, report) of one call. The first one makes what answers."""
         try:
             if self._hosted is None:
-                self._hosted, self._start = pickle.loads(self._start).host(), b""
+                start: HostStart = pickle.loads(self._start)
+                self._hosted = start.host()
+                self._start = b""  # it may be large
             value, report = await self._hosted.answer(method, arguments)
         except Exception as error:
             return None, portable(error), None
@@ -158,7 +161,7 @@ def must_answer(address: str, timeout: float) -> None:
     An address without a port, such as `auto`, is left to Ray."""
     parts = urlsplit(address if "//" in address else f"//{address}")
     try:
-        if parts.hostname and parts.port is not None:
+        if parts.port is not None and parts.hostname:
             socket.create_connection((parts.hostname, parts.port), timeout).close()
     except (ValueError, OSError) as error:
         raise ConfigError(
@@ -218,7 +221,7 @@ class RayHost(EngineHost):
         """Ray has ended a call: pass on its answer, its error, or the loss of the actor."""
         try:
             value, error, report = done.result()
-        except self._ray.exceptions.TaskCancelledError:  # by this side
+        except self._ray.exceptions.TaskCancelledError:  # by this side, so nothing waits for it
             self._drop(number)
         except self._ray.exceptions.RayActorError as error:  # the actor returns its own errors, so it is lost
             self.die(f"its actor is lost: {str(error).strip()}{self._memory}")

@@ -159,14 +159,16 @@ class PlayedTalk(PlayedSeat):
         self.tell(self._left)
 
     async def play(self, environment: Environment, task: Task) -> None:
-        accounted, stop, raised = AccountedTalk(self), None, None
+        """Play the episode to its end."""
+        accounted = AccountedTalk(self)
         try:
-            stop = await contained(environment.play(task, accounted))
+            ended = EndedMove(await contained(environment.play(task, accounted)))
         except Exception as error:
-            # As in one process. An episode that was dropped is cancelled, which is no Exception, and tells nothing.
-            raised = portable(error)
-        # Again with the state, because the environment may have changed the object after it left it.
-        self.tell(EndedMove(stop, raised, self._left, accounted.accounts()))
+            # An error of the environment ends the episode as it would in one process. An episode that was dropped is
+            # cancelled, which is no Exception, and tells nothing.
+            ended = EndedMove(error=portable(error))
+        # A state is sent again with the end, because the environment may have changed the object after it left it.
+        self.tell(EndedMove(ended.stop, ended.error, self._left, accounted.accounts()))
 
 
 @dataclass(frozen=True)

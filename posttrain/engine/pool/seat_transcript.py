@@ -50,8 +50,10 @@ class AccountedSeat:
         return self._seat.format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._written.append(_digest((content, tools)))
-        self._seat.see(content, tools)
+        # Any sequences, which may be written as tuples on the other side: tuples give the same digest there and here.
+        shown = content if isinstance(content, str) else tuple(content)
+        self._written.append(_digest((shown, tuple(tools))))
+        self._seat.see(shown, tuple(tools))
 
     async def say(self, most: int | None = None) -> Utterance:
         number = len(self._turns)

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from posttrain.core.exchange.role_status import RoleRow
 from posttrain.engine.pool.parent_side import EngineDied, EngineHost, NewHost
-from posttrain.engine.pool.pool_waits import WaitList, attended, in_thread
+from posttrain.engine.pool.pool_waits import WaitList, attended, briefly, in_thread
 from posttrain.engine.pool.worker_side import EngineReport
 from posttrain.system.errors import EngineError
 
@@ -81,6 +81,7 @@ class SupervisedProcess(ABC, Generic[W]):
         self.host, self.restarts, self._sign = host, self.restarts + 1, None
 
     def forget_loop(self) -> None:
+        """Forget work and questions: the event loop that used them has ended."""
         self.held, self.starting, self._sign = {}, None, None
 
 
@@ -91,6 +92,7 @@ class SupervisedProcesses(Generic[P]):
     """Watches processes and replaces those that die.
 
     Args:
+        new: begins a process in the place of the one with that number.
         words: what the processes are, and what becomes of the work of a dead one, for messages.
         timeout: seconds that a wait may take.
         starts: new processes in a row that may die while they start.
@@ -200,9 +202,7 @@ class SupervisedProcesses(Generic[P]):
             for process in self._everyone():
                 if (silent := process.silent()) > SILENT * timeout:
                     why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
-                    killing = asyncio.wrap_future(in_thread(process.host.kill, why))
-                    for ended in (await asyncio.wait([killing], timeout=WATCH_EVERY))[0]:
-                        ended.result()
+                    await briefly(in_thread(process.host.kill, why), WATCH_EVERY)
             self._waits.begin_anew(self._excused())
             if stalled := self._waits.look(WATCH_EVERY):
                 raise EngineError(

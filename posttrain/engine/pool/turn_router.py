@@ -47,7 +47,8 @@ def choose(tokens: int, engines: Sequence[EngineLoad]) -> int | None:
     if not ready:
         return None
     least = min(engines[i].busy for i in ready)
-    # A cached beginning saves a prompt at most. Without the bound all turns of a long shared one go to one engine.
+    # A cached beginning saves a prompt at most, so it is worth a limited lead only: without the bound all turns of a
+    # long shared prompt would go to one engine.
     near = [i for i in ready if engines[i].busy - least <= CALLS_AHEAD * tokens]
     return min(near, key=lambda i: (-engines[i].cached, engines[i].busy, i))
 

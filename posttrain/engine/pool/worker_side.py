@@ -94,7 +94,7 @@ class HostedEngine:
             if why := self._ended():
                 raise EngineEnded(why) from error
             raise
-        # Turns are answered often, all other calls seldom.
+        # Reports travel with answers. Turns are answered often, all other calls seldom.
         if method == "generate" and time.monotonic() - self._reported < REPORT_EVERY:
             return value, None
         self._reported = time.monotonic()

@@ -77,9 +77,17 @@ def largest(parcel: Parcel) -> int:
 
 def table_bytes(parcel: Parcel) -> bytes:
     """The table: everything of the parcel but where it lies."""
-    about = {n: getattr(parcel, n) for n in ("version", "base", "base_digest", "sender", "followed", "audited")}
     rows = [[e.name, e.dtype, list(e.shape), e.offset, e.checksum, e.coding, e.size] for e in parcel.entries]
-    return json.dumps({**about, "entries": rows}, separators=(",", ":")).encode()
+    about = {
+        "version": parcel.version,
+        "base": parcel.base,
+        "base_digest": parcel.base_digest,
+        "sender": parcel.sender,
+        "followed": parcel.followed,
+        "audited": parcel.audited,
+        "entries": rows,
+    }
+    return json.dumps(about, separators=(",", ":")).encode()
 
 
 def head_bytes(version: int, at: int, table: bytes) -> bytes:
@@ -123,9 +131,10 @@ def _parcel(about: dict[str, Any], transport: str, place: str) -> Parcel:
         # `type(x) is int`, because JSON's true is an int in Python.
         if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
             raise ValueError(f"an entry holds something else than texts and numbers from 0: {e!r:.200}")
-    version, base, texts = about["version"], about["base"], (about["sender"], about["base_digest"])
+    version, base = about["version"], about["base"]
     if type(version) is not int or not (base is None or type(base) is int):
         raise ValueError("a version is no number")
+    texts = (about["sender"], about["base_digest"])
     if not all(isinstance(x, str) for x in texts):
         raise ValueError("a name is no text")
     followed, audited = about["followed"] is True, about["audited"] is True

@@ -52,7 +52,7 @@ ROUNDS = 10
 END = 1.0
 """Seconds that a thread has to end after its version was retired."""
 OPEN, CAME, CALL = "open", "came", "go/{}"
-"""Keys of a version: it is there; tickets that were taken; of a called ticket: its round, rank and their number."""
+"""Keys of a version: it is there; how many tickets were taken; of a called ticket: its round, rank and the members."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ class CollectiveSink:
             # A connection of its own: while a thread uses a connection, other threads must wait for it.
             keys = C10D.PrefixStore(str(self._number), _store(c.address, c.seconds))
             while last := self._await_tickets(keys, served, wanted):
-                # Later rounds serve receivers that came late or whose round broke, as soon as there is one.
+                # The first round waits for all engines. Later ones serve receivers that came late or whose round broke,
+                # as soon as there is one.
                 self._round(keys, range(served + 1, last + 1))
                 served, wanted = last, 1
 
@@ -216,9 +217,7 @@ class CollectiveFetch:
             # Another attempt connects anew.
             self._store = None
             why = f"{place.address} does not answer ({lost})"
-        starts = sorted((e.offset, e.name) for e in parcel.entries)
-        last = starts[-1][1] if starts else ""
-        tensor = next((name for (_, name), (end, _) in pairwise(starts) if end > done), last)
+        tensor = tensor_at(sorted((e.offset, e.name) for e in parcel.entries), done)
         raise ParcelTimeoutError(
             f"weights of version {parcel.version}: {parcel.sender} did not send them to {this_process()}, from tensor"
             f" {tensor!r} on: {why}. Look whether the learner still runs and whether this machine can connect to it, or"
@@ -244,6 +243,11 @@ class CollectiveFetch:
         with suppress(RuntimeError):  # the bytes are here, even if another member lacks them
             _meet(group, place.seconds)
         return place.size, ""
+
+
+def tensor_at(starts: list[tuple[int, str]], at: int) -> str:
+    """The tensor that ends behind byte `at`, from (first byte, name) in order."""
+    return next((name for (_, name), (end, _) in pairwise(starts) if end > at), starts[-1][1] if starts else "")
 
 
 def _pauses() -> Iterator[float]:

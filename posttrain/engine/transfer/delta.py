@@ -34,7 +34,8 @@ WORDS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def encode(new: Tensor, old: Tensor | None) -> tuple[str, memoryview | bytes]:
-    """(coding, bytes) of `new`, a contiguous CPU tensor, against `old`; whole where that has another dtype or shape."""
+    """(coding, bytes) of `new`, a contiguous CPU tensor, against `old`. A tensor is sent whole where `old` is None,
+    or of another dtype or shape."""
     whole = WHOLE, raw(new)
     if old is None or (old.dtype, old.shape) != (new.dtype, new.shape) or not new.numel():
         return whole
@@ -55,7 +56,8 @@ def encode(new: Tensor, old: Tensor | None) -> tuple[str, memoryview | bytes]:
 
 
 def decode(coding: str, data: memoryview, old: Tensor) -> Tensor:
-    """The new tensor. `old` is left as it is. ValueError where the bytes are no delta of a tensor of this size."""
+    """The new tensor. `old` is left as it is; with `same` it is returned. ValueError where the bytes are no delta of a
+    tensor of this size."""
     if coding == SAME:
         if len(data):
             raise ValueError(f"a tensor that is the same has no bytes, and {len(data)} came")

@@ -26,12 +26,14 @@ class ParcelEntry:
     """Such as `bfloat16`: what is served, after the cast."""
     shape: tuple[int, ...]
     offset: int
+    """Byte of the block at which its bytes begin."""
     checksum: str
     """Digest of the tensor as it is served (`engine.files.fingerprint.fingerprints`), whatever the coding. Where the
     parcel is not `audited`, the digest covers only some of its rows."""
     coding: str = "whole"
     """How the bytes are to be read: `whole`: they are the tensor's own; else by a coding of `delta`."""
     size: int = 0
+    """Bytes in the block."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Parcel:
     """The name of the block of memory, the path of the file, or the address and number of a broadcast."""
     entries: tuple[ParcelEntry, ...]
     sender: str = ""
+    """The writer of the parcel, for errors: process and machine."""
     base_digest: str = ""
     followed: bool = False
     """Whether deltas against this version may follow. If so, a receiver keeps the tensors that it read."""

@@ -49,46 +49,57 @@ class ParcelReceiver:
                 f"weights came by {parcel.transport!r}, and this engine reads {', '.join(self._fetch)}. Give both sides"
                 " the same transport"
             )
-        # By digest as well as by version: the same version may have been published twice, with other weights.
-        held = last and last.followed and (last.version, last.digest) == (parcel.base, parcel.base_digest)
-        if parcel.base is not None and not held:
-            has = "nothing" if last is None else f"version {last.version} ({last.digest[:8]})"
-            raise ParcelBaseError(
-                f"version {parcel.version} is a delta against version {parcel.base} ({parcel.base_digest[:8]}), and"
-                f" this engine holds {has}. Send it whole (`whole({parcel.version})` of the sender)"
-            )
+        self._require_base(parcel)
         block = self._fetch[parcel.transport](parcel)
         described = read_block(block, parcel.transport, parcel.place)
-        # The parcel came by another way. If they differ, the block is not the one that was announced.
+        # The parcel came by another way than the block. If they differ, the block is not the one that was announced,
+        # although it may be whole in itself.
         if described != parcel:
             raise ParcelDamageError(
                 f"the block at {parcel.place} holds version {described.version} of {described.sender}, and version"
                 f" {parcel.version} of {parcel.sender} was announced there. Publish the weights again"
             )
         # `_last` and `_kept` change only when all are checked: a parcel that is refused leaves the receiver as it was.
-        tensors = {e.name: self._tensor(block, e, parcel) for e in parcel.entries}
+        tensors = {e.name: checked(self._tensor(block, e, parcel), e, parcel) for e in parcel.entries}
         self._last, self._kept = parcel, tensors if parcel.followed else {}
         return iter(tensors.items())
 
+    def _require_base(self, parcel: Parcel) -> None:
+        """ParcelBaseError where the parcel is a delta against other weights than those that were read last."""
+        last = self._last
+        if parcel.base is None:
+            return
+        # By digest as well as by version: the same version may have been published twice, with other weights.
+        if last and last.followed and (last.version, last.digest) == (parcel.base, parcel.base_digest):
+            return
+        has = "nothing" if last is None else f"version {last.version} ({last.digest[:8]})"
+        raise ParcelBaseError(
+            f"version {parcel.version} is a delta against version {parcel.base} ({parcel.base_digest[:8]}), and this"
+            f" engine holds {has}. Send it whole (`whole({parcel.version})` of the sender)"
+        )
+
     def _tensor(self, block: Buffer, entry: ParcelEntry, parcel: Parcel) -> Tensor:
-        """The tensor of an entry, whole or by a delta; ParcelDamageError where it is not the one that was sent."""
+        """The tensor of an entry, not checked yet: its bytes in the block, or the kept one with a delta applied."""
+        if entry.coding == WHOLE:
+            return tensor_of(block, entry)
         old = self._kept.get(entry.name)
         try:
-            if entry.coding == WHOLE:
-                tensor = tensor_of(block, entry)
-            elif old is None or (dtype_name(old), tuple(old.shape)) != (entry.dtype, entry.shape):
+            if old is None or (dtype_name(old), tuple(old.shape)) != (entry.dtype, entry.shape):
                 raise ValueError("its base has another dtype or shape, or no such tensor")
-            else:
-                tensor = decode(entry.coding, memoryview(block)[entry.offset : entry.offset + entry.size], old)
+            return decode(entry.coding, memoryview(block)[entry.offset : entry.offset + entry.size], old)
         except ValueError as problem:
             raise ParcelDamageError(
                 f"the delta of tensor {entry.name!r} of version {parcel.version} from {parcel.sender} cannot be"
                 f" applied: {problem}. Send the version whole"
             ) from problem
-        checksum = fingerprints([(entry.name, tensor)], parcel.spot)[entry.name]
-        if checksum != entry.checksum:
-            raise ParcelDamageError(
-                f"tensor {entry.name!r} of version {parcel.version} arrived with checksum {checksum}, and"
-                f" {parcel.sender} sent {entry.checksum}. Nothing of this version is served; publish the weights again"
-            )
-        return tensor
+
+
+def checked(tensor: Tensor, entry: ParcelEntry, parcel: Parcel) -> Tensor:
+    """The tensor; ParcelDamageError where it is not the one that was sent."""
+    checksum = fingerprints([(entry.name, tensor)], parcel.spot)[entry.name]
+    if checksum != entry.checksum:
+        raise ParcelDamageError(
+            f"tensor {entry.name!r} of version {parcel.version} arrived with checksum {checksum}, and {parcel.sender}"
+            f" sent {entry.checksum}. Nothing of this version is served; publish the weights again"
+        )
+    return tensor

@@ -56,7 +56,8 @@ class ParcelSender:
         if dtype is not None and dtype not in DTYPES.values():
             raise ParcelError(f"weights cannot be sent as {dtype}; use one of {', '.join(DTYPES)}")
         self._carrier, self._dtype, self._deltas = carrier, dtype, deltas
-        self._large, self._audit_every, self._pushes = large, audit_every, 0
+        self._large, self._audit_every = large, audit_every
+        self._pushes = 0
         self._seconds: dict[str, float] = {}
         # Of each version its publications, and of each of these the places of its blocks (`whole` adds one).
         self._places: dict[int, list[list[str]]] = {}
@@ -75,9 +76,9 @@ class ParcelSender:
             )
         # The size of this push is known only when its tensors have come, so that of the last push decides. With deltas
         # every push is audited, because the digest of the base must cover all its bits.
-        whole = last is None or self._deltas or last.size < self._large or self._pushes % self._audit_every == 0
+        audited = last is None or self._deltas or last.size < self._large or self._pushes % self._audit_every == 0
         parcel = Parcel(
-            *(version, None, self._carrier.transport, "", (), this_process()), followed=self._deltas, audited=whole
+            *(version, None, self._carrier.transport, "", (), this_process()), followed=self._deltas, audited=audited
         )
         if last is not None and self._deltas:
             parcel = replace(parcel, base=last.version, base_digest=last.digest)
@@ -127,6 +128,7 @@ class ParcelSender:
 
     @contextmanager
     def _timed(self, operation: str) -> Iterator[None]:
+        """Inside, time is counted for this operation."""
         begun = time.perf_counter()
         try:
             yield
@@ -134,6 +136,7 @@ class ParcelSender:
             self._seconds[operation] = self._seconds.get(operation, 0.0) + time.perf_counter() - begun
 
     def close(self) -> None:
+        """Remove everything that was published."""
         self._places.clear()
         self._carrier.close()
 
@@ -179,9 +182,8 @@ class ParcelSender:
                 checksum = fingerprints([(name, tensor)], parcel.spot)[name]
                 coding, data = encode(tensor, None if parcel.base is None else self._kept.get(name))
                 if self._deltas:
-                    # A copy where it lies in memory that an optimizer will change. What did not change is kept on.
-                    shares = tensor.device == incoming.device and tensor.data_ptr() == incoming.data_ptr()
-                    kept[name] = self._kept[name] if coding == SAME else tensor.clone() if shares else tensor
+                    # Where nothing changed the old copy is kept on, and no second one is made.
+                    kept[name] = self._kept[name] if coding == SAME else _apart_from(tensor, incoming)
             with self._timed("sync/transfer"):
                 sink.write(data, at, name)
             yield ParcelEntry(name, dtype_name(tensor), tuple(tensor.shape), at, checksum, coding, len(data))
@@ -193,7 +195,8 @@ def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     converted = tensor.detach()
     if dtype is not None and converted.is_floating_point() and converted.element_size() >= 2:
         converted = converted.to(dtype)
-        # bfloat16 has the range of float32. In float16 a large weight would become infinite.
+        # bfloat16 has the range of float32. In float16 a large weight would become infinite; one that was infinite
+        # before is no fault of the cast.
         if dtype is torch.float16 and bool((converted.isinf() & tensor.detach().isfinite()).any()):
             raise ParcelError(
                 f"tensor {name!r} has weights beyond {torch.finfo(dtype).max:g}, which float16 cannot hold. Serve"
@@ -202,3 +205,8 @@ def served(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if converted.dtype not in DTYPES.values():
         raise ParcelError(f"tensor {name!r} is {converted.dtype}, which cannot be sent: use {', '.join(DTYPES)}")
     return converted
+
+
+def _apart_from(tensor: Tensor, incoming: Tensor) -> Tensor:
+    """The tensor, copied where it lies in the memory of `incoming`, which an optimizer will change."""
+    return tensor.clone() if tensor.device == incoming.device and tensor.data_ptr() == incoming.data_ptr() else tensor

@@ -33,7 +33,10 @@ class HotLoad:
     """What an engine needs to serve the adapters of one policy in the model's dtype, and to know that it does."""
 
     def __init__(self, policy: Policy, lora: Lora) -> None:
-        self.lora, self._dtype, self._targets = lora, policy.dtype, target_names(policy.module)
+        self.lora = lora
+        self._dtype = policy.dtype
+        # The names by which PEFT and vLLM find the layers with an adapter.
+        self._targets = target_names(policy.module)
         adapter = adapter_tensors(policy.module)
         self.shapes = {n: tuple(t.shape) for n, t in adapter.items()}
         # The policy's own tensors beneath the adapter. Of several workers each serves parts of them.

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from posttrain.system.errors import EngineError
 ROLE = "the rollout engine (vLLM in this process)"
 POLL = 5.0
 """Seconds between two checks that the engine's thread still runs."""
-TokenCallback = Callable[[np.ndarray, np.ndarray], object]
+TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
 @dataclass(eq=False)
@@ -55,6 +54,8 @@ class VLLMEngine(VLLMSampler):
 
     Args:
         policy: gives configuration, tokenizer, dtype and the names of the tensors. Its weights are sent with `load`.
+        slots: sequences that are generated at once.
+        cache_bytes: bytes of the key-value cache.
         eager: use no compilation and no captured graphs. The start takes seconds, and steps are slower.
         timeout: seconds that a step or an update may take before the engine counts as hung.
         inflight: running turns go on under new weights (`VLLM.update`).
@@ -102,8 +103,7 @@ class VLLMEngine(VLLMSampler):
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call aborts the request.
         `heard` is called in this event loop with the new ids and log-probs as soon as they are drawn."""
         # In the caller's loop, so that a wrong request raises there and does not reach the engine's thread.
-        in_loop = heard and partial(asyncio.get_running_loop().call_soon_threadsafe, heard)
-        turn = _Turn(check_request(ids, sampling, place, self._capabilities), Future(), in_loop)
+        turn = _Turn(check_request(ids, sampling, place, self._capabilities), Future(), self._in_loop(heard))
         if self.version == self._empty:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
         self._send(lambda: self._add(turn))
@@ -166,12 +166,24 @@ class VLLMEngine(VLLMSampler):
                     " that slow"
                 )
 
+    def _in_loop(self, heard: TokenCallback | None) -> TokenCallback | None:
+        """The callback, to be called from the engine's thread: it then runs in this event loop."""
+        if heard is None:
+            return None
+        loop = asyncio.get_running_loop()
+
+        def later(ids: np.ndarray, logp: np.ndarray) -> None:
+            loop.call_soon_threadsafe(heard, ids, logp)
+
+        return later
+
     def _run(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
         """Build the engine, then handle the queue and run steps until the engine is closed."""
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager, self._workers)
             self._weights = Updates(self._engine, self._expected, HotLoad.of(policy), self._counters, self._workers)
-            # A model that cannot compute fails at the start, and not at the first turn.
+            # One request before any weights were pushed: a model that cannot compute fails at the start, and not at the
+            # first turn.
             self._score([0, 0], proof := Future())
             while not proof.done():
                 self._step()
@@ -189,20 +201,15 @@ class VLLMEngine(VLLMSampler):
             self._failure = error
         finally:
             # Calls that still wait get the error first: ending vLLM may take long.
-            error = EngineError(f"{ROLE} has failed: {type(self._failure).__name__}: {self._failure}")
-            turns = *self._asked.values(), *self._waiting
-            for future in (*(turn.future for turn in turns), *self._scored.values()):
-                if not future.done():
-                    future.set_exception(error)
-            for held in (self._asked, self._scored, self._waiting):
-                held.clear()
+            self._fail_waiting()
             self._engine.engine_core.shutdown()
             del self._engine
 
     def _run_once(self) -> bool:
         """Handle the queued commands and run one step; False: the engine was closed."""
-        # Without work the thread sleeps in `get`. A pending update lets the running turns end first (`_add` lets no new
-        # one in), or, with inflight, only the scores, whose log-probs must be of one version.
+        # Without work the thread sleeps in `get`. With work it takes what is there and goes on. A pending update lets
+        # the running turns end first (`_add` lets no new one in), or, with inflight, only the scores, whose log-probs
+        # must be of one version.
         while not (self._asked or self._scored or self._updates) or not self._inbox.empty():
             command = self._inbox.get()
             self._last_activity = time.monotonic()
@@ -228,9 +235,7 @@ class VLLMEngine(VLLMSampler):
         # One answer that cannot be read fails its own turn; others go on.
         for output in outputs:
             if output.finished and (scored := self._scored.pop(output.request_id, None)) is not None:
-                # The first token has no log-prob, because nothing comes before it.
-                rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-                scored.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
+                self._deliver_score(scored, output)
             if (asked := self._asked.get(output.request_id)) is None:
                 continue
             try:
@@ -313,6 +318,11 @@ class VLLMEngine(VLLMSampler):
         except Exception as error:
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
 
+    def _deliver_score(self, future: Future[np.ndarray], output: Any) -> None:
+        """Set the future to the log-probs of the prompt's tokens, the first one left out."""
+        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
+
     def _update(self, version: int, tensors: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
         """Load new weights while no step runs. If it fails half way, the engine is not used again."""
         begun = time.perf_counter()
@@ -324,7 +334,8 @@ class VLLMEngine(VLLMSampler):
         try:
             fingerprint = self._weights.load(version, tensors, running=bool(self._asked))
         except Exception as error:
-            # Nobody knows which weights the layers hold, so the error ends the thread.
+            # Nobody knows which weights the layers hold, so nothing is generated with them, and the error ends the
+            # thread.
             self.version = self._empty
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"
@@ -334,6 +345,16 @@ class VLLMEngine(VLLMSampler):
         self.version = version
         self._counters.spent("engine/load", begun)
         future.set_result(fingerprint)
+
+    def _fail_waiting(self) -> None:
+        """Raise the engine's failure in every waiting call."""
+        error = EngineError(f"{ROLE} has failed: {type(self._failure).__name__}: {self._failure}")
+        for future in (*(a.future for a in (*self._asked.values(), *self._waiting)), *self._scored.values()):
+            if not future.done():
+                future.set_exception(error)
+        self._asked.clear()
+        self._scored.clear()
+        self._waiting.clear()
 
 
 def _rows(logprobs: Any) -> list[tuple[list[int], list[float]]]:

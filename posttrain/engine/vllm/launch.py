@@ -26,7 +26,8 @@ from posttrain.system.terminal_output import tell
 PARENT = "POSTTRAIN_PARENT"
 """Environment variable: process id of the run that started this server. The server ends with it."""
 FOLDER = "POSTTRAIN_FOLDER"
-"""Environment variable: the folder that the run made for this server, which removes it where the run did not."""
+"""Environment variable: the folder that the run made for this server. The server removes the folder where the run has
+ended without doing so."""
 NEEDED: dict[str, str | None] = {
     "--generation-config": "vllm",
     "--logprobs-mode": "processed_logprobs",
@@ -63,9 +64,9 @@ def arguments(given: Sequence[str]) -> list[str]:
 def ending_with_parent() -> Iterator[None]:
     """Inside, the kernel ends this process when the run that started it ends, in whatever way.
 
-    The server's folder is removed too, also where vLLM does not handle the signal yet, and the processes that it has
-    begun are ended, also where the server was killed. Ray kills the children of an actor, and leaves the processes that
-    these have begun.
+    The server's folder is removed too, also where vLLM has not yet begun to handle the signal. The processes that the
+    server has begun are ended too, also where the server itself was killed. This is needed with Ray: it kills the
+    children of an actor, and leaves the processes that these have begun.
     """
     parent, folder = os.environ.pop(PARENT, None), os.environ.pop(FOLDER, None)
     if parent is None or not sys.platform.startswith("linux"):
@@ -95,8 +96,8 @@ def _end_after_server(server: int, parent: int, folder: str | None) -> None:
     """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group. The
     folder goes when the run has ended too, which may still read the log."""
     os.setsid()  # it leaves the group that it will end
-    # SIGUSR1 is blocked before the kernel is asked for it, so that it waits for `sigwait`. The others are meant for the
-    # server, and must not end the process that cleans up after it.
+    # SIGUSR1 is blocked before the kernel is asked for it, so that a signal which comes at once waits for `sigwait`.
+    # The other signals are meant for the server, and must not end the process that cleans up after it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() == server:

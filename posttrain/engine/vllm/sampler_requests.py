@@ -180,7 +180,9 @@ class ClientCounters:
     found: int = 0
     """Prompt tokens that were found in vLLM's prefix cache."""
     prompts: int = 0
+    """Prompt tokens."""
     sent: int = 0
+    """Bytes of pushed weights."""
     pushes: int = 0
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -201,6 +203,7 @@ class ClientCounters:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begun
 
     def take(self) -> Gauges:
+        """The gauges since the last call; the sums begin again at 0."""
         out = {
             "engine/tokens": Gauge(self.tokens, self.turns),
             "engine/prefix_hits": Gauge(self.found, self.prompts),
@@ -213,5 +216,6 @@ class ClientCounters:
         return out
 
     def clock(self) -> dict[str, float]:
+        """The seconds since the last call, by name."""
         taken, self.seconds = self.seconds, {}
         return taken

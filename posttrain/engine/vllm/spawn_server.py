@@ -40,18 +40,21 @@ class SpawnedServer:
         self.folder = Path(self._folder.name)
         """Holds the model's description, the log, and weights during an update."""
         describe(policy, str(self.folder / "model"))
-        # Where somebody else takes the port before the server does, the server ends, and `_wait` tells why.
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        program = "posttrain.engine.vllm.launch"
-        command = [sys.executable, "-m", program, "--port", port, "--uvicorn-log-level", "warning"]
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.engine.vllm.launch",
+            "--port",
+            str(port),
+            "--uvicorn-log-level",
+            "warning",
+        ]
         for name, value in arguments(policy, str(self.folder / "model"), slots, cache_bytes, eager, workers).items():
             flag = f"--{name.replace('_', '-')}"
             # A flag of vLLM has no value: it is there or not.
             command += [flag] if value is True else [] if value is False else [flag, str(value)]
-        variables = workers_environment(workers, eager) | {PARENT: str(os.getpid()), FOLDER: self._folder.name}
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -59,7 +62,9 @@ class SpawnedServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | variables,
+                env=os.environ
+                | workers_environment(workers, eager)
+                | {PARENT: str(os.getpid()), FOLDER: self._folder.name},
             )
         self._why = ""
         atexit.register(self.close)
@@ -104,6 +109,7 @@ class SpawnedServer:
         # Without the proxies of the environment, which cannot reach this machine's own address.
         direct, until = urllib.request.build_opener(urllib.request.ProxyHandler({})), time.monotonic() + START
         while True:
+            # The end of the server is reported at once, with its last words, and not after the whole time.
             if why := self.ended():
                 raise EngineError(f"{ROLE} did not start: {why}")
             with contextlib.suppress(OSError, HTTPException), direct.open(f"{self.url}/health", timeout=5) as answer:
@@ -112,3 +118,11 @@ class SpawnedServer:
             if time.monotonic() > until:
                 raise EngineError(f"{ROLE} did not answer in {START:g} s{last_words(self.folder / 'log')}")
             time.sleep(0.2)
+
+
+def _free_port() -> int:
+    """A port of this machine that nobody uses at this moment."""
+    # Somebody else may take the port before the server does. Then the server ends, and `_wait` tells why.
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,15 @@ EXTENSION = "posttrain.engine.vllm.vllm_worker.ServedWeights"
 BACKEND = "posttrain"
 """Name of the weight transfer backend in vLLM's registry."""
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-"""Environment variable of vLLM for CPU. Without it all servers take the same cores, and workers a NUMA node each."""
+"""Environment variable of vLLM for CPU. Where it is not set, each server binds its threads to the same cores. Several
+workers then want a memory node (NUMA) each, and do not start where there are too few."""
 START = 600.0
 """Seconds vLLM may take to start."""
 
 
 def whole_prompts() -> bool:
     """Returns whether vLLM must compute each prompt in one pass: where a pass ends inside of one, vLLM 0.32 takes back
-    a draw of the request's generator, which the generators of a CPU cannot do."""
+    a draw of the request's generator, which the generators of a CPU cannot do: the engine would end."""
     return not (torch.cuda.is_available() or torch.xpu.is_available())
 
 
@@ -62,7 +63,7 @@ def arguments(
     policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool, workers: int = 1
 ) -> dict[str, Any]:
     """vLLM's engine arguments for one policy. Those of the log-prob contract are in `build` and `launch.NEEDED`.
-    `cache_bytes`: of the key-value caches of all workers together."""
+    `cache_bytes`: bytes of the key-value cache of all workers together. vLLM is told the bytes of one worker."""
     several = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"} if workers > 1 else {}
     return {
         "model": folder,
@@ -87,8 +88,10 @@ def workers_environment(workers: int, eager: bool) -> dict[str, str]:
     """Environment variables that vLLM's workers get beside this process's own. The workers share its threads."""
     if workers == 1:
         return {}
-    threads = str(max(1, torch.get_num_threads() // workers))
-    variables = {BINDING: os.environ.get(BINDING, "nobind"), "OMP_NUM_THREADS": threads}
+    variables = {
+        BINDING: os.environ.get(BINDING, "nobind"),
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers)),
+    }
     return variables | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
 
 
@@ -151,8 +154,10 @@ def _environment(**values: str) -> Iterator[None]:
 
 @contextmanager
 def _program_hidden() -> Iterator[None]:
-    """Inside, processes that `multiprocessing` begins do not import the user's program: its run would start again."""
-    # Before `build` sets TORCHDYNAMO_DISABLE for the workers: torch reads it once, at this import.
+    """Inside, processes that `multiprocessing` begins do not import the user's program again: a run that it starts at
+    its top would start once more in each worker."""
+    # It reads TORCHDYNAMO_DISABLE once, as it is imported. So `build` enters this block before the one that sets the
+    # variable, which is meant for the workers alone.
     import_module("torch._dynamo")
     program = sys.modules["__main__"]
     # multiprocessing imports the main program in a new process by its file or its spec; without both it imports none.
@@ -178,9 +183,14 @@ def _threads_kept() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-def quiet_compiler(eager: bool) -> AbstractContextManager[None]:
+@contextmanager
+def quiet_compiler(eager: bool) -> Iterator[None]:
     """Inside, nothing is compiled if `eager`: what vLLM compiles of its sampler takes minutes at the first request."""
-    return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+    if not eager:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def refuse_split(workers: int, config: Any) -> None:

@@ -48,7 +48,8 @@ class VLLMServer(VLLMSampler):
     Args:
         share: folder for weights during an update. This process and the server see it under the same path.
         timeout: seconds that one try of a turn, or one part of an update, may take. A turn is tried again a few times.
-        ended: returns why this engine can never answer again; '' while it can, and of a server of somebody else.
+        ended: returns why this engine can never answer again; '' while it can, and always of a server that the run did
+            not start.
         inflight: running turns go on under new weights (`VLLM.update`).
     """
 
@@ -66,11 +67,15 @@ class VLLMServer(VLLMSampler):
         super().__init__(policy, replace(capabilities_of(policy), sequences=False), workers, inflight)
         self._hot = HotLoad.of(policy)
         self._adapter: str | None = None
+        """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
-        self._endpoint, self._share, self.ended = endpoint, share, ended
+        self._endpoint, self._share = endpoint, share
+        self.ended = ended
         self._patience = replace(endpoint.patience, answer=timeout)
-        # Its name is a part of the names of its files, because others may write into the same folder.
-        self._name, self._gate, self._checked = uuid4().hex, UpdateGate(), False
+        self._name = uuid4().hex
+        """A part of the names of its files, because others may write into the same folder."""
+        self._gate = UpdateGate()
+        self._checked = False
 
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
@@ -124,7 +129,8 @@ class VLLMServer(VLLMSampler):
         name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
         staged = StagedTensors(self._share, name)
         try:
-            # Whole tensors are written before the gate closes: this takes long, and turns go on meanwhile.
+            # Whole tensors are written before the gate closes: this takes long, and turns go on meanwhile. An adapter
+            # is small.
             if hot is None:
                 staged.write(checked)
                 update = partial(self._send, staged, version)
@@ -137,7 +143,8 @@ class VLLMServer(VLLMSampler):
                 begun = time.perf_counter()
                 try:
                     served = await (self._paused(update) if self.inflight else update())
-                # Also where the call is cancelled: the server may hold a part of the new weights.
+                # Also where the call is cancelled: the server may hold a part of the new weights, and nothing is asked
+                # of it until a push has gone through.
                 except BaseException:
                     self.version = self._empty
                     raise
@@ -156,6 +163,7 @@ class VLLMServer(VLLMSampler):
             await self._post("/resume", None)
 
     async def _send(self, staged: StagedTensors, version: int) -> str:
+        """Have the server read whole tensors from files, one after another."""
         for number, path in enumerate(staged.files):
             if not number:
                 await self._post("/start_weight_update", None)
@@ -173,7 +181,11 @@ class VLLMServer(VLLMSampler):
         return answers
 
     async def _load_adapter(self, hot: HotLoad, name: str, version: int, given: list[tuple[str, Any]]) -> str:
-        """Load the files of an adapter in the place of the last one. Its name is new, as the cache's keys have it."""
+        """Load the files of an adapter in the place of the last one.
+
+        The adapter's name is new, because it is part of the keys of the prefix cache. The server keeps one adapter, so
+        the last one is unloaded.
+        """
         path, last = self._share / name, self._adapter
         try:
             with written_in(self._share):

@@ -31,6 +31,7 @@ class WorkerPart:
 
     axis: int
     ranges: tuple[tuple[int, int], ...]
+    """(begin, end) of each."""
 
     @property
     def size(self) -> int:
@@ -79,13 +80,13 @@ def served(
     ]
     for name in answers[0]["digests"]:
         digests = [answer["digests"][name] for answer in answers]
-        others = [worker for worker, digest in enumerate(digests) if digest != expected[worker].get(name)]
-        for worker in others:
+        differing = [worker for worker, digest in enumerate(digests) if digest != expected[worker].get(name)]
+        for worker in differing:
             wrong.setdefault(worker, []).append(name)
         tensor = sent(name)
         if tensor is not None and not _leaves_no_gap([p.get(name) for p in parts], tensor.shape):
             raise EngineError(f"no worker of vLLM serves some rows or columns of {name!r}: set engine.workers=1")
-        digest_of_tensor[name] = f"parts {' '.join(digests)}" if others else sent_digests[name]
+        digest_of_tensor[name] = f"parts {' '.join(digests)}" if differing else sent_digests[name]
     words = [
         f"worker {worker} of {len(answers)} serves {len(names)} tensors otherwise than they were sent, such as"
         f" {names[0]!r}"
