@@ -16,7 +16,6 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
-from itertools import accumulate
 from multiprocessing import current_process, parent_process
 from typing import Any
 
@@ -25,19 +24,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.vllm.launch import GRACE
+from posttrain.engine.vllm.layer_cuts import cut_of
 from posttrain.engine.vllm.start_vllm import BACKEND
 from posttrain.engine.vllm.worker_parts import WorkerPart
 
@@ -74,6 +67,7 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
         pass
 
     def start_weight_update(self) -> None:
+        """Prepare vLLM's layers for whole new weights."""
         initialize_layerwise_reload(self.model)
         setattr(self.model, _ZEROS, {})
 
@@ -90,6 +84,7 @@ class DirectLoad(WeightTransferEngine[DirectInit, DirectUpdate]):
         self.model.load_weights(iter(sent))
 
     def finish_weight_update(self) -> None:
+        """Let vLLM pack the new weights as its layers need them."""
         finalize_layerwise_reload(self.model, self.model_config)
         # No tensor comes for a head that is tied to the embedding, so vLLM's reload leaves its packed copy as it was.
         for layer in self.model.modules():
@@ -106,7 +101,7 @@ class ServedWeights:
     def posttrain_facts(self) -> dict[str, Any]:
         """Settings that a client checks before it uses this server's log-probs."""
         config = self.vllm_config  # type: ignore[attr-defined]
-        model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
+        model, lora = config.model_config, config.lora_config
         return {
             "logprobs_mode": model.logprobs_mode,
             "generation_config": model.generation_config,
@@ -114,8 +109,8 @@ class ServedWeights:
             "max_model_len": model.max_model_len,
             "dtype": str(model.dtype).removeprefix("torch."),
             "vocabulary": model.get_vocab_size(),
-            "workers": parallel.world_size_across_dp,
-            "tensor_parallel": parallel.tensor_parallel_size,
+            "workers": config.parallel_config.world_size_across_dp,
+            "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "max_loras": 0 if lora is None else lora.max_loras,
             "max_lora_rank": 0 if lora is None else lora.max_lora_rank,
         }
@@ -165,10 +160,13 @@ class _TensorReader:
 
     def stack(self, name: str) -> Tensor | None:
         """[rows, columns]: the room for a tensor of the one adapter that is served; None where there is none."""
-        if (named := ADAPTER.fullmatch(name)) is None:
+        named = ADAPTER.fullmatch(name)
+        if named is None:
             return None
-        module, index = self._place(named[1])
-        stacks, at = getattr(module, f"lora_{named[2].lower()}_stacked", None), index or 0
+        path, matrix = named.groups()
+        module, index = self._place(path)
+        stacks = getattr(module, f"lora_{matrix.lower()}_stacked", None)
+        at = index or 0
         # [adapters, 1, rows, columns] for each fused matrix; there is one adapter.
         return stacks[at][0, 0] if isinstance(stacks, tuple) and at < len(stacks) else None
 
@@ -182,8 +180,8 @@ class _TensorReader:
         return module, None
 
     def _adapter_part(self, name: str) -> WorkerPart | None:
-        """This worker's part of an adapter's tensor; None: it holds all of it. A is cut where the weight is cut by
-        columns (its layer's input), B where it is cut by rows."""
+        """This worker's part of an adapter's tensor; None: it holds all of it. A is cut with the layer's input, that is
+        where the weight is cut by columns; B is cut with the output, where it is cut by rows."""
         named = ADAPTER.fullmatch(name)
         module, index = self._place(named[1]) if named else (None, None)
         cut = None if module is None else cut_of(getattr(module, "base_layer", module), "weight")
@@ -230,7 +228,8 @@ class _TensorReader:
         if in_dtype.dtype != value.dtype and not torch.equal(in_dtype.to(value.dtype), value):
             raise LookupError(f"{name} is {dtype} in the learner; vLLM serves it in {value.dtype} with other values")
         if name in self._zeros:
-            # What the product gives as 0 gets the sign that was sent. A weight that is not 0 there stays wrong.
+            # What the product gives as 0 is given the sign that was sent. Only zeros: a weight that is not 0 there
+            # stays wrong, and the digest tells.
             zeros = self._zeros[name] if part is None else part.of(self._zeros[name])
             in_dtype = torch.where(zeros.to(in_dtype.device) & (in_dtype == 0), -0.0, in_dtype)
         # vLLM read the weights beneath an adapter from a file, so their -0.0 were not noted. Adding 0.0 makes each 0.0,
@@ -264,7 +263,8 @@ class _TensorReader:
                 self.parts[name], (begin, end) = cut.part(index), cut.place(index)
                 return self._leaf(module, leaf)[begin:end]
             if module is not None:
-                # Not cut: the fused matrices lie one below the other, in the order of the mapping.
+                # Not cut: the fused matrices lie one below the other, in the order of the mapping, and the learner's
+                # shapes say how many rows each has.
                 begin = sum(self._rows(f"{parent}.{s}", leaf) for s in shards[: shards.index(last)])
                 return self._leaf(module, leaf)[begin : begin + shape[0]]
         raise LookupError(
@@ -317,70 +317,6 @@ def _multiplied(layer: Any) -> Tensor:
         rows.diagonal(begin).fill_(1)
         matrix[:, begin : begin + len(rows)] = layer.cpu_linear(rows, layer.weight, None).t()
     return matrix
-
-
-@dataclass(frozen=True)
-class CutMatrix:
-    """The rows or columns of one Hugging Face matrix: how many it has, the first that this worker holds, how many."""
-
-    total: int
-    begin: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a layer's tensor, one matrix or several fused ones, is cut among workers: into rows (0) or columns (1)."""
-
-    axis: int
-    shards: tuple[CutMatrix, ...]
-
-    def part(self, index: int | None = None) -> WorkerPart:
-        """Returns the part of the fused matrix `index`, or of all matrices as one, that this worker holds."""
-        shards = self.shards if index is None else self.shards[index : index + 1]
-        offsets = accumulate((s.total for s in shards), initial=0)
-        ranges = tuple((o + s.begin, o + s.begin + s.size) for s, o in zip(shards, offsets, strict=False))
-        return WorkerPart(self.axis, ranges)
-
-    def place(self, index: int) -> tuple[int, int]:
-        """(begin, end) of the fused matrix `index` in this worker's tensor."""
-        begin = sum(s.size for s in self.shards[:index])
-        return begin, begin + self.shards[index].size
-
-
-def cut_of(layer: Any, leaf: str) -> Cut | None:
-    """The cut of a layer's `weight` or `bias`; None where each worker holds all, LookupError where it is unknown."""
-    cuts = isinstance(layer, LinearBase | VocabParallelEmbedding) and not isinstance(layer, ReplicatedLinear)
-    if not cuts or layer.tp_size == 1:
-        return None
-    if isinstance(layer, VocabParallelEmbedding):
-        # The last worker's part is filled up with rows of no token; these are not counted.
-        at = layer.shard_indices
-        begin, end = at.org_vocab_start_index, at.org_vocab_end_index
-        return Cut(0, (CutMatrix(layer.org_vocab_size, begin, end - begin),))
-    rank, count = layer.tp_rank, layer.tp_size
-    if isinstance(layer, RowParallelLinear):
-        n = layer.input_size_per_partition
-        # The bias is added once, after the sum over workers, so each holds all of it.
-        return Cut(1, (CutMatrix(layer.input_size, rank * n, n),)) if leaf == "weight" else None
-    if isinstance(layer, QKVParallelLinear):
-        # With more workers than key-value heads, several neighbours hold the same head.
-        query_rank, kv_rank = rank, rank // layer.num_kv_head_replicas
-        sizes = [
-            (query_rank, layer.num_heads, layer.total_num_heads, layer.head_size),
-            (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.head_size),
-            (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.v_head_size),
-        ]
-        return Cut(0, tuple(CutMatrix(total * size, at * n * size, n * size) for at, n, total, size in sizes))
-    # Before ColumnParallelLinear, because MergedColumnParallelLinear and QKVParallelLinear are subclasses of it.
-    if isinstance(layer, MergedColumnParallelLinear):
-        return Cut(0, tuple(CutMatrix(n, rank * (n // count), n // count) for n in layer.output_sizes))
-    if isinstance(layer, ColumnParallelLinear):
-        n = layer.output_size_per_partition
-        return Cut(0, (CutMatrix(layer.output_size, rank * n, n),))
-    raise LookupError(
-        f"vLLM's {type(layer).__name__} is cut among workers in a way that is not known here: set engine.workers=1"
-    )
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
