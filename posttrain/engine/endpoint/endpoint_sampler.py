@@ -21,7 +21,8 @@ _EXTENDED: tuple[Dialect, ...] = ("posttrain", "vllm")
 def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[str, Any]:
     """The sampling part of a request's body. ConfigError names each field that this endpoint does not support."""
     check(s, look, chat=chat)
-    # Neutral values are sent too: where a field is left out, vLLM takes its value from generation_config.json.
+    # Neutral values are sent too: where a field is left out, vLLM takes its value from generation_config.json, and the
+    # distribution would be another one than the contract's.
     out: dict[str, Any] = {
         "model": look.model,
         "n": 1,
@@ -147,6 +148,7 @@ class EndpointSampler:
             raise self.broken(
                 f"{path} said {count} tokens where at most {most} were asked for: it does not obey max_tokens"
             )
+        # Counted after all checks, so that the mean length covers only answers that were used.
         self._requests, self._tokens = self._requests + 1, self._tokens + count
         # Servers differ in where they put prompt_token_ids: in the choice, or beside the choices.
         return choices[0] | {k: v for k, v in answer.items() if k == "prompt_token_ids" and v is not None}, count

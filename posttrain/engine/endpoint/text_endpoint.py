@@ -41,7 +41,7 @@ class TextVocabulary:
         self._ids: dict[TextPiece, int] = {self._all[0]: 0}
 
     def id(self, piece: TextPiece) -> int:
-        """The piece's id; a new one for a new piece."""
+        """The piece's id; a new one for a new piece. 0 is the empty piece that fills up a turn."""
         if piece not in self._ids:
             self._ids[piece] = len(self._all)
             self._all.append(piece)
@@ -82,7 +82,8 @@ class TextDialogue:
     def text(self, ids: np.ndarray) -> str:
         return "".join(p.text for p in self._pieces.of(ids))
 
-    said = text
+    def said(self, ids: np.ndarray) -> str:
+        return self.text(ids)
 
 
 class TextSampler(EndpointSampler):
@@ -111,7 +112,8 @@ class TextSampler(EndpointSampler):
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         """One turn after `ids`, which are ids of this sampler's vocabulary."""
-        # A contract that names stop ids could not be kept: ids of this sampler's vocabulary mean nothing there.
+        # The endpoint ends a turn at its own tokenizer's end. A contract that names stop ids could not be kept: ids of
+        # this sampler's vocabulary mean nothing there.
         if sampling.stop_ids != ():
             raise EngineError(
                 "an endpoint that speaks text ends a turn where its own tokenizer does: set stop_ids=(), not"

@@ -78,7 +78,7 @@ class TokenSampler(EndpointSampler):
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`; from the endpoint's prompt_logprobs."""
         prompt = checked_prompt(ids)
-        # The API scores a prompt only together with a token that it draws.
+        # The API scores a prompt only together with a token that it draws; that one is thrown away.
         body = self._body(Sampling(max_tokens=1, stop_ids=()), 0, chat=False) | {
             "prompt": prompt,
             "prompt_logprobs": 0,
@@ -152,8 +152,11 @@ class TokenSampler(EndpointSampler):
     def _top(self, choice: dict[str, Any], n: int, k: int) -> Top:
         """The k most probable of each position's table, whose keys are token_id:N."""
         tables = choice["logprobs"].get("top_logprobs")
-        fits = isinstance(tables, list) and len(tables) == n
-        if not fits or any(not isinstance(t, dict) or len(t) < k or not all(map(_finite, t.values())) for t in tables):
+        if (
+            not isinstance(tables, list)
+            or len(tables) != n
+            or any(not isinstance(t, dict) or len(t) < k or not all(map(_finite, t.values())) for t in tables)
+        ):
             raise self.broken(f"it returned fewer than {k} alternatives with their log-probs for a token")
         try:
             rows = [
@@ -171,13 +174,12 @@ class TokenSampler(EndpointSampler):
 
     def _stop(self, reason: Any, said: list[int], s: Sampling, most: int) -> Stop:
         """The reason for the end of a turn. EndpointError where finish_reason and the tokens do not fit together."""
-        # "stop" is said for ids and for strings alike.
+        # "stop" is said for ids and for strings alike; the last token tells which it was.
         if reason == "stop" and said and said[-1] in (s.stop_ids or ()):
             return Stop.SAID
         if reason == "stop" and s.stop:
             return Stop.STRING
-        # The server cannot tell the contract's bound from the end of the context.
-
+        # The server was asked for `most`, so it cannot tell the contract's bound from the end of the context.
         if reason == "length" and len(said) == most:
             return Stop.LENGTH if most == s.max_tokens else Stop.CONTEXT
         raise self.broken(

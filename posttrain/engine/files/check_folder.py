@@ -82,14 +82,18 @@ def check_config(folder: Path) -> None:
     memory. EngineError where it names an architecture with a recurrent state that cannot be trained."""
     file = folder / "config.json"
     config = read_object(file)
-    # A layer has at least one tensor. This is seen from the headers alone, before a module is built.
+    # A layer has at least one tensor, so a file with fewer tensors than layers belongs to another config. This is seen
+    # from the headers alone, before a module is built.
     most = _tensors(folder)
     # Models with several parts keep the sizes of the text model in a config inside the config.
     for part in (config, *(v for v in config.values() if isinstance(v, dict))):
         for name, value in part.items():
             if LAYERS.fullmatch(str(name)) and isinstance(value, int) and value > min(most, MOST_LAYERS):
-                known = most < MOST_LAYERS
-                have = f"its weights hold {most} tensors" if known else f"no model has more than {MOST_LAYERS}"
+                have = (
+                    f"its weights hold {most} tensors"
+                    if most < MOST_LAYERS
+                    else f"no model has more than {MOST_LAYERS}"
+                )
                 raise DataError(
                     f"{file}: {name}={value:,}, and {have}. The config belongs to another model, or is damaged"
                 )

@@ -62,8 +62,8 @@ def digest_of(digests: Mapping[str, str]) -> str:
 
 
 def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None) -> dict[str, str]:
-    """The digest of every tensor by name. Reads from the device once, at the end. With a `spot` the digests are of its
-    rows alone, and equal to those of the same spot only."""
+    """The digest of every tensor by name, to find which one is stale. Reads from the device once, at the end. With a
+    `spot` the digests are of its rows alone, and equal to those of the same spot only."""
     sums: dict[str, Tensor] = {}
     heads: dict[str, str] = {}
     for name, tensor in tensors:
@@ -92,7 +92,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
 def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
     """int64 [2 (rows + 1)]: two weighted sums of the tail's words, then of every full row of words, or the spot's."""
     # `whole` words of 64 bits fill rows of ROW, and less than a row is left as the tail. The body keeps its dtype until
-    # it is known to begin at a multiple of 8 bytes; the tail's length need not be one.
+    # it is known to begin at a multiple of 8 bytes; the tail goes through bytes, because its length need not be one.
     raw = tensor.detach().contiguous().view(-1)
     whole = raw.numel() * raw.element_size() // (8 * ROW) * ROW
     in_rows = whole * 8 // raw.element_size()
@@ -117,17 +117,20 @@ def _sums(words: Tensor, weights: Tensor) -> Tensor:
     contributes 2**63 whatever its weight, so an even number of flipped signs would cancel."""
     # The second sum takes the weights from the end of the vector, so that it is no function of the first.
     rows, n = words.shape
-    # The compiled kernels, where there are any, read each word once for both sums. int64 wraps around in both forms.
+    # The compiled kernels, where there are any, read each word once for both sums. int64 wraps around in both forms, so
+    # the bits are the same.
     if words.device.type == "cpu" and not isinstance(kernels := compile_native.find(), str):
         words, out = words.contiguous(), torch.empty(2 * rows, dtype=torch.int64)
         pointers = weights.data_ptr(), weights[ROW - n :].data_ptr()
         kernels.digest_rows(words.data_ptr(), *pointers, out.data_ptr(), rows, n)
         return out
-    high, last = words >> 32, weights[ROW - n :]
-    # Integer matrix products exist only on CPU, where they are fast. The bits are the same.
-    if words.device.type == "cpu":
-        return torch.cat([words.mv(weights[:n]), high.mv(last)])
-    return torch.cat([(words * weights[:n]).sum(1), (high * last).sum(1)])
+    return torch.cat([_weighted(words, weights[:n]), _weighted(words >> 32, weights[ROW - n :])])
+
+
+def _weighted(words: Tensor, weights: Tensor) -> Tensor:
+    """words @ weights, modulo 2**64. Integer matrix products exist only on CPU, where they are fast.
+    The bits are the same."""
+    return words.mv(weights) if words.device.type == "cpu" else (words * weights).sum(1)
 
 
 @lru_cache(maxsize=8)

@@ -89,14 +89,16 @@ def kept(
             f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first_line(error)})"
         ) from error
     module: PreTrainedModel = built
-    # A persistent buffer would keep the value of a new model and change what is computed, without any error.
+    # Parameters come from the checkpoint. A persistent buffer would keep the value of a new model and change what is
+    # computed, without any error.
     if buffers := [n for n, t in named_tensors(module) if not isinstance(t, nn.Parameter)]:
         raise DataError(
             f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}"
         )
     stops = tuple(stop_ids) if stop_ids else resolve_stops(loaded_tokenizer, module.generation_config)
     if model.lora is not None:
-        # The kept base holds the codes and scales, under the names of plain layers without adapters.
+        # In this order: the kept base holds the codes and scales, so the layers must have that form before it is
+        # loaded, and must be plain layers of the module, without adapters, to have its names.
         if model.quantize is not None:
             quantise(module, model.quantize)
         _load_base(module, config / BASE)

@@ -30,7 +30,8 @@ def read_pretrained(
     path: str, dtype: torch.dtype, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
     """(module on CPU with attention "posttrain", tokenizer, notes for people), from a local directory or a hub id.
-    Missing weights are refused; transformers would initialize them randomly."""
+    Nothing is downloaded where `path` is a directory. Missing weights are refused; transformers would initialize them
+    randomly."""
     where = locate(path)
     attention.register()
     with quiet():

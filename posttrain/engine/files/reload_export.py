@@ -83,7 +83,12 @@ class ReloadedModel:
 
 
 def reload(folder: Path, policy: Policy, base: str = "") -> ReloadedModel:
-    """Read what was exported from `policy`; DataError where one cannot. `base`: of an adapter, the model beneath it."""
+    """Read an exported directory; DataError where transformers or PEFT cannot.
+
+    Args:
+        policy: what it was made from; its device, and whether code of the model's own is trusted.
+        base: of an adapter: the model beneath it.
+    """
     trust = policy.remote_code
     try:
         with quiet():

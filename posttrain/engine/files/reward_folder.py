@@ -43,7 +43,8 @@ def pad_of(policy: Policy) -> tuple[int, str]:
     padding.
     """
     tokenizer: Any = policy.tokenizer
-    # From the best to the worst: tokens with no meaning in a text, any special one, rare ones at the end.
+    # From the best to the worst: tokens with no meaning in a text, any special one, any from the end of the vocabulary,
+    # where rare ones are.
     named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *sorted(tokenizer.all_special_ids)]
     candidates = [i for i in [*named, *range(len(tokenizer) - 1, -1, -1)] if i is not None and i not in policy.stop_ids]
     if not candidates:
@@ -86,7 +87,8 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
     policy = policy.plain()
     folder.mkdir(parents=True, exist_ok=True)
     why = ""
-    # Where transformers would compute another score than the standard form, the returned line says why.
+    # The standard form first. Where transformers would compute another score, the same weights go into the form with a
+    # head beside the model, and the returned line says why.
     if head.shape.standard:
         try:
             classifier = classifier_of(policy, head)
@@ -98,10 +100,12 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
                 classifier.save_pretrained(folder)
                 padded_tokenizer.save_pretrained(folder)
             share(folder)
-            own: Any = policy.tokenizer.pad_token_id
-            ends = f"{policy.tokenizer.convert_ids_to_tokens(own)!r} ends completions" if own is not None else ""
-            because = ends or "the tokenizer had none"
-            note = "" if own == pad else f"; its padding token is {token!r} ({pad}), because {because}"
+            pad_before: Any = policy.tokenizer.pad_token_id
+            note = (
+                ""
+                if pad_before == pad
+                else f"; its padding token is {token!r} ({pad}), because {_why_another_pad(policy, pad_before)}"
+            )
             return f"{type(classifier).__name__}, one label, read at the last token that is not padding{note}"
         except EngineError as error:
             why = f" ({error})"
@@ -112,10 +116,23 @@ def write_reward_model(policy: Policy, folder: Path) -> str:
     return f"{type(policy.module).__name__} with its reward head in {SHAPE} and {TENSORS}{why}"
 
 
+def _why_another_pad(policy: Policy, pad: int | None) -> str:
+    """The reason, for a message, why the tokenizer's own padding token `pad` was not taken."""
+    if pad is None:
+        return "the tokenizer had none"
+    return f"{policy.tokenizer.convert_ids_to_tokens(pad)!r} ends completions"
+
+
 def read_reward_model(path: str, model: Model, most: int | None = None) -> Policy:
-    """A reward model from a directory or hub id, as a policy with a reward head. Its log-probs mean nothing. It is
-    refused where it is none, or cannot be computed as transformers does. `model`: its device, dtype and kernels, not
-    its path, adapter and context. `most`: tokens of the longest sequence; None: all positions of the model."""
+    """A reward model from a directory or hub id, as a policy with a reward head. Its log-probs mean nothing.
+
+    Args:
+        model: where it computes: device, dtype and kernels. Its path, adapter and context are not read.
+        most: tokens of the longest sequence; None: all positions of the model.
+
+    Raises:
+        ConfigError, DataError, EngineError: it is no reward model, or cannot be computed as transformers does.
+    """
     # A reward model is read whole: an adapter, a context or few bits are settings of the policy that is trained.
     model = replace(model, path=path, lora=None, quantize=None, context=None)
     folder = Path(path).expanduser()

@@ -79,8 +79,10 @@ class RowFiles:
             # The whole shape, and not that of `into`: rows of a file that has more of them are another model's.
             if shape != list(getattr(module.get_submodule(parent), last).shape):
                 raise DataError(f"{self.folder}: {name} has the shape {shape} in its file, and another in the model")
-            # A rank may hold no row. Rows are rounded to the model's type first, as in a model that is loaded whole.
+            # A rank may hold no row of a small weight.
             if len(into):
+                # Only these rows are read from the disk. They are rounded to the model's type first, as a model that is
+                # loaded whole is, even where `into` is wider.
                 into.copy_(rows[begin : begin + len(into)].to(dtype))
 
     def whole(self, module: PreTrainedModel, name: str, like: Tensor) -> Tensor:

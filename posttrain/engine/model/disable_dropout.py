@@ -50,14 +50,20 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
         # That nothing draws is not enough: a module may compute something else in training mode without random numbers.
         _check_same(module, out)
     module.eval()
-    reason = "adds noise while training and is kept in evaluation mode: sampler and learner must be the same function"
-    return [f"{_named(silenced)} {reason}"] if silenced else []
+    if not silenced:
+        return []
+    return [
+        f"{_named(silenced)} adds noise while training and is kept in evaluation mode: sampler and learner must be the"
+        " same function"
+    ]
 
 
 def _keep_in_evaluation(part: nn.Module) -> None:
-    """Make `train()` on this module, or on one above it, change its children but not itself."""
+    """Make `train()` on this module, or on one above it, change its children but not itself. Survives `copy.deepcopy`,
+    and the way into another process."""
     part.training = False
-    # A partial, and no closure: deepcopy copies its argument along with the module, and pickle finds the function.
+    # A partial, and no closure: deepcopy copies its argument along with the module, so a copy's `train` acts on the
+    # copy, and pickle finds the function.
     part.train = partial(_only_children, part)  # type: ignore[method-assign]
 
 
@@ -123,8 +129,8 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
         trails.append(trail)
     rounding = 1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05
     bound = rounding * max(1.0, float(passes[-1].abs().max()))
-    for hidden, trail in zip(passes[:-1], trails, strict=False):
-        # Written as `not <=`, so that NaN is refused as well.
+    for hidden, trail in zip(passes[:-1], trails[:-1], strict=True):
+        # Written as `not <=`, so that NaN is refused as well. The trail then tells the first module that differs.
         if not float((hidden - passes[-1]).abs().max()) <= bound:
             differing = (a for (a, x), (_, y) in zip(trail, trails[-1], strict=False) if not torch.equal(x, y))
             raise EngineError(
@@ -160,9 +166,15 @@ def _state(module: PreTrainedModel) -> tuple[Any, ...]:
     """The states of all global random generators that a model could draw from."""
     # As bytes, because arrays have no truth value when tuples are compared.
     algorithm, keys, *rest = np.random.get_state()
-    on = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(module.device)] if module.device.type == "cuda" else [])
-    torch_states = [state.numpy().tobytes() for state in on]
-    return (*torch_states, random.getstate(), algorithm, np.asarray(keys).tobytes(), *rest)
+    device = [torch.cuda.get_rng_state(module.device).numpy().tobytes()] if module.device.type == "cuda" else []
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        algorithm,
+        np.asarray(keys).tobytes(),
+        *rest,
+        *device,
+    )
 
 
 def _named(parts: dict[str, nn.Module]) -> str:

@@ -10,6 +10,7 @@ from posttrain.engine.files.check_folder import check_config, examine
 from posttrain.record.certificate import verify_certificate
 from posttrain.system.errors import ConfigError, DataError, first_line
 
+# A folder with one of these files holds a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -93,11 +94,12 @@ def locate(path: str, setting: str = "model.path") -> str:
                 " save_pretrained), or take adapter_config.json away"
             )
         if "config.json" not in file_names:
-            over = (
-                " It holds a PEFT adapter over another adapter: merge that one first (merge_and_unload,"
-                " save_pretrained)."
-            )
-            adapter = over if "adapter_config.json" in file_names else ""
+            adapter = ""
+            if "adapter_config.json" in file_names:
+                adapter = (
+                    " It holds a PEFT adapter over another adapter: merge that one first (merge_and_unload,"
+                    " save_pretrained)."
+                )
             raise DataError(
                 f"{described}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
                 " folder save_pretrained wrote"

@@ -56,11 +56,13 @@ class Policy:
     tokenizer_digest: str
     template_digest: str
     source: str
+    """Where it came from, as text for people."""
     notes: tuple[str, ...] = ()
     remote_code: bool = False
     """Whether the model's own Python code was trusted."""
     kernels: KernelChoice = "auto"
     lora: Lora | None = None
+    """The settings of its adapter; None where all weights train."""
     rounded_from: str = ""
     """Fingerprint that weights in few bits had before they were rounded."""
     share_prefixes: bool = True
@@ -113,12 +115,13 @@ class Policy:
         return replace(self, module=adapter_modules.beside(self.module, lora, seed), lora=lora)
 
     def plain(self) -> Policy:
-        """This policy, or a copy with its adapter merged into the weights."""
+        """This policy where it has no adapter, else a copy of it with the adapter merged into the copy's weights."""
         return self if self.lora is None else replace(self, module=adapter_modules.merged(self.module), lora=None)
 
     @torch.no_grad()
     def greedy(self, ids: Tensor, count: int) -> Tensor:
-        """`ids` [T] and `count` greedy tokens, each from the whole sequence without a cache: right by construction."""
+        """`ids` [T] and `count` greedy tokens, each from the whole sequence without a cache: slow, and right by
+        construction."""
         out = read_out(self.module)
         for _ in range(count):
             at = torch.arange(len(ids), device=ids.device)
@@ -181,8 +184,9 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def served_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a learner sends to its engine: those of the adapter where there is one, else all."""
-    adapted = adapter_modules.is_adapted(module)
-    return iter(adapter_modules.adapter_tensors(module).items()) if adapted else named_tensors(module)
+    if adapter_modules.is_adapted(module):
+        return iter(adapter_modules.adapter_tensors(module).items())
+    return named_tensors(module)
 
 
 def base_digest(policy: Policy) -> str:
@@ -214,11 +218,7 @@ def load_policy(
     if saved is not None and model.lora != saved.lora:
         model = replace(model, lora=goes_on(model.lora, saved.lora, f"model={model.path}"))
     if model.path is None:
-        if tokenizer_files is not None:
-            tokenizer = read_tokenizer(str(tokenizer_files))[0]
-        else:
-            tokenizer = raw_bytes() if alphabet is None else characters(alphabet)
-            tokenizer.chat_template = PLAIN_CHAT if alphabet is None else None
+        tokenizer = _built_tokenizer(alphabet, tokenizer_files)
         module: PreTrainedModel = build_module(model, tokenizer, seed)
         notes: list[str] = []
         source = f"built with {model.layers} layers of width {model.hidden}"
@@ -256,6 +256,15 @@ PLAIN_CHAT = (
 """The chat template of a built model whose tokens are bytes: a message a line, behind its role."""
 
 
+def _built_tokenizer(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
+    """The tokenizer of a built model."""
+    if files is not None:
+        return read_tokenizer(str(files))[0]
+    tokenizer = raw_bytes() if alphabet is None else characters(alphabet)
+    tokenizer.chat_template = PLAIN_CHAT if alphabet is None else None
+    return tokenizer
+
+
 def prepared(
     model: Model,
     module: PreTrainedModel,
@@ -267,7 +276,8 @@ def prepared(
 ) -> Policy:
     """A policy from a module and its tokenizer, both checked, without dropout. Whoever reads the weights of a module on
     `meta` calls `accept` and `silence` afterwards."""
-    # tokenizer.json may ask for them. The tokenizer that is saved equals this one.
+    # tokenizer.json may ask for truncation or padding. Both are switched off here, so that the tokenizer that is saved
+    # equals this one.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     device = None if module.device.type == "meta" else _device(model.device)
@@ -286,7 +296,7 @@ def prepared(
     context = _context(model, module, most)
     notes += _notes(module)
     if device is not None:
-        # They run the model, so they wait until the weights are there.
+        # `silence` and `accept` run the model, so they wait until the weights are there.
         notes += silence(module, accept(module, context)[0])
     return Policy(
         module=module,
@@ -303,10 +313,17 @@ def prepared(
     )
 
 
+def _emulated(module: PreTrainedModel) -> bool:
+    """Returns whether float16 is emulated by rounding."""
+    if module.dtype != torch.float16 or module.device.type != "cpu":
+        return False
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is None or not supported()
+
+
 def _notes(module: PreTrainedModel) -> Iterator[str]:
     """What people should know of how this model is computed."""
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
-    if module.dtype == torch.float16 and module.device.type == "cpu" and not supported():
+    if _emulated(module):
         yield (
             "this CPU has no float16 unit: torch computes in float32 and rounds each result to float16, which is exact"
             " and slower than float32"
@@ -359,8 +376,9 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
             " (model.resize_token_embeddings) and save both"
         )
     missing = rows - len(tokenizer)
-    note = f"{missing} embedding rows have no token; a policy that says one says nothing readable"
-    return [note] if missing > 0 else []
+    if missing <= 0:
+        return []
+    return [f"{missing} embedding rows have no token; a policy that says one says nothing readable"]
 
 
 def _device(name: str) -> torch.device:

@@ -51,7 +51,8 @@ class RowLayout:
 
 
 class SeparateRows:
-    """Hidden states of packed segments, each in a row of its own, with the interface of `shared_prefixes.Sharing`."""
+    """Hidden states of packed segments, each computed in a row of its own. It has the interface of
+    `shared_prefixes.Sharing` and its order of rows."""
 
     def __init__(self, out: ReadOut, kernels: KernelChoice) -> None:
         self._out, self._layout = out, RowLayout(kernels)
@@ -79,7 +80,7 @@ def rows_alone(
         longest = int(lengths_S[group[0]])
         per_batch = max(1, most // longest) if most else len(group)
         for members in (group[i : i + per_batch] for i in range(0, len(group), per_batch)):
-            # Padding repeats the segment's last token; any would do.
+            # Padding repeats the segment's last token. Any token would do, since nothing real comes behind it.
             at_BL = starts_S[members][:, None] + np.minimum(np.arange(longest), lengths_S[members][:, None] - 1)
             real_BL = np.arange(longest) < lengths_S[members][:, None]
             # `flatten` numbers a batch's positions row by row, and `row` counts all batches before it.

@@ -1,10 +1,13 @@
 """Tests at load that a model computes the same for a learner and a sampler, and refuses other models.
 
 In a decoder-only model, all that a layer keeps of the past must be the keys and values of one causal attention. A model
-with a recurrent state is computed one sequence in a row (`recurrent_state`). Anything else (a rope that depends on the
-longest sequence of the batch, masks of the model's own) would silently make a token depend on other sequences, or on
-how it was cached. So a sequence is computed packed with another one, and its last token over cached keys and values;
-with a recurrent state, two sequences in one batch. All must equal what transformers computes for each sequence alone.
+with a recurrent state is computed one sequence in a row (`recurrent_state`). Anything else (another state, a rope that
+depends on the longest sequence of the batch, masks of the model's own) would silently make a token depend on other
+sequences, or on how it was cached. So a sequence is computed packed with another one, and its last token over cached
+keys and values; with a recurrent state, two sequences in one batch. All must equal what transformers computes for each
+sequence alone.
+
+Axis letters: N packed positions, H query heads, K key-value heads, D head width.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from posttrain.engine.model.recurrent_state import RowLayout, is_stateful, rows_
 from posttrain.system.errors import EngineError
 
 TRIES = 3
-"""Sequences tried before a model is refused, because rounding alone may route a token to another expert."""
+"""Sequences tried before a model is refused. In a mixture of experts whose routers are not understood
+(`expert_routing`), rounding alone may sometimes route a token to another expert."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest |difference| / |hidden state| of the median position that counts as rounding; 0.1 in narrower types."""
 
@@ -55,15 +59,7 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
         )
     # First the config, then the shapes of a pass, then numbers: so a message names the cause and not what follows.
     _check_rope(config, name, context)
-    attention.register()
-    if config._attn_implementation != attention.NAME:
-        try:
-            module.set_attn_implementation(attention.NAME)
-        except (ValueError, KeyError, ImportError, AttributeError) as error:
-            raise EngineError(
-                f"{name} computes attention in code of its own and takes no other ({type(error).__name__}: {error})."
-                f" {WANTED}"
-            ) from error
+    _use_attention(module)
     out = read_out(module)
     if is_stateful(module):
         check_read_out(module, out, context)
@@ -74,6 +70,20 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
     check_read_out(module, out, context)
     _check(module, out, min(CANARY, context), _difference)
     return out, shapes
+
+
+def _use_attention(module: PreTrainedModel) -> None:
+    """Make every layer of `module` attend by `attention.attend` from now on. EngineError where transformers offers no
+    way to replace the attention of this architecture."""
+    attention.register()
+    if module.config.get_text_config(decoder=True)._attn_implementation != attention.NAME:
+        try:
+            module.set_attn_implementation(attention.NAME)
+        except (ValueError, KeyError, ImportError, AttributeError) as error:
+            raise EngineError(
+                f"{type(module).__name__} computes attention in code of its own and takes no other"
+                f" ({type(error).__name__}: {error}). {WANTED}"
+            ) from error
 
 
 @contextmanager
@@ -148,12 +158,15 @@ def _described_parts(out: ReadOut, layers: list[int]) -> str:
 def _check_rope(config: object, name: str, context: int) -> None:
     """EngineError where the rope's frequencies depend on the longest sequence and `context` is long enough for it."""
     rope = getattr(config, "rope_parameters", None) or {}
-    field = "original_max_position_embeddings"
-    positions_at_first = getattr(config, field, None) or getattr(config, "max_position_embeddings", 0)
     # Models with several kinds of layers have one dict of rope settings for each kind.
     for kind in (rope, *(v for v in rope.values() if isinstance(v, dict))):
-        original = kind.get(field) or positions_at_first
-        if kind.get("rope_type") in ("dynamic", "longrope") and context > original:
+        if kind.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        original = kind.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        original = original or getattr(config, "max_position_embeddings")  # noqa: B009
+        if context > original:
             raise EngineError(
                 f"{name} has {kind['rope_type']} rope: its frequencies change for all once one sequence passes"
                 f" {original} tokens. Set model.context to at most {original}, up to which they are plain ones"
@@ -185,7 +198,7 @@ Difference = Callable[[PreTrainedModel, ReadOut, int, int], str]
 
 
 def _check(module: PreTrainedModel, out: ReadOut, length: int, difference: Difference) -> None:
-    """EngineError where `difference` finds one for each of `TRIES` seeds."""
+    """EngineError where `difference` finds one for each of `TRIES` seeds. One seed without any is enough."""
     why = ""
     for seed in range(TRIES):
         with torch.no_grad():
@@ -218,7 +231,7 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
     first, second = packed.split([len(ids), len(other_ids)])
     # The second sequence is the one that would see the first if the mask leaked.
     for name, ours, theirs in (("", first, wanted[0]), (" behind another one", second, wanted[1])):
-        if gap := _gap(ours, theirs):
+        if (gap := _gap(ours, theirs)) > _bound(ours):
             return (
                 f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative"
                 f" gap {gap:.2g})"
@@ -234,7 +247,7 @@ def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, ch
     for situation, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
         routing = None if followed is None or followed.given is None else Routing(followed.given[part], True)
         ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, routing))
-        if gap := _gap(ours, wanted[part]):
+        if (gap := _gap(ours, wanted[part])) > _bound(ours):
             return f"hidden states {situation} differ from those of the whole sequence (relative gap {gap:.2g})"
         if why := _chooses_otherwise(routing, ours.dtype, situation):
             return why
@@ -250,8 +263,9 @@ def _routed(layout: Any, routing: Routing | None) -> Any:
 def _chooses_otherwise(followed: Routing | None, computed: torch.dtype, situation: str) -> str:
     """Returns text where the routers would have chosen other experts than they were given, by more than rounding."""
     lead = 0.0 if followed is None else followed.chosen_by_more(computed)
-    words = f"its routers choose other experts for a token {situation} (by {lead:.2g} times rounding)"
-    return words if lead > 1 else ""
+    if lead > 1:
+        return f"its routers choose other experts for a token {situation} (by {lead:.2g} times rounding)"
+    return ""
 
 
 def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
@@ -263,7 +277,7 @@ def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed
     with as_built(module):
         wanted = [out.hidden(*one, RowLayout()) for one in alone]
     for name, ours, theirs in zip(("longer", "shorter"), batch.split(lengths.tolist()), wanted, strict=True):
-        if gap := _gap(ours, theirs):
+        if (gap := _gap(ours, theirs)) > _bound(ours):
             return f"the {name} of two sequences in a batch has other hidden states than alone (relative gap {gap:.2g})"
     return ""
 
@@ -276,7 +290,11 @@ def _canary(out: ReadOut, length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _gap(ours: Tensor, wanted: Tensor) -> float:
-    """|difference| / |wanted| of the median position, inf where it is not a number; 0 where it is rounding."""
+    """|difference| / |wanted| of the median position; inf where it is not a number."""
     gap_N = (ours - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1).clamp_min(1e-30)
-    gap = float(gap_N.nan_to_num(nan=float("inf")).median())
-    return gap if gap > BOUNDS.get(ours.dtype, 0.1) else 0.0
+    return float(gap_N.nan_to_num(nan=float("inf")).median())
+
+
+def _bound(hidden: Tensor) -> float:
+    """The largest gap of hidden states of this dtype that counts as rounding (`BOUNDS`)."""
+    return BOUNDS.get(hidden.dtype, 0.1)
