@@ -234,6 +234,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
                 self._waits.notify()
 
     def _survive(self, turn: PooledTurn, cause: str) -> None:
+        """Count the death of an engine that had the turn."""
         turn.deaths += 1
         if turn.deaths >= self._deaths and (turn.alone or self._deaths == 1):
             raise UnanswerableTurn(turn.who, turn.deaths, cause)

@@ -173,11 +173,7 @@ class ProcessHost(EngineHost):
         # Before the connection ends, so that calls that still wait get this cause and not the end of the stream.
         self.die("it was closed at the end of the run")
         self._outgoing.put(None)
-        # close() does not wake a thread that reads or writes on the same descriptor; shutdown does, in both directions
-        # and on both sides. It is done on a copy, because the socket object closes what it was given.
-        if not self._connection.closed:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
-                duplicate.shutdown(socket.SHUT_RDWR)
+        self._shut()
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -189,6 +185,15 @@ class ProcessHost(EngineHost):
         with contextlib.suppress(OSError):
             self._connection.close()
         self._folder.cleanup()
+
+    def _shut(self) -> None:
+        """Close both directions, so that reads and writes on both sides stop."""
+        if self._connection.closed:
+            return
+        # close() does not wake a thread that reads or writes on the same descriptor; shutdown does. It is done on a
+        # copy of it, because the socket object closes what it was given.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
         """What a thread runs: sends the messages in their order, until None comes."""

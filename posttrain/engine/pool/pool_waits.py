@@ -30,7 +30,8 @@ class Wait:
 
 @dataclass
 class WaitList:
-    """All waits of a pool. Each may take `timeout` seconds, beside those in which the learner held up the loop."""
+    """All waits of a pool. Each may take `timeout` seconds. Time in which the event loop stood still, because the
+    learner computed in it, does not count."""
 
     timeout: float
     _waits: dict[int, Wait] = field(default_factory=dict[int, Wait])
@@ -55,7 +56,7 @@ class WaitList:
         try:
             return await wait.future
         except asyncio.CancelledError:
-            # The pool is lost, which is an error, or the waiter itself was cancelled.
+            # Two reasons why: the pool is lost, which is an error, or the waiter itself was cancelled.
             if wait.wrong is not None:
                 raise wait.wrong from None
             raise
@@ -107,7 +108,8 @@ class WaitList:
         self._lost = self._lost or error
         for wait in self._waits.values():
             if not wait.future.done():
-                # The wait may be for a task, on which nobody can set an exception from outside.
+                # A wait may be for a task, and nobody can set an exception on a task from outside. So the error is
+                # left in the wait, and the future is cancelled.
                 wait.wrong = self._lost
                 wait.future.cancel()
 

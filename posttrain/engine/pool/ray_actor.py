@@ -171,7 +171,8 @@ def must_answer(address: str, timeout: float) -> None:
 
 
 class RayHost(EngineHost):
-    """The learner's side of an actor. `started` is answered when it can sample. Without a cluster it has no CPUs."""
+    """The learner's side of an actor. Its first answer, to `started`, comes when it can sample. Without a `cluster` no
+    CPUs are reserved for it, and it comes to any machine."""
 
     def __init__(self, name: str, start: bytes, cluster: RayCluster | None, number: int, *, threads: int) -> None:
         import ray

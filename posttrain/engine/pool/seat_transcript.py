@@ -50,7 +50,7 @@ class AccountedSeat:
         return self._seat.format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        # Any sequences, which may be written as tuples on the other side: tuples give the same digest there and here.
+        # The other side gets tuples, so any other kind of sequence is digested as one here too.
         shown = content if isinstance(content, str) else tuple(content)
         self._written.append(_digest((shown, tuple(tools))))
         self._seat.see(shown, tuple(tools))

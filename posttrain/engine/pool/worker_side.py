@@ -113,9 +113,9 @@ class HostedEngine:
         return await self._engine.score(ids)
 
     async def install(self, parcel: Parcel, probe: np.ndarray | None = None) -> tuple[str, np.ndarray | None]:
-        """Serve the weights of a parcel; returns their fingerprint, and the log-probs of the ids `probe` under them,
-        which would be asked for next. All tensors are checked before one is loaded. Meanwhile turns go on under the
-        version before."""
+        """Serve the weights of a parcel; returns (their fingerprint, the log-probs of the ids `probe` under them). All
+        tensors are checked before one is loaded. While they come and are checked, turns go on under the version before.
+        `probe`: ids that will be asked for next (`score`): this saves a way to the learner and back."""
         begun = time.perf_counter()
         # In a thread: reading and checking blocks, and the engine goes on with its turns meanwhile.
         tensors = await asyncio.to_thread(self._receiver.read, parcel)

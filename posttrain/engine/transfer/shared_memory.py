@@ -3,8 +3,9 @@
 - A block's name is drawn at random, and only its owner may open it.
 - It is written with `pwrite`, so that a full `/dev/shm` is an error and not a signal that kills the process.
 - It is removed by `remove`, by `close`, or at the exit of the interpreter. Where the process is killed, the resource
-  tracker of `multiprocessing` removes it, but one that many processes share only with the last of them. So each new
-  sender removes the blocks whose owner is gone too: the lock that it had on them is free.
+  tracker of `multiprocessing` removes it, since the tracker outlives the process. A tracker that many processes share
+  ends only with the last of them. So each new sender also removes the blocks whose owner is gone: an owner holds a lock
+  on its blocks, which the kernel releases when it ends.
 - A reader maps it by itself. Before Python 3.13 `multiprocessing.shared_memory` registers the block with the reader's
   own tracker, which then removes it although it is in use.
 """

@@ -99,8 +99,8 @@ class VLLMSampler:
         self._capabilities, self._expected = capabilities, ExpectedTensors.of(policy)
         self.context = capabilities.context
         self._workers, self.inflight = workers, inflight
-        # An engine without pushed weights refuses to generate. Its version lies below -1 where adapters are pushed,
-        # because an adapter is first tried as version -1 (`role.sync`).
+        # `_empty`: the version of an engine without pushed weights, which refuses to generate. It lies below -1 where
+        # adapters are pushed, because an adapter is first tried as version -1 (`role.sync`).
         self.version = self._empty = -1 if policy.lora is None else -2
         self._counters = ClientCounters()
 

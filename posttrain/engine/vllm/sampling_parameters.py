@@ -171,7 +171,8 @@ def _kept(row: dict[int, float], token: int, s: Sampling, capabilities: Capabili
     if s.greedy:
         return np.array([token], np.int32)
     inside = sorted(i for i, x in row.items() if x > ZERO_PROBABILITY)
-    # Where all that came have a positive probability, the kept set may go on, unless fewer came than were asked for.
+    # Where all that came have a positive probability, the kept set may go on behind the last of them, unless fewer came
+    # than `_asked` asks for: then there are no others.
     if len(inside) == len(row) < capabilities.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
             f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"
