@@ -149,9 +149,9 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         counted["engine/idle"] = sum(b.idle_share for b in busy) / len(busy)
         counted["engine/in_flight"] = sum(b.in_flight for b in busy)
         # What sender and engines both measure, such as sync/install, is added up.
-        for name, spent in self._sender.clock().items():
-            counted[name] = spent + counted.get(name, 0.0)
-        return {**counted, "engine/deaths": self._take_deaths()}
+        sent = self._sender.clock()
+        added = {name: spent + counted[name] for name, spent in sent.items() if name in counted}
+        return {**sent, **counted, **added, "engine/deaths": self._take_deaths()}
 
     def line(self) -> str:
         """Returns in a few words what all engines do now."""

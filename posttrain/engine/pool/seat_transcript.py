@@ -43,7 +43,9 @@ class AccountedSeat:
     """A `core.ports.Seat` that is the given one and keeps the account of what passes over it."""
 
     def __init__(self, seat: Seat) -> None:
-        self._seat, self._written, self._turns = seat, list[bytes](), list[str]()
+        self._seat = seat
+        self._written: list[bytes] = []
+        self._turns: list[str] = []
 
     @property
     def format(self) -> str | None:
