@@ -33,9 +33,8 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     credit. No constant answer may earn more than the share of the most common answer plus 0.02. All `claims` must hold.
     The user's rewards are left out.
     """
-    # A copy without the user's rewards, because the environment promises nothing about them.
     env = replace(env, rewards=())
-    heldout, training = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
+    heldout, training = ([t for t in tasks if env.knows_gold(t)] for tasks in (env.heldout, _train(env, 200)))
     wrong_below = 1.0 if env.pays_parts else 0.0
     right, wrong = (lambda r: r == 1.0), (lambda r: r == 0.0 or r < wrong_below)
     return (
@@ -49,9 +48,9 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
 
 
 async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
-    """Checks of what an environment states about its tasks, whatever its verifier. Held-out tasks are distinct, and no
-    training task equals one. Tasks are a function of the seed. The alphabet covers prompts and answers. Demonstrations
-    are right or wrong as asked."""
+    """Checks of what an environment states about its tasks, whatever its verifier: held-out tasks are distinct and not
+    in training, tasks are a function of the seed, the alphabet covers prompts and answers, and demonstrations are right
+    or wrong as asked."""
     heldout, train = list(env.heldout), _train(env, samples)
     bare = replace(env, rewards=())
     texts = bare.abilities.demonstrations
@@ -61,17 +60,8 @@ async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
         _disjoint(env, heldout, train),
         _determined(env, heldout, train),
         _alphabet(env, [*heldout, *train[:200]]),
-        *[
-            await c
-            for style in styles
-            for c in (_demonstrations(bare, style, train[:200], wrong) for wrong in (0.0, 1.0))
-        ],
+        *[await _demonstrations(bare, style, train[:200], wrong) for style in styles for wrong in (0.0, 1.0)],
     )
-
-
-def _known(env: SingleTurn, tasks: Sequence[Task]) -> list[Task]:
-    """The tasks whose right answer is known."""
-    return [t for t in tasks if env.knows_gold(t)]
 
 
 def _train(env: SingleTurn, most: int) -> list[Task]:
@@ -130,8 +120,7 @@ def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
 def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
     """Checks that no training task is a held-out task."""
     keys, asked = {env.key(t) for t in held}, {as_asked(t) for t in held}
-    # Tasks are compared by the environment's own key, and by all that a policy or a reward can see of a task. The
-    # second finds equal tasks that `key` takes for different ones.
+    # `as_asked` finds equal tasks that `key` takes for different ones.
     shared = [t for t in train if env.key(t) in keys or (t.answer is not None and as_asked(t) in asked)]
     return Check(
         "held-out is disjoint from train",
@@ -166,10 +155,10 @@ def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) ->
 
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
     """Checks that the alphabet has every character of these tasks."""
-    # Not every environment has wrong answers. That of a user's prompt is its answer with a `?`, which the data need not
-    # have.
+    # The wrong answer of a user's prompt is its answer with a `?`, which the data need not have.
     wrong_answer = env.distractor if env.knows_distractor and env.abilities.rows is None else lambda _: ()
-    texts = [x for t in _known(env, tasks) for x in (t.prompt, *env.gold(t), *wrong_answer(t)) if isinstance(x, str)]
+    answered = [t for t in tasks if env.knows_gold(t)]
+    texts = [x for t in answered for x in (t.prompt, *env.gold(t), *wrong_answer(t)) if isinstance(x, str)]
     used = {c for text in texts for c in text}
     outside = "".join(sorted(used - set(env.alphabet))) if env.alphabet else ""
     name, advice = "the alphabet covers prompts and answers", "add these characters to alphabet()"
@@ -177,11 +166,8 @@ def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
 
 
 async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:
-    """Checks the demonstrations of one style, all right (`wrong` is 0) or all wrong (1).
-
-    Right ones must score 1. Wrong ones must score 0, or less than 1 if the verifier gives partial credit. Documents
-    have no prompt, so only their alphabet is checked.
-    """
+    """Checks the demonstrations of one style, all right (`wrong` is 0: they score 1) or all wrong (1: they score 0, or
+    less than 1 for partial credit). Documents have no prompt, so only their alphabet is checked."""
     name = f"style {style}, wrong={wrong:g}"
     for i, task in enumerate(tasks):
         prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)

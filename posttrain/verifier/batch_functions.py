@@ -69,12 +69,8 @@ class Log:
     extras: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
     def metric(self, name: str, value: float) -> None:
-        """TRL's `log_metric`: the mean of a step's calls is recorded. NaN and infinite values are left out: a mean with
-        one of them says nothing.
-
-        Raises:
-            ValueError: the name does not match `NAME`, or there are too many names.
-        """
+        """TRL's `log_metric`: the mean of a step's calls is recorded, without values that are not finite. ValueError
+        for a name that does not match `NAME`, or for too many names."""
         key, x = f"metric/{_checked_name('log_metric', name)}", float(value)
         if key not in self.gauges and len(self.gauges) >= MOST_NAMES:
             raise ValueError(f"log_metric({name!r:.80}): a call may log at most {MOST_NAMES} different names")
@@ -82,8 +78,7 @@ class Log:
             self.gauges[key] = self.gauges.get(key, Gauge(0.0, 0.0)) + Gauge(x, 1.0)
 
     def extra(self, column: str, values: Iterable[Any]) -> None:
-        """TRL's `log_extra`: one value for each answer. Raises ValueError for another number of values, or for a name
-        that does not match `NAME`."""
+        """TRL's `log_extra`: one value for each answer. ValueError for another number of them, or for such a name."""
         _checked_name("log_extra", column)
         listed = list(values)
         if len(listed) != self.count:
@@ -111,8 +106,7 @@ def _checked_name(what: str, name: object) -> str:
 
 def keywords(function: Callable[..., Any], attempts: Sequence[Attempt], at: StepNumber, log: Log) -> dict[str, Any]:
     """The keyword arguments of one call. Without `**kwargs` the function gets only those that it names."""
-    # Rows need not have the same columns: the list of a column has None for a row without it. A column of the data
-    # called `prompts` is replaced by the argument of that name.
+    # The list of a column has None for a row without it. An argument goes before a column of its name.
     names = list(dict.fromkeys(n for a in attempts for n in columns(a.task)))
     offered: dict[str, Any] = {
         **{n: [columns(a.task).get(n) for a in attempts] for n in names},
@@ -164,11 +158,8 @@ def verdicts(returned: Any, count: int) -> list[Verdict]:
 
 
 async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNumber, seed: int) -> str:
-    """How a group's scores depend on the order of its answers.
-
-    `siblings`: the scores are those that the answers get alone, but at other places. The function mixes its list up.
-    `order`: the scores change with the order in another way. '': they do not depend on it.
-    """
+    """How a group's scores depend on the order of its answers. `siblings`: they are those that the answers get alone,
+    but at other places: the function mixes its list up. `order`: they change in another way. '': they do not."""
     # The group is judged in its own order, in a random order, and answer by answer.
     order = Random(seed).sample(range(len(attempts)), len(attempts))
     first, _ = await together(attempts, at)
@@ -182,12 +173,8 @@ async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNum
 
 
 def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
-    """Returns whether all sources that could judge both times gave the same score.
-
-    Sources of weight 0 are not compared: they only report a number, such as a time.
-    """
-    # Only scores that count in the reward or are measured. A source that failed is left out, because the reason may be
-    # the machine.
+    """Returns whether all sources that count or are measured gave the same score. Those of weight 0 only report a
+    number, such as a time. One that failed is left out, because the reason may be the machine."""
     first, second = (
         {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
         for x in (one, two)

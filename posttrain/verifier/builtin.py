@@ -35,8 +35,8 @@ def contains(task: Task, text: str) -> Verdict:
     A policy that lists every candidate earns 1, so use it only if responses are short.
     """
     wanted, response = answers(task), spoken(text)
-    # A number is whole only where neither a digit nor a point or comma with a digit goes on from it.
-    # A minus is its sign where nothing stands before the minus to subtract from.
+    # A number is whole only where neither a digit nor a point or comma with a digit goes on from it. A minus is its
+    # sign where nothing stands before the minus to subtract from.
     sign = r"(?<!(?<![\w)])[-\u2212])"
     either = "|".join(f"{sign if x[0].isdigit() else ''}{re.escape(x)}" for x in wanted)
     pattern = rf"(?<!\w)(?<!\d[.,])(?:{either})(?!\w)(?![.,]\d)"
@@ -48,9 +48,8 @@ def answers(task: Task) -> tuple[str, ...]:
     if task.answer is None:
         raise DataError(f"task {task.id!r} has no answer to compare with")
     listed = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
-    if not listed or not all(
-        isinstance(x, str | int | float) and not isinstance(x, bool) and str(x).strip() for x in listed
-    ):
+    numbers_or_text = [x for x in listed if isinstance(x, str | int | float) and not isinstance(x, bool)]
+    if not listed or len(numbers_or_text) < len(listed) or not all(str(x).strip() for x in listed):
         raise DataError(
             f"the answer {task.answer!r:.80} of task {task.id!r} is not one that some responses equal and others do"
             " not: give text or a number, or a list of them; for true and false, the word that you ask for"

@@ -1,7 +1,7 @@
 """HTTP to a server that runs elsewhere, an engine or a judge: retries, time limits, and errors that name the endpoint.
 
-An `Endpoint` is a base address with a role ("rollout", "judge") and a key. An environment variable holds the key. It is
-sent as a bearer token, and appears in no message, repr or record.
+An `Endpoint` is a base address with a role ("rollout", "judge") and a key in an environment variable, which is sent as
+a bearer token and appears in no message, repr or record.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ MAX_QUOTED = 400
 @dataclass(frozen=True, kw_only=True)
 class Patience:
     """The time that a call may take and the number of its tries. Between tries it waits `first` seconds, doubled each
-    time up to `longest`, and multiplied by a random number in [0.5, 1]. A `Retry-After` header is followed up to
-    `longest`.
-    """
+    time up to `longest`, times a random number in [0.5, 1]; or as long as `Retry-After` says, up to `longest`."""
 
     connect: float = 10.0
     """Seconds to get a connection."""
@@ -51,10 +49,8 @@ class Patience:
             raise ConfigError(f"{self}: tries >= 1, connect and answer > 0 seconds, 0 <= first <= longest")
 
     def pause(self, failed: int, asked: float | None) -> float:
-        """Seconds to wait before the next try.
-
-        `failed`: tries that failed so far. `asked`: the seconds of the server's `Retry-After`, None without it.
-        """
+        """Seconds to wait before the next try, after so many failed ones. `asked`: those of the server's
+        `Retry-After`."""
         # At most 64 doublings: a much higher power of two is no float.
         seconds = min(self.longest, self.first * 2 ** min(failed - 1, 64)) * random.uniform(0.5, 1)
         return seconds if asked is None else min(self.longest, max(seconds, asked))
@@ -117,8 +113,9 @@ class Endpoint:
         self._client: httpx2.AsyncClient | None = None
         self._places = asyncio.Semaphore(connections)
         self._loop: asyncio.AbstractEventLoop | None = None
-        # `_since`: when the silence began (`call` explains the infinite values). `_down`: the message of a server that
-        # is down, '' while it is not. `_trying`: a call is asking the server now.
+        # `_since`: when the silence began: infinite after an answer, and minus infinite before the first one, so that a
+        # server that never answered is down after one call. `_down`: the message of a server that is down, else ''.
+        # `_trying`: a call is asking the server now.
         self._silent, self._since, self._down, self._trying = silent, -math.inf, "", False
         self.retried = 0
         """Failed tries that were repeated, since construction."""
@@ -174,11 +171,9 @@ class Endpoint:
         patience = patience or self.patience
         client = self._open()
         failed = 0
-        # The wait for a place counts in no time limit. With many requests at once it may be long, and that does not
-        # mean that the server is slow.
+        # With many requests at once the wait for a place may be long, so it counts in no time limit.
         async with self._places:
-            # While the server is down, one call at a time asks it, and only once. The others fail at once and do not go
-            # through all their tries.
+            # While the server is down, one call at a time asks it, and only once.
             if self._down and self._trying:
                 raise EndpointError(self._down, self.role)
             self._trying = True
@@ -187,8 +182,6 @@ class Endpoint:
                     try:
                         answer = await self._once(client, method, path, body, patience, plain)
                     except _TransientError as error:
-                        # `_since` is when the silence began: infinite after an answer, and minus infinite before the
-                        # first one, so that a server that never answered is down after one call.
                         failed, self._since = failed + 1, min(self._since, time.monotonic())
                         if not again or failed >= patience.tries or self._down:
                             times = f" (tried {failed} times)" if failed > 1 else ""
@@ -219,8 +212,7 @@ class Endpoint:
         plain: bool,
     ) -> Any:
         """One try. Raises _TransientError where another try may succeed, and EndpointError for a refusal."""
-        # httpx limits each read alone, so a server that sends one byte a second would never be late. Therefore a limit
-        # of the whole try is put around it.
+        # httpx limits each read alone, so a server that sends one byte a second would never be late.
         limits = httpx2.Timeout(None, connect=patience.connect)
         # Escaped, so that half of a surrogate pair in a text can be sent too.
         sent = None if body is None else json.dumps(body, separators=(",", ":")).encode()
@@ -254,11 +246,11 @@ class Endpoint:
 
     def _refusal(self, answer: _Answer) -> str:
         """What a message says about an answer that refuses the request."""
-        # Redirects are reported and not followed. Otherwise the key would go to an address that nobody named.
+        # A redirect is not followed: the key would go to an address that nobody named.
         if 300 <= answer.status < 400:
             return f"it redirects to {answer.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
         no_key = "no key was sent; name an environment variable that holds one"
-        key_note = f" (the key in {self.key_env})" if self.key_env else f" ({no_key})"
+        key_note = f" ({f'the key in {self.key_env}' if self.key_env else no_key})"
         return _server_message(answer) + (key_note if answer.status in (401, 403) else "")
 
     def _open(self) -> httpx2.AsyncClient:
@@ -271,17 +263,16 @@ class Endpoint:
                     f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role
                 )
             self._loop, self._places = loop, asyncio.Semaphore(self._connections)
+            key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             self._client = httpx2.AsyncClient(
-                headers={"Content-Type": "application/json"}
-                | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+                headers={"Content-Type": "application/json", **key},
                 limits=httpx2.Limits(max_connections=self._connections, max_keepalive_connections=64),
                 trust_env=self._proxied,
             )
         return self._client
 
     def _message(self, text: str) -> str:
-        """An error message with role and address, and with the key removed."""
-        # Servers may quote the key in their messages.
+        """An error message with role and address, and without the key, which servers may quote."""
         text = f"{self.role} ({self.url}): {text}"
         return scrubbed(text.replace(self._key, f"[{self.key_env}]") if self._key else text)
 

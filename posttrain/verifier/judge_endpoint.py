@@ -1,7 +1,7 @@
 """A judge at an OpenAI-compatible endpoint as a reward source: one answer at a time, by a rubric.
 
-Equal questions are asked once. The verdict is `failed`, and never a low score, where the endpoint is down, the judge's
-answer has another form, or the run has used up its calls.
+Equal questions are asked once. The verdict is `failed`, never a low score, where the endpoint is down, the answer has
+another form, or the run has used up its calls.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ QUOTED = 200
 
 @dataclass(eq=False)
 class RubricJudge:
-    """A reward source that asks a judge at an endpoint. Its score is in [0, 1].
-
-    Its requests run in a thread of their own, many at once.
-    """
+    """A reward source that asks a judge at an endpoint, many questions at once, in a thread of its own. Its score is in
+    [0, 1]."""
 
     name: str
     weight: float
@@ -73,14 +71,8 @@ class RubricJudge:
         settings = reward.judge
         name = settings.name or ("heldout_judge" if reward.measured else "judge")
         patience = Patience(answer=reward.timeout or TIMEOUT, tries=4, longest=10.0)
-        endpoint = Endpoint(
-            reward.judge_url,
-            name,
-            key_env=settings.key_env,
-            patience=patience,
-            connections=settings.parallel,
-            silent=SILENT,
-        )
+        limits: dict[str, Any] = {"patience": patience, "connections": settings.parallel, "silent": SILENT}
+        endpoint = Endpoint(reward.judge_url, name, key_env=settings.key_env, **limits)
         resolution = RESOLUTION if reward.resolution is None else reward.resolution
         return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, resolution)
 
@@ -93,8 +85,8 @@ class RubricJudge:
         return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution, by_model=True)
 
     def gauges(self) -> Gauges:
-        """The number of all requests of the run. Since the last call: seconds of a judgement, repeated tries, and two
-        shares of the verdicts: those that were known from before (`cached`), and those that failed."""
+        """All requests of the run; and since the last call, seconds of a judgement, repeated tries, and the shares of
+        verdicts that were known from before (`cached`) and that failed."""
         # Requests run in a thread of their own, and gauges are read in the run's.
         with self._lock:
             taken, self._counts = self._counts, {}
@@ -106,19 +98,15 @@ class RubricJudge:
         self._kept.clear()
 
     async def _verdict(self, prompt: str) -> Verdict:
-        """The verdict about a question. If an equal question was judged, or is being judged, it has the same
-        verdict."""
+        """The verdict about a question, or about an equal one that was judged or is being judged."""
         # `_kept` holds asyncio tasks and not verdicts, so that equal questions that are asked at the same time wait for
         # one request. Its keys are hashes, because a prompt may be long.
         key = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=16).digest()
         judging = self._kept.get(key)
         # A failure is not kept: the endpoint may be up again.
-        if (
-            judging is not None
-            and judging.done()
-            and (judging.cancelled() or judging.exception() or _has_failed(judging.result()))
-        ):
-            judging = None
+        if judging is not None and judging.done():
+            lost = judging.cancelled() or judging.exception() or judging.result().state is State.FAILED
+            judging = None if lost else judging
         self._count("cached", float(judging is not None))
         if judging is None:
             judging = self._kept[key] = asyncio.create_task(self._ask(prompt))
@@ -127,7 +115,7 @@ class RubricJudge:
                 self._kept.pop(next(iter(self._kept)))
         # `shield`: an episode that is cancelled must not cancel the request that its siblings wait for.
         verdict = await asyncio.shield(judging)
-        self._count("failed", float(_has_failed(verdict)))
+        self._count("failed", float(verdict.state is State.FAILED))
         return verdict
 
     async def _ask(self, prompt: str) -> Verdict:
@@ -138,10 +126,8 @@ class RubricJudge:
             for draw in range(DRAWS):
                 # Checked for each draw, because each is a request that costs.
                 if self.calls >= self.settings.calls:
-                    return Verdict.failed(
-                        "calls",
-                        f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it",
-                    )
+                    most = f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it"
+                    return Verdict.failed("calls", most)
                 self.calls += 1
                 text = _text_of(await self.endpoint.post(*self._request(model, prompt, draw)))
                 if (read := self.rubric.read(text)) is not None:
@@ -181,11 +167,6 @@ class RubricJudge:
         with self._lock:
             total, count = self._counts.get(name, (0.0, 0))
             self._counts[name] = (total + value, count + 1)
-
-
-def _has_failed(verdict: Verdict) -> bool:
-    """Returns whether a verdict failed."""
-    return verdict.state is State.FAILED
 
 
 def _text_of(answer: Any) -> str:

@@ -86,8 +86,7 @@ def graded(right: bool, said: object, wanted: object, *, kind: str = "wrong") ->
 
 
 def as_verdict(value: Any) -> Verdict:
-    """The verdict for a value that a reward function returned. Numbers of any library are accepted. Text and truth
-    values are not numbers here."""
+    """The verdict for a value that a reward function returned: a number of any library, and no truth value."""
     if value is None:
         return Verdict.abstain()
     if isinstance(value, Verdict):
@@ -113,6 +112,5 @@ def as_verdict(value: Any) -> Verdict:
 
 
 def _truth(value: Any) -> bool:
-    """Returns whether a value is a truth value of Python, NumPy or torch: the result of a comparison and not a
-    score."""
+    """Returns whether a value is a truth value of Python, NumPy or torch: of a comparison, and no score."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

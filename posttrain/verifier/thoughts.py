@@ -10,8 +10,8 @@ THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING
 _ENDS = dict(THOUGHTS)
 _TAG = re.compile("|".join(re.escape(tag) for pair in THOUGHTS for tag in pair))
 _BEFORE = re.compile(r"(?:(?<![\w.,!?)\]}])|(?<=\b[bfrBFR]))([\"'`])\1*\Z")
-"""Equal quotes directly before a tag, which begin a quotation: one or more. A quote behind a word (`x'`) ends a
-quotation and does not match, except behind the prefix of a Python string (`b'`)."""
+"""Equal quotes directly before a tag, which begin a quotation. A quote behind a word (`x'`) ends one and does not
+match, except behind the prefix of a Python string (`b'`)."""
 _AFTER = re.compile(r"([\"'`])\1*")
 """Equal quotes directly behind a tag."""
 
@@ -19,8 +19,7 @@ _AFTER = re.compile(r"([\"'`])\1*")
 def tags(text: str) -> Iterator[re.Match[str]]:
     """The tags of thoughts in order, without quoted ones: those with the same one or two quotes on both sides."""
     for tag in _TAG.finditer(text):
-        # A tag between equal quotes is only mentioned. Four characters are enough to tell one or two quotes from the
-        # three of a fence of code.
+        # Four characters are enough to tell one or two quotes from the three of a fence of code.
         before = _BEFORE.search(text, max(0, tag.start() - 4), tag.start())
         after = _AFTER.match(text, tag.end(), tag.end() + 4)
         if before is None or after is None or before[0] != after[0] or len(before[0]) > 2:
@@ -44,8 +43,7 @@ def thoughts(text: str) -> tuple[str, str]:
         first = not (pieces[0] or pieces[1])
         if tag[0] != end and (end or (tag[0] not in _ENDS and not first)):
             continue
-        # The text before a tag that begins a thought was said (`pieces[1]`). The text before a tag that ends one was
-        # thought (`pieces[0]`).
+        # The text before a tag that begins a thought was said (`pieces[1]`), that before one that ends it was thought.
         pieces[not end and tag[0] in _ENDS].append(text[at : tag.start()])
         at, end = tag.end(), "" if end else _ENDS.get(tag[0], "")
     pieces[not end].append(text[at:])

@@ -11,10 +11,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 THREADS = 16
-"""The most synchronous calls that run at once in an event loop. The timeout of a call begins when it runs, not while it
-waits."""
+"""The most synchronous calls that run at once in an event loop. The timeout of a call does not count its wait."""
 
-# Each event loop has its own semaphore. The keys are weak, so a semaphore is freed together with its loop.
+# The keys are weak, so a semaphore is freed together with its loop.
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -25,8 +24,8 @@ class TimedOut(Exception):
 async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwargs: Any) -> Any:
     """Call a sync or async function. Raises what it raises, or `TimedOut` after it has run for `timeout` seconds.
 
-    A sync function runs in a daemon thread of its own. If it hangs, neither the loop nor the next call nor the end of
-    the process waits for it. With a shared thread pool they would.
+    A sync function has a daemon thread of its own, so if it hangs, neither the loop nor the next call nor the end of
+    the process waits for it.
     """
     if is_async(function):
         return await _within(timeout, function(*args, **kwargs))
@@ -66,15 +65,6 @@ def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     # The function sees the variables of the task that called it, as an async function does.
     context = contextvars.copy_context()
 
-    def finish(result: Any, error: BaseException | None) -> None:
-        # After a timeout the future is cancelled, and nobody waits for it.
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
     def work() -> None:
         result, error = None, None
         try:
@@ -84,12 +74,22 @@ def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             storable = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
             error = raised if storable else Raised(raised)
         try:
-            loop.call_soon_threadsafe(finish, result, error)
+            loop.call_soon_threadsafe(resolve, future, result, error)
         except RuntimeError:
             return  # the loop closed while a timed-out call was still running, so nothing waits for the result
 
     threading.Thread(target=work, name=f"call {getattr(function, '__name__', 'function')}", daemon=True).start()
     return future
+
+
+def resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Sets the outcome of a future, unless nobody waits for it any more."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 class Raised(Exception):

@@ -30,8 +30,8 @@ from posttrain.verifier.batch_functions import columns
 from posttrain.verifier.builtin import ANSWERED, BUILTIN
 from posttrain.verifier.format_rewards import gold_calls
 from posttrain.verifier.reward_source import as_verdict
-from posttrain.verifier.timed_calls import TimedOut, call
-from posttrain.verifier.user_code import where
+from posttrain.verifier.timed_calls import call
+from posttrain.verifier.user_code import failed_call
 
 Form = Literal["ours", "trl"]
 RewardFunction = Callable[..., Any]
@@ -57,17 +57,18 @@ class FunctionSource:
     resolution: float = RESOLUTION
 
     async def __call__(self, attempt: Attempt) -> Judged:
-        return Judged(self.name, self.weight, redacted(await self.verdict(attempt)), resolution=self.resolution)
+        return self._judged(await self.verdict(attempt))
+
+    def _judged(self, verdict: Verdict) -> Judged:
+        return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution)
 
     async def verdict(self, attempt: Attempt) -> Verdict:
         """The function's verdict about one attempt. Does not raise an Exception."""
         try:
             args, kwargs = self.arguments(attempt)
             return self.read(await call(self.function, self.timeout, *args, **kwargs))
-        except TimedOut:
-            return Verdict.failed("timeout", f"no result within {self.timeout:g} s")
         except Exception as error:
-            return Verdict.failed("raised", where(error, self.function))
+            return failed_call(error, self.function, self.timeout)
 
     def arguments(self, attempt: Attempt) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments of the call."""
@@ -86,18 +87,14 @@ class FunctionSource:
 
     async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
         """One verdict for each attempt, from one call. Where the call fails, all of them failed."""
-        log = batch_functions.Log(len(attempts))
+        log, count = batch_functions.Log(len(attempts)), len(attempts)
         try:
             kwargs = batch_functions.keywords(self.function, attempts, at, log)
-            verdicts = log.all_written(
-                batch_functions.verdicts(await call(self.function, self.timeout, **kwargs), len(attempts))
-            )
-        except TimedOut:
-            verdicts = [Verdict.failed("timeout", f"no result within {self.timeout:g} s")] * len(attempts)
+            returned = await call(self.function, self.timeout, **kwargs)
+            verdicts = log.all_written(batch_functions.verdicts(returned, count))
         except Exception as error:
-            verdicts = [Verdict.failed("raised", where(error, self.function))] * len(attempts)
-        judged = [Judged(self.name, self.weight, redacted(v), resolution=self.resolution) for v in verdicts]
-        return judged, log.gauges
+            verdicts = [failed_call(error, self.function, self.timeout)] * count
+        return [self._judged(v) for v in verdicts], log.gauges
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Check that the tasks have what the function requires.
@@ -113,8 +110,7 @@ class FunctionSource:
             if self.function is BUILTIN["tool_call"]:
                 gold_calls(task)
             available = {*columns(task), *batch_functions.GIVEN}
-            missing = [p for p in required if p not in available]
-            if missing:
+            if missing := [p for p in required if p not in available]:
                 raise ConfigError(
                     f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have:"
                     f" {nearest(missing[0], sorted(available))}"
@@ -145,9 +141,7 @@ def form(function: RewardFunction, name: str) -> Form:
             " episodes. What it left behind is in 'state'"
         )
     kinds = {p.kind for p in parameters.values()}
-    keywords = inspect.Parameter.VAR_KEYWORD in kinds
-    # The names decide first: `prompts` or `completions` is TRL's form, even of a function that could also be
-    # called with two arguments.
+    # The names decide first: `prompts` or `completions` is TRL's form, whatever else fits.
     if set(parameters) & set(batch_functions.ALWAYS):
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
             raise ConfigError(
@@ -157,7 +151,7 @@ def form(function: RewardFunction, name: str) -> Form:
     if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
         return "ours"
     # `def reward(**columns)` names no argument and can only be called by keyword.
-    if keywords and not _takes_two(function):
+    if inspect.Parameter.VAR_KEYWORD in kinds and not _takes_two(function):
         return "trl"
     raise ConfigError(
         f"reward {name!r} has the signature {inspect.signature(function)}, which is neither of the two understood: "

@@ -49,8 +49,8 @@ class Gym(SingleTurn):
     """One reasoning-gym task. Its settings (`Env.args`) are the task's own configuration fields with plain values.
 
     The answer is the content of the last `<answer>...</answer>`, else the whole response, stripped. The task's own
-    scorer runs in worker processes and may give partial credit. Training items come in chunks of 1000, and each chunk
-    has its own seed. An item whose question is held out is drawn again.
+    scorer, in worker processes, may give partial credit. Each chunk of 1000 training items has its own seed. An item
+    whose question is held out is drawn again.
     """
 
     task: str
@@ -84,8 +84,7 @@ class Gym(SingleTurn):
     def _train(self, index: int) -> Task:
         chunk, item = divmod(index, CHUNK)
         for attempt in range(RETRIES):
-            # In place of a held-out question, the item at the same place of a data set of another seed is taken. So no
-            # other training task changes.
+            # A held-out question is replaced from a data set of another seed, so that no other training task changes.
             side = "train" if attempt == 0 else f"again {attempt}"
             task = self._task(f"{self.name}-{index}", side, chunk, item)
             if task.prompt not in self._held:
@@ -97,8 +96,7 @@ class Gym(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         tasks: dict[Any, Task] = {}
-        # Up to twenty draws for each held-out task. If they do not give enough distinct questions, the task has too few
-        # of them for a split.
+        # If so many draws do not give enough distinct questions, the task has too few of them for a split.
         for draw in range(20 * self.heldout_count):
             if len(tasks) == self.heldout_count:
                 break
@@ -147,8 +145,8 @@ class Gym(SingleTurn):
 
     @cached_property
     def _entry(self) -> Any:
-        """(side, chunk, item) -> the entry that reasoning-gym generated. Tasks have this place in their info and not
-        the entry, which may contain objects that a record cannot store."""
+        """(side, chunk, item) -> the entry that reasoning-gym generated. Tasks have this place in their info, because
+        an entry may contain objects that a record cannot store."""
 
         @lru_cache(maxsize=4096)
         def entry(side: str, chunk: int, item: int) -> Any:
@@ -172,9 +170,8 @@ class Gym(SingleTurn):
         tagged = _ANSWER.findall(attempt.text[: attempt.text.rfind("</answer>") + len("</answer>")])
         answer = (tagged[-1] if tagged else attempt.text).strip()
         (gold,) = self.gold(attempt.task) if self.knows_gold(attempt.task) else self.distractor(attempt.task)
-        return ScoringRequest(
-            self.task, tuple(self.args.items()), self._seed(place["side"], place["chunk"]), entry, answer, gold
-        )
+        args, seed = tuple(self.args.items()), self._seed(place["side"], place["chunk"])
+        return ScoringRequest(self.task, args, seed, entry, answer, gold)
 
     def gauges(self) -> Gauges:
         return merge(super().gauges(), self._pool.gauges() if "_pool" in vars(self) else {})
@@ -189,10 +186,8 @@ class Gym(SingleTurn):
     def knows_gold(self, task: Task) -> bool:
         return task.answer is not None
 
-    @property
-    def pays_parts(self) -> bool:
-        """True, because many scorers give a small score to a wrong answer, such as 0.01 if it is well-formed."""
-        return True
+    pays_parts = True
+    """Many scorers give a small score to a wrong answer, such as 0.01 if it is well-formed."""
 
     def gold(self, task: Task) -> tuple[str, ...]:
         if task.answer is None:
@@ -215,11 +210,8 @@ def _factory() -> ModuleType:
 def _check_args(task: str, args: Mapping[str, Scalar]) -> None:
     """Check the names and types of the settings. Only plain values are accepted. The task checks their range."""
     config = _factory().DATASETS[task][1]
-    plain = {
-        f.name: f.default
-        for f in dataclasses.fields(config)
-        if isinstance(f.default, str | int | float) and f.name != "size"
-    }
+    fields = [f for f in dataclasses.fields(config) if isinstance(f.default, str | int | float) and f.name != "size"]
+    plain = {f.name: f.default for f in fields}
     for name, value in args.items():
         if name not in plain:
             raise ConfigError(f"env.args.{name}: gym:{task} has no such plain setting: {nearest(name, plain)}")

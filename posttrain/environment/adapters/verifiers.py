@@ -1,8 +1,8 @@
 """`verifiers:ID`: environments written for PrimeIntellect's `verifiers` package, played on the run's own engine.
 
-The package's own loop runs: its set-up, `env_response`, stop conditions and clean-up. Only the model is replaced: each
-request is shown to the policy as tokens, and the policy's turn is returned as a message, with its tool calls parsed in
-the format of the policy's chat template. The package's rubric judges. Each of its functions is one source.
+The package's own loop runs, with its set-up, stop conditions and clean-up. Only the model is replaced: each request is
+shown to the policy as tokens, and its turn is returned as a message, with its tool calls parsed in the format of the
+chat template. The package's rubric judges. Each of its functions is one source.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ WAITING = 65_536
 class Verifiers(SingleTurn):
     """One environment of the package. Its settings (`Env.args`) are the arguments of its `load_environment`.
 
-    Held-out tasks come from its evaluation set. If it has only one set, they are chosen from it by their digests, at
-    most a fifth. No training task equals a held-out one in prompt, answer and info.
+    Held-out tasks come from its evaluation set. Without one, they are chosen by their digests, at most a fifth. No
+    training task equals a held-out one in prompt, answer and info.
     """
 
     env_id: str
@@ -85,8 +85,6 @@ class Verifiers(SingleTurn):
     def name(self) -> str:
         return f"{PREFIX}{self.env_id}"
 
-    # --- tasks --------------------------------------------------------------------------------------------------------
-
     @cached_property
     def _sets(self) -> Mapping[str, Any]:
         """Its data sets by side. If there is only one, it is `train`."""
@@ -97,9 +95,7 @@ class Verifiers(SingleTurn):
 
     @cached_property
     def _tasks(self) -> Mapping[str, tuple[Task, ...]]:
-        return {
-            side: tuple(self._task(side, i, row) for i, row in enumerate(rows)) for side, rows in self._sets.items()
-        }
+        return {s: tuple(self._task(s, i, row) for i, row in enumerate(rows)) for s, rows in self._sets.items()}
 
     def _task(self, side: str, index: int, row: Mapping[str, Any]) -> Task:
         if isinstance(row["prompt"], str):
@@ -114,8 +110,7 @@ class Verifiers(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         if "eval" in self._tasks:
-            # A dict keeps the last of equal tasks. Reversed before and after, it keeps the first one, and the order
-            # stays.
+            # A dict keeps the last of equal tasks; reversed before and after, the first one, in the same order.
             distinct = {self.key(t): t for t in reversed(self._tasks["eval"])}
             return tuple(reversed(distinct.values()))[: self.heldout_count]
         by_digest = {self.key(t): t for t in reversed(self._tasks["train"])}
@@ -131,8 +126,6 @@ class Verifiers(SingleTurn):
         """Prompt, answer and info together. Environments with hidden information give all tasks the same prompt."""
         return task.info["key"]
 
-    # --- episodes -----------------------------------------------------------------------------------------------------
-
     @cached_property
     def _ended(self) -> dict[int, tuple[Any, Any]]:
         """By id of a recorded state: that state, and the package's own state, which only the first judging may use."""
@@ -142,14 +135,12 @@ class Verifiers(SingleTurn):
         return dict(self._sets[task.info["side"]][task.info["row"]])
 
     async def play(self, task: Task, talk: Talk) -> Stop:
-        """Run the package's loop with our policy. A tool error that ends the loop is the policy's. Any other error is
-        an outage."""
+        """Run the package's loop with our policy. A tool error that ends it is the policy's, any other an outage."""
         policy = PolicyClient(talk, task.id, self.limits)
         try:
             state = await self.inner.rollout(self._row(task), policy.client(), "policy", {})
             error = state.get("error")
-            # The package keeps the error that ended its loop in the state. An error of a tool is a result of what the
-            # policy did. After any other error the episode shows nothing about the policy.
+            # An error of a tool is a result of what the policy did. Any other shows nothing about the policy.
             if error is not None and not isinstance(error, package().ToolError):
                 raise error
         except BaseException:
@@ -158,10 +149,10 @@ class Verifiers(SingleTurn):
             raise
         record = recordable(state)
         talk.leave(record)
-        # The recorded state is kept together with its id. While it exists, no other object can have the same id.
+        # While the recorded state is kept, no other object can have its id.
         self._ended[id(record)] = (record, state)
         while len(self._ended) > WAITING:
-            # The oldest one is judged from its record, if it is judged at all, so its own state ends here.
+            # The oldest one is judged from its record, if at all.
             _, oldest = self._ended.pop(next(iter(self._ended)))
             await self.inner.rubric.cleanup(oldest)
         return policy.stop(state)
@@ -169,8 +160,7 @@ class Verifiers(SingleTurn):
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """The verdicts of the rubric's functions with their weights, and its metrics with weight 0. A function that
         raises gives `failed` and not 0."""
-        # There is no live state if the episode was judged before, or comes from a record. It is then rebuilt, if all of
-        # its entries could be stored.
+        # An episode that was judged before, or comes from a record, has no live state. It is rebuilt, if it can be.
         record, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
             if isinstance(attempt.state, Mapping) and (missing := attempt.state["lost"]):
@@ -190,16 +180,9 @@ class Verifiers(SingleTurn):
     def verify(self, attempt: Attempt) -> Verdict:
         return Verdict.abstain("its rubric judges")
 
-    # --- what is right ------------------------------------------------------------------------------------------------
-
-    @property
-    def vouches_for_gold(self) -> bool:
-        """False: the data has answers, but not the form in which the rubric wants them."""
-        return False
-
-    @property
-    def pays_parts(self) -> bool:
-        return True
+    vouches_for_gold = False
+    """The data has answers, but not the form in which the rubric wants them."""
+    pays_parts = True
 
     def knows_gold(self, task: Task) -> bool:
         """True if an episode has one turn and the data has the answer."""
@@ -224,9 +207,6 @@ def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
     for j in judged:
         seen[j.source] = seen.get(j.source, 0) + 1
         yield j if seen[j.source] == 1 else replace(j, source=f"{j.source}.{seen[j.source]}")
-
-
-# --- the package ------------------------------------------------------------------------------------------------------
 
 
 def package() -> Any:
@@ -259,17 +239,14 @@ def _loaded(env_id: str, args: dict[str, Any]) -> Any:
             f" or pip), or name its file: {PREFIX}path/{env_id}.py"
         ) from error
     except Exception as error:
-        raise ConfigError(
-            f"{PREFIX}{env_id} with env.args {args} does not load: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{PREFIX}{env_id} with env.args {args} does not load: {why}") from error
 
 
 @contextlib.contextmanager
 def _signals_stay() -> Iterator[None]:
-    """Keeps the package's environments from setting signal handlers when they are created.
-
-    Their handlers of SIGINT and SIGTERM would end a run without a checkpoint. They can be set in the main thread only.
-    """
+    """Keeps the package's environments from setting handlers of SIGINT and SIGTERM when they are created, which would
+    end a run without a checkpoint, and can be set in the main thread only."""
     module = importlib.import_module("verifiers.envs.environment")
     real_signal: Any = module.signal  # type: ignore[attr-defined]
     members = {name: getattr(real_signal, name) for name in dir(real_signal) if not name.startswith("_")}

@@ -7,7 +7,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 from posttrain.core.content import content_of
 from posttrain.core.ports import Talk, Utterance
@@ -25,8 +25,8 @@ _asking: ContextVar[PolicyClient] = ContextVar("asking")
 class PolicyClient:
     """The policy as the model of one episode.
 
-    Every request contains the whole conversation. Only its new messages are shown to the policy, so it must continue
-    what was shown and said before. A turn that was cut off ends the episode, as in all environments here.
+    Every request contains the whole conversation and must continue what was shown and said before; only its new
+    messages are shown. A turn that was cut off ends the episode, as in all environments here.
     """
 
     def __init__(self, talk: Talk, task: str, limits: EpisodeLimits = EpisodeLimits()) -> None:
@@ -81,7 +81,7 @@ class PolicyClient:
             return Stop.TOOLS
         if state.get("stop_condition") == "timeout_reached":
             return Stop.TIME
-        # With one turn the limit is reached by every answer, and the answer's own stop reason says more.
+        # With one turn every answer reaches the limit, and its own stop reason says more.
         if state.get("stop_condition") == "max_turns_reached" and self._turns > 1:
             return Stop.TURNS
         return self._last or Stop.ERROR
@@ -89,7 +89,7 @@ class PolicyClient:
     def _new(self, prompt: list[Message]) -> list[Message]:
         """The new messages of the conversation. DataError if it does not continue what was shown and said."""
         n = len(self._known)
-        # The tokens of the conversation stay as they are, so the new request must begin with the messages known so far.
+        # The tokens of the conversation stay as they are.
         if prompt[:n] != self._known:
             at = next((i for i in range(n) if i >= len(prompt) or prompt[i] != self._known[i]), n)
             raise DataError(
@@ -118,8 +118,8 @@ class PolicyClient:
         message: dict[str, Any] = {"content": parts.content, "tool_calls": calls or None}
         message["reasoning_content"] = parts.reasoning or None
         self._turns += 1
-        # The turn goes through the package's own type and back, because the next request brings it in that form. A
-        # field that the type drops would make the two differ.
+        # Through the package's own type and back, as the next request brings it. A field that the type drops would make
+        # the two differ.
         self._known = [*self._known, from_package(types.AssistantMessage(**message))]
         reason = "tool_calls" if calls else "stop" if said.stop.finished else "length"
         n = said.tokens
@@ -128,11 +128,8 @@ class PolicyClient:
         return types.Response(id=f"turn{self._turns}", created=0, model=MODEL, usage=usage, message=whole)
 
     def _call(self, number: int, parsed: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
-        """A call in the package's form.
-
-        A call that cannot be made gets arguments that no tool accepts. The package answers it with an error, and
-        `_told` shows the reason in place of that error.
-        """
+        """A call in the package's form. One that cannot be made gets arguments that no tool accepts: the package
+        answers it with an error, which `_told` replaces by the reason."""
         call_id = f"{self._turns:04}{number:05}"
         why = ""
         if isinstance(parsed, Malformed):
@@ -141,7 +138,7 @@ class PolicyClient:
             why = f"there is no tool {parsed.name!r}; there are: {', '.join(sorted(tools))}"
         if why:
             self._refused[call_id] = why
-            # These arguments are no JSON, so the package answers them with an error, whatever the tool is.
+            # No JSON, so the package answers with an error, whatever the tool is.
             return types.ToolCall(id=call_id, name="none", arguments=f"refused: {why}")
         assert isinstance(parsed, ToolCall)
         self._names[call_id] = parsed.name
@@ -149,8 +146,7 @@ class PolicyClient:
 
     def _end_of_loop(self, why: str) -> Exception:
         """The exception that ends the package's loop without an error."""
-        errors: Any = importlib.import_module("verifiers.errors")
-        return errors.OverlongPromptError(why)
+        return importlib.import_module("verifiers.errors").OverlongPromptError(why)
 
 
 class ToolTimeout(Exception):
@@ -165,7 +161,7 @@ def bounded(tool: Callable[..., Any], name: str, seconds: float) -> Callable[...
         try:
             return await call(tool, seconds, *args, **kwargs)
         except TimedOut:
-            # Tools are wrapped once for all episodes. The context variable has the client of the episode that called.
+            # Tools are wrapped once for all episodes.
             _asking.get().timeouts += 1
             raise ToolTimeout(f"error: {name} took longer than {seconds:g} s and was stopped") from None
 
@@ -178,9 +174,6 @@ def _client_class() -> Any:
     base: Any = importlib.import_module("verifiers.clients").Client
 
     class Client(base):
-        def __init__(self, policy: PolicyClient) -> None:
-            super().__init__(policy)
-
         async def get_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
         ) -> Any:
@@ -216,16 +209,11 @@ def from_package(message: Any) -> Message:
     """One of the package's messages in our form. DataError if its content is not text."""
     data = dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     converted = Message(role=data["role"], content=content_of(data.get("content") or ""))
-    if data.get("reasoning_content"):
-        converted["reasoning_content"] = data["reasoning_content"]
-    if data.get("tool_call_id"):
-        converted["tool_call_id"] = data["tool_call_id"]
+    further = {k: data[k] for k in ("reasoning_content", "tool_call_id") if data.get(k)}
     if data.get("tool_calls"):
-        converted["tool_calls"] = [
-            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
-            for c in data["tool_calls"]
-        ]
-    return converted
+        functions = [(c["id"], {"name": c["name"], "arguments": c["arguments"]}) for c in data["tool_calls"]]
+        further["tool_calls"] = [{"id": i, "type": "function", "function": function} for i, function in functions]
+    return cast("Message", {**converted, **further})
 
 
 def _schema(tool: Any) -> dict[str, Any]:

@@ -1,9 +1,6 @@
-"""Probes by baselines, which need no right answer.
-
-`unread` compares answers that do not depend on the question with real answers. `paid_and_measured` compares the order
-by what is paid with the order by what is measured. `surface` looks for one feature of the text that tells which side of
-a pair was preferred.
-"""
+"""Probes by baselines, which need no right answer: answers that do not depend on the question (`unread`), the order by
+what is paid and by what is measured (`paid_and_measured`), and one feature of the text that tells which side of a pair
+was preferred (`surface`)."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ TASKS_EACH = 12
 """The number of tasks on which each kind of answer is tried."""
 TEMPLATE = "Thank you for your question. Let me think step by step. In conclusion, the answer is clear."
 CLOSE = 0.9
-"""An answer that reads nothing is as good as a real one from this share on, between the least that is paid (0) and the
-mean of real answers (1)."""
+"""From this share on, between the least that is paid (0) and the mean of real answers (1), an answer is as good."""
 
 
 def _unread_answers(task: Task, rng: random.Random) -> Mapping[str, str]:
@@ -57,20 +53,19 @@ async def unread(s: Subject) -> Answer:
     words = ", ".join(f"{kind} earns {x:.3g}" for kind, x in means.items())
     words += f" ({unjudged} of {len(judged)} could not be judged)" if unjudged else ""
     written = [(t, (s.completions[t.id],)) for t in tasks if t.id in s.completions]
-    real_rewards = [x for x in (t.outcome for t in await s.judge_all(written, repeat=True)) if x is not None] or list(
-        s.earned
-    )
+    judged = await s.judge_all(written, repeat=True)
+    real_rewards = [t.outcome for t in judged if t.outcome is not None] or list(s.earned)
     real_name, best_of = "your real answers", "your best"
     # Without real answers, the answers of the data are compared. Their form was chosen so that they earn most.
     if not real_rewards:
-        real_rewards = [x for x in (t.outcome for t in s.gold.values()) if x is not None]
+        real_rewards = [t.outcome for t in s.gold.values() if t.outcome is not None]
         real_name, best_of = "the data's answers, in the form that earns most,", "the best"
     if not real_rewards:
         return Mark.WARN, f"{words}; no real answer is known to hold this against"
     # Rewards may be on any scale, so `least`, the lowest reward of all these answers, counts as 0.
     mean, least = sum(real_rewards) / len(real_rewards), min(*means.values(), *real_rewards)
     words = f"{words}; {real_name} {mean:.3g} on average, {best_of} {max(real_rewards):.3g}"
-    # Where real answers are only known in a form that was chosen to earn most, the comparison is too kind to warn by.
+    # A form that was chosen to earn most makes the comparison too kind to warn by.
     close = (written or not s.gold) and means[best] >= least + CLOSE * (mean - least)
     return (Mark.WARN if close else Mark.OK), words
 
@@ -89,8 +84,7 @@ async def paid_and_measured(s: Subject) -> Answer:
         paid, measured = answer.outcome, truth(answer.judged)
         if paid is not None and measured is not None:
             figures.setdefault(task.id, []).append((paid, measured, kind))
-    # Each figure is (paid, measured, kind of answer). They are sorted by what was paid, so `a` was paid more than `b`.
-    # Ties are left out.
+    # Each figure is (paid, measured, kind of answer), sorted, so that `a` was paid more than `b`.
     pairs = [(a, b) for each in figures.values() for a, b in combinations(sorted(each, reverse=True), 2) if a[0] > b[0]]
     if not pairs:
         return Mark.SKIP, "no two answers to one task were judged by both and paid differently"
@@ -142,23 +136,17 @@ async def surface(s: Subject) -> Answer:
     count = s.env.train.count
     training_pairs = pairs([s.env.train.task(i) for i in range(PAIRS if count is None else min(PAIRS, count))], "known")
     heldout_pairs = pairs(s.env.heldout[:PAIRS], "held")
-    if min(len(training_pairs), len(heldout_pairs)) < FEWEST:
-        return (
-            Mark.SKIP,
-            f"{len(training_pairs)} training and {len(heldout_pairs)} held-out pairs: fewer than {FEWEST} tell nothing",
-        )
+    counts = len(training_pairs), len(heldout_pairs)
+    if min(counts) < FEWEST:
+        return Mark.SKIP, f"{counts[0]} training and {counts[1]} held-out pairs: fewer than {FEWEST} tell nothing"
     best = surface_baselines(training_pairs, heldout_pairs)[0]
-    detail = (
-        f"of {len(heldout_pairs)} held-out pairs the best single feature, the {best.feature}, tells {best.accuracy}"
-    )
+    detail = f"of {counts[1]} held-out pairs the best single feature, the {best.feature}, tells {best.accuracy}"
     limit = TOO_MUCH
     if (utility := offered.utility) is not None:
-        utility_score = Score.of(
-            [float(utility(p.task, p.chosen) > utility(p.task, p.rejected)) for p in heldout_pairs]
-        )
+        utilities = [(utility(p.task, p.chosen), utility(p.task, p.rejected)) for p in heldout_pairs]
+        utility_score = Score.of([float(chosen > rejected) for chosen, rejected in utilities])
         detail += f"; the true utility tells {utility_score}"
-        # Where judgements have noise, even the true utility does not tell all pairs. A feature that tells as much as it
-        # is suspicious, so the limit is lowered to it.
+        # Judgements with noise hide even the true utility. A feature that tells as much as it is suspicious.
         limit = min(limit, utility_score.low)
     return Mark.WARN if best.accuracy.high > limit else Mark.OK, detail
 

@@ -78,14 +78,13 @@ async def check(
     lint = env.abilities.lint
     results += [_linted(f, "judged data may teach something else") for f in (lint() if lint is not None else ())]
     results += [_linted(f, "the policy may be shown, or learn, something else than the data says") for f in found]
-    # Without a source of verdicts there is nothing to probe; what is known of the data is still worth telling.
+    # Without a source of verdicts there is nothing to probe, but what is known of the data.
     if not env.abilities.judges:
         return CheckReport(env.name, len(env.heldout) + (env.train.count or 0), (), tuple(results))
     progress("gold")
     count, chosen = env.train.count, list(env.heldout[:tasks])
-    chosen += [
-        env.train.task(i) for i in range(tasks - len(chosen) if count is None else min(tasks - len(chosen), count))
-    ]
+    missing = tasks - len(chosen)
+    chosen += [env.train.task(i) for i in range(missing if count is None else min(missing, count))]
     subject = await Subject.of(env, chosen, rate, lambda counted: progress(f"gold: {counted}"), earned)
     for probe in PROBES:
         progress(probe.name)

@@ -1,11 +1,13 @@
 """Probes of what is rewarded: right answers in any form have to be, and other texts must not be.
 
-Each probe is an async function of a `Subject` that returns a mark and a number or an example. `PAYMENT` lists them.
+Each probe is an async function of a `Subject` that returns a mark and a number or an example. `PAYMENT` lists them; the
+wording of each is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.core.content import conversation, prompt_words, shown
@@ -42,13 +44,10 @@ async def gold(s: Subject) -> Answer:
     """Compares right answers with wrong ones: all of them must be judged, and paid more, on every task."""
     if not s.gold:
         return NOTHING_KNOWN
-    broken = [t for t in s.gold.values() if t.failed]
-    if broken:
-        j = broken[0].failed
-        assert j is not None
+    if broken := [j for t in s.gold.values() if (j := t.failed)]:
         return Mark.FAIL, (
-            f"{len(broken)} of {len(s.gold)} right answers could not be judged: {j.source} {j.verdict.kind}:"
-            f" {j.verdict.why}"
+            f"{len(broken)} of {len(s.gold)} right answers could not be judged: {broken[0].source}"
+            f" {broken[0].verdict.kind}: {broken[0].verdict.why}"
         )
     if not s.sources:
         if reads_no_answer := _text_alone(s):
@@ -72,8 +71,7 @@ async def gold(s: Subject) -> Answer:
             f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
             f" {example.said} to {prompt_words(example.task.prompt)} ({example.scores[source]:g})"
         )
-    # `shape` is the name of the form in which right answers earn most; `shaped` writes a text in this form; `shaping`
-    # are the other sources.
+    # The form in which right answers earn most, and the other sources.
     form = {"bare": "", WRITTEN: ", as the completions are written"}.get(s.shape, f", written {s.shaped('X')!r}")
     other_sources = f"; do not tell right answers from wrong ones: {', '.join(s.shaping)}" if s.shaping else ""
     return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{other_sources}"
@@ -92,28 +90,31 @@ def _text_alone(s: Subject) -> Answer | None:
             " has it"
         )
     all_ = ", ".join(f"{name} ({d.lowest:.3g} to {d.highest:.3g})" for name, d in graded.items())
-    what = "other columns" if any(d.on_task for d in graded.values()) else "the text alone"
-    return (
-        Mark.SKIP,
-        f"{all_} read{'s' * (len(graded) == 1)} {what}: with another answer of the task the same is paid. So no text is"
-        " right or wrong here, and what compares them is left out"
-        + ("; give the rows a column completion that is right" if what == "other columns" else ""),
+    other_columns = any(d.on_task for d in graded.values())
+    return Mark.SKIP, (
+        f"{all_} read{'s' * (len(graded) == 1)} {'other columns' if other_columns else 'the text alone'}: with another"
+        " answer of the task the same is paid. So no text is right or wrong here, and what compares them is left out"
+        + ("; give the rows a column completion that is right" if other_columns else "")
     )
 
 
-def _nothing_paid(s: Subject) -> Answer:
-    """Returns the reason why a probe that compares right with wrong cannot be asked."""
-    if s.gold and _text_alone(s) is not None and _text_alone(s)[0] is Mark.SKIP:  # type: ignore[index]
-        return NOTHING_RIGHT
-    return NOTHING_PAID if s.gold else NOTHING_KNOWN
+def _where_paid(probe: Callable[[Subject], Awaitable[Answer]]) -> Callable[[Subject], Awaitable[Answer]]:
+    """A probe that compares right answers with others. It is skipped, with a reason, where none is paid."""
+
+    @functools.wraps(probe)
+    async def asked(s: Subject) -> Answer:
+        if s.known:
+            return await probe(s)
+        if s.gold and (read := _text_alone(s)) is not None and read[0] is Mark.SKIP:
+            return NOTHING_RIGHT
+        return NOTHING_PAID if s.gold else NOTHING_KNOWN
+
+    return asked
 
 
+@_where_paid
 async def distractor(s: Subject) -> Answer:
     """Judges wrong answers that look right."""
-    if not s.gold:
-        return NOTHING_KNOWN
-    if not s.known:
-        return _nothing_paid(s)
     # A wrong answer fails if it earns as much as the right one to its task, or as much as the best right one anywhere.
     best = {source: max(t.scores.get(source, 0.0) for t in s.gold.values()) for source in s.sources}
     for judged in s.wrong.values():
@@ -126,13 +127,9 @@ async def distractor(s: Subject) -> Answer:
     return Mark.OK, f"{len(s.wrong)} wrong answers that look right earn less"
 
 
+@_where_paid
 async def order(s: Subject) -> Answer:
-    """Compares a right answer with a wrong one and with silence, by the weighted sum of all sources.
-
-    This sum is the reward that the policy is trained on.
-    """
-    if not s.known:
-        return _nothing_paid(s)
+    """Compares a right answer with a wrong one and with silence, by the sum of all sources: what the policy is paid."""
     for task in s.known:
         right, wrong = s.gold[task.id].outcome, s.wrong[task.id].outcome
         silent = (await s.judge(task, ("",), repeat=True)).outcome
@@ -146,8 +143,7 @@ async def order(s: Subject) -> Answer:
 
 @dataclass
 class VariantCount:
-    """Counts of one kind of answer: how often it was tried, paid less than the right one (`less`), and paid no more
-    than a wrong one (`lost`)."""
+    """How often one kind of answer was tried, paid less than the right one, and paid no more than a wrong one."""
 
     tried: int = 0
     less: int = 0
@@ -155,25 +151,22 @@ class VariantCount:
 
 
 async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tuple[Mapping[str, VariantCount], str]:
-    """(counts of each kind of answer, an example of an answer that was not paid).
-
-    `say`: the answers to a task by their kind, each in place of the last right turn.
-    """
+    """(counts of each kind of answer of `say`, in place of the last right turn; an example that was not paid)."""
     attempts = [(t, kind, text) for t in s.known[:TASKS_EACH] for kind, text in say(t).items()]
     judged = await s.judge_all([(t, s.last(t, text)) for t, _, text in attempts])
     counts, example = dict[str, VariantCount](), ""
     for (task, kind, _), answer in zip(attempts, judged, strict=True):
         count = counts.setdefault(kind, VariantCount())
         count.tried += 1
-        # Three outcomes: paid in full, paid in part, or paid like a wrong answer. A graded reward may pay some forms
-        # less, and that is no loss.
-        if set(s.paid(answer)) == set(s.deciding(task)):
+        # A graded reward may pay some forms in part, and that is no loss.
+        deciding = set(s.deciding(task))
+        if set(s.paid(answer)) == deciding:
             continue
-        if set(s.part_paid(answer)) == set(s.deciding(task)):
+        if set(s.part_paid(answer)) == deciding:
             count.less += 1
-            continue
-        count.lost += 1
-        example = example or f"{answer.said}, where {s.gold[task.id].said} is right"
+        else:
+            count.lost += 1
+            example = example or f"{answer.said}, where {s.gold[task.id].said} is right"
     return counts, example
 
 
@@ -190,31 +183,27 @@ def _losses(counts: Mapping[str, VariantCount], example: str) -> Answer:
     return Mark.OK, "; ".join([f"paid all the same: {', '.join(full)}"] * bool(full) + in_part)
 
 
+@_where_paid
 async def paraphrase(s: Subject) -> Answer:
     """Tries right answers with other text around them."""
-    if not s.known:
-        return _nothing_paid(s)
     return _losses(*await _variants(s, lambda t: {k: f.replace("{}", s.right(t)[-1]) for k, f in PARAPHRASES.items()}))
 
 
+@_where_paid
 async def spelling(s: Subject) -> Answer:
     """Tries other spellings of the answer itself. A form such as a box stays around it."""
-    if not s.known:
-        return _nothing_paid(s)
 
     def say(task: Task) -> dict[str, str]:
         right, core = s.right(task)[-1], s.core(task)
-        return {
-            kind: right.replace(core, text) if core else text for kind, text in spellings(core).items() if core in right
-        }
+        variants = spellings(core) if core in right else {}
+        return {kind: right.replace(core, text) if core else text for kind, text in variants.items()}
 
     return _losses(*await _variants(s, say))
 
 
+@_where_paid
 async def declared(s: Subject) -> Answer:
     """Tries `SingleTurn.paraphrases`, the answers that the environment itself calls right."""
-    if not s.known:
-        return _nothing_paid(s)
     attempts = [(t, turns) for t in s.known for turns in s.env.paraphrases(t)]
     if not attempts:
         return Mark.SKIP, "the environment names no other ways to be right (paraphrases)"
@@ -228,10 +217,9 @@ async def declared(s: Subject) -> Answer:
 
 
 def _above_chance(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
-    """Fails if a text that does not depend on the question is rewarded more often than chance allows."""
-    # One text for all tasks is right where it happens to be the answer, so a share of the tasks is allowed.
-    over = [a for a in attacks if a.hits and a.share > s.chance(a.tried)]
-    if over:
+    """Fails if a text that does not depend on the question, but may be the answer to some, is paid more than chance
+    allows."""
+    if over := [a for a in attacks if a.hits and a.share > s.chance(a.tried)]:
         return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
     best = attacks[0]
     return Mark.OK, (
@@ -239,42 +227,38 @@ def _above_chance(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
     )
 
 
+@_where_paid
 async def silence(s: Subject) -> Answer:
     """Tries texts that say nothing."""
-    if not s.known:
-        return _nothing_paid(s)
     attacks = await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known)
     return _above_chance(s, attacks, f"{len(SILENCE)} ways to say nothing")
 
 
+@_where_paid
 async def constant(s: Subject) -> Answer:
     """Tries one answer for all tasks: common short words, and the most common right answers."""
-    if not s.known:
-        return _nothing_paid(s)
     texts = list(dict.fromkeys([*s.answers()[:5], *WORDS]))
     attacks = await s.attack(lambda _: {repr(x): s.shaped(x) for x in texts}, s.known)
     return _above_chance(s, attacks, f"{len(texts)} answers, each to every task")
 
 
+@_where_paid
 async def random_strings(s: Subject) -> Answer:
     """Tries random strings, alone and in the form of right answers."""
-    if not s.known:
-        return _nothing_paid(s)
     rng = s.random("noise")
 
     def say(_: Task) -> dict[str, str]:
         texts = enumerate(noise(rng, s.env.alphabet))
-        # `noise` gives one string of each length for each alphabet. The number in the name is that of the alphabet.
+        # The number in the name is that of the alphabet, of which `noise` gives one string of each length.
         strings = {f"a random string of {len(x)} characters ({i // len(NOISE_LENGTHS)})": x for i, x in texts}
         return {**strings, **{f"{kind}, as an answer": s.shaped(x) for kind, x in strings.items() if s.shape != "bare"}}
 
     return _above_chance(s, await s.attack(say, s.known[:TASKS_EACH]), "random strings")
 
 
+@_where_paid
 async def templates(s: Subject) -> Answer:
     """Tries phrases without an answer, forms without content, and the prompt itself."""
-    if not s.known:
-        return _nothing_paid(s)
 
     def say(task: Task) -> dict[str, str]:
         prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
@@ -285,10 +269,9 @@ async def templates(s: Subject) -> Answer:
     return _above_chance(s, await s.attack(say, s.known[:TASKS_EACH]), "templates, empty forms and the prompt itself")
 
 
+@_where_paid
 async def several(s: Subject) -> Answer:
     """Tries lists of all answers, and a right answer with a wrong one, which must not be rewarded in both orders."""
-    if not s.known:
-        return _nothing_paid(s)
     rng, answers = s.random("lists"), s.answers()[:200]
     attacks = await s.attack(lambda t: lists(answers, s.core(t), rng), s.known)
     if (answer := _above_chance(s, attacks, "lists of all answers"))[0] is not Mark.OK:
@@ -299,8 +282,7 @@ async def several(s: Subject) -> Answer:
     first, last = [
         await s.judge_all([(t, s.last(t, "\n".join(texts[::step]))) for t, texts in pairs]) for step in (1, -1)
     ]
-    both = [a for a, b in zip(first, last, strict=True) if set(s.paid(a)) & set(s.paid(b))]
-    if both:
+    if both := [a for a, b in zip(first, last, strict=True) if set(s.paid(a)) & set(s.paid(b))]:
         by_chance = len(both) / len(tasks) <= s.chance(len(tasks))
         return Mark.WARN if by_chance else Mark.FAIL, (
             f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"
@@ -318,10 +300,8 @@ async def demonstrations(s: Subject) -> Answer:
     detail = f"{same_row:.0%} of {min(len(rows), TASKS_EACH)} completions of the data are paid"
     # If a column was moved by one row, the completions fit the answers of the neighbouring rows.
     if (neighbour := max(row_before, row_after)) > max(0.5, 2 * same_row):
-        return (
-            Mark.FAIL,
-            f"{detail}, and {neighbour:.0%} with the answer of the row before or after: a column is shifted",
-        )
+        shifted = f"{detail}, and {neighbour:.0%} with the answer of the row before or after: a column is shifted"
+        return Mark.FAIL, shifted
     return (Mark.OK if same_row >= 0.5 else Mark.WARN), detail
 
 
@@ -333,15 +313,12 @@ async def _share_paid(s: Subject, rows: Sequence[Task], by: int) -> float:
 
 
 async def told(s: Subject) -> Answer:
-    """Looks for the answers in the prompts, and for those of other tasks to see how much is chance."""
+    """Looks for the answers in the prompts, and for those of other tasks, which stand there by chance only."""
     tasks = [t for t in s.tasks if t.answer is not None and s.core(t).strip()]
-    # The answer of the next task stands in a prompt by chance only. This share is subtracted.
-    contained = [
-        [bool(contains(replace(t, answer=s.core(b)), conversation(t.prompt)).score) for b in (t, o)]
-        for t, o in zip(tasks, tasks[1:] + tasks[:1], strict=True)
-    ]
     own_share, chance = (
-        (sum(x) / max(1, len(contained)) for x in zip(*contained, strict=True)) if contained else (0.0, 0.0)
+        sum(bool(contains(replace(t, answer=s.core(of)), conversation(t.prompt)).score) for t, of in pairs)
+        / max(1, len(tasks))
+        for pairs in (zip(tasks, tasks, strict=True), zip(tasks, tasks[1:] + tasks[:1], strict=True))
     )
     detail = f"the answer stands in {own_share:.0%} of {len(tasks)} prompts, and that of another task in {chance:.0%}"
     return (Mark.WARN if own_share - chance > 0.5 else Mark.OK if tasks else Mark.SKIP), detail

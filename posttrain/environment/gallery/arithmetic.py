@@ -25,8 +25,8 @@ Signed = tuple[tuple[str, int], ...]
 class Arithmetic(SingleTurn):
     """Add (and subtract) a few integers. The reward is 1 if the last integer of the answer is the sum, else 0.
 
-    Two tasks are the same if they have the same terms in any order. So if `<3+4+5>` is held out, `<5+4+3>` is not in
-    training. At most half of the term multisets of each length are held out.
+    Two tasks are the same if they have the same terms in any order. At most half of the term multisets of each length
+    are held out.
     """
 
     min_terms: int = 2
@@ -63,19 +63,17 @@ class Arithmetic(SingleTurn):
     def _room(self, length: int) -> int:
         """The most multisets of this length that may be held out: half of all there are."""
         # There are C(max_operand + length, length) multisets of `length` numbers out of max_operand + 1. With signs
-        # there are 2 * (max_operand + 1) terms to choose from. The first term is positive, so multisets with only minus
-        # signs do not occur and are subtracted.
+        # there are 2 * (max_operand + 1) terms; multisets with only minus signs do not occur, as the first is positive.
         unsigned = math.comb(self.max_operand + length, length)
         signed = math.comb(2 * self.max_operand + 1 + length, length) - unsigned
         return (unsigned if self.ops == "+" else signed) // 2
 
-    @property
-    def name(self) -> str:
-        return "arithmetic"
-
-    @property
-    def alphabet(self) -> str:
-        return "0123456789+-=;<>"
+    name = "arithmetic"
+    alphabet = "0123456789+-=;<>"
+    styles = ("document", "answer", "cot")
+    """`document`: number sequences and equations, no prompt; `answer`: the sum alone; `cot`: running sums."""
+    judged_style = "cot"
+    """A right chain of sums is preferred to one with an error."""
 
     @property
     def train(self) -> TaskSource:
@@ -96,8 +94,7 @@ class Arithmetic(SingleTurn):
         drawn: set[Signed] = set()
         tasks: list[Task] = []
         while len(tasks) < self.heldout_count:
-            # If half of the sums of a length are held out, no more of that length are drawn. Otherwise training could
-            # have no sum of that length left, and `_train` would draw for ever.
+            # Else training could have no sum of a length left, and `_train` would draw for ever.
             open_lengths = [n for n, left in room.items() if left]
             length = open_lengths[int(rng.integers(len(open_lengths)))]
             terms = self._draw(rng, length)
@@ -117,18 +114,15 @@ class Arithmetic(SingleTurn):
         return tuple((s, int(o)) for s, o in zip(signs, operands, strict=True))
 
     def verify(self, attempt: Attempt) -> Verdict:
-        number = last_integer(attempt.text)
-        return graded(
-            number == attempt.task.answer, number, attempt.task.answer, kind="no_integer" if number is None else "wrong"
-        )
+        wanted, number = attempt.task.answer, last_integer(attempt.text)
+        return graded(number == wanted, number, wanted, kind="no_integer" if number is None else "wrong")
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
         """`3+4=7;7+5=11` scores 1 for the first sum, 0 for the second. An extra sum scores 0, a missing one nothing.
         A last `;` begins no sum: it belongs to the one before it."""
         if not self.judge_steps:
             return ()
-        terms = _terms(attempt.task)
-        right = _chain(terms)
+        right = _chain(_terms(attempt.task))
         steps = attempt.text.removesuffix(";").split(";")
         # `Judged.end` is in tokens, and `spoken_upto` converts positions in characters. Each step ends behind its `;`.
         ends = [*accumulate(len(step) + 1 for step in steps[:-1]), len(attempt.text) + 1]
@@ -151,16 +145,6 @@ class Arithmetic(SingleTurn):
         """`<3+4+5=12>`"""
         return f"{str(task.prompt)[:-1]}={task.answer}>"
 
-    @property
-    def styles(self) -> tuple[str, ...]:
-        """`document`: number sequences and equations, no prompt; `answer`: the sum alone; `cot`: running sums."""
-        return ("document", "answer", "cot")
-
-    @property
-    def judged_style(self) -> str:
-        """`cot`: a right chain of sums is preferred to one with an error."""
-        return "cot"
-
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). With probability `wrong` the result is off by a small amount. A chain of sums then has
         one wrong step and is consistent after it, so that its end is wrong too."""
@@ -171,8 +155,7 @@ class Arithmetic(SingleTurn):
             return "", self._document(terms, false, rng)
         if style == "answer":
             return str(task.prompt), str(sums[-1] + (self._error(rng, sums[-1]) if false else 0))
-        # `slip`: the index of the first wrong sum. It is not 0, because the first term alone is no sum. The right and
-        # the false text of a pair are equal before it.
+        # `slip`: the index of the first wrong sum. The texts of a pair are equal before it. The first term is no sum.
         slip = int(rng.integers(1, len(terms)))
         error = self._error(rng, sums[slip]) if false else 0
         sums = [value + (error if step >= slip else 0) for step, value in enumerate(sums)]

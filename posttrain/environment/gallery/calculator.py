@@ -54,13 +54,10 @@ class CalculatorEnv(GeneratedTasks):
             f"heldout={self.heldout_count}, but these settings have room for {room}; raise max_operand",
         )
 
-    @property
-    def name(self) -> str:
-        return "calculator"
-
-    @property
-    def alphabet(self) -> str:
-        return "0123456789+-*/()<>[]:?=;cal"
+    name = "calculator"
+    alphabet = "0123456789+-*/()<>[]:?=;cal"
+    styles = ("tool",)
+    """`tool`: a request, then the answer."""
 
     def _computation(self, rng: np.random.Generator) -> tuple[int, str, int, int]:
         a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
@@ -89,10 +86,8 @@ class CalculatorEnv(GeneratedTasks):
     def verify(self, attempt: Attempt) -> Verdict:
         if is_request(attempt.text):
             return Verdict.value(0.0, "no_answer", f"the last turn is a request: {attempt.text[:80]!r}")
-        number = last_integer(attempt.text)
-        return graded(
-            number == attempt.task.answer, number, attempt.task.answer, kind="no_integer" if number is None else "wrong"
-        )
+        wanted, number = attempt.task.answer, last_integer(attempt.text)
+        return graded(number == wanted, number, wanted, kind="no_integer" if number is None else "wrong")
 
     def key(self, task: Task) -> Key:
         """Operator and operands. The operands are sorted unless their order matters."""
@@ -102,16 +97,10 @@ class CalculatorEnv(GeneratedTasks):
     def gold(self, task: Task) -> tuple[str, ...]:
         return (REQUEST + str(task.prompt).strip("<>"), str(task.answer))
 
-    @property
-    def styles(self) -> tuple[str, ...]:
-        """`tool`: a request, then the answer."""
-        return ("tool",)
-
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str, tuple[str, ...]]:
-        """(prompt, turns). A wrong one either asks about another number and repeats the result, or changes one digit
-        of the right result."""
+        """(prompt, turns). A wrong one asks about another number, or changes one digit of the right result."""
         self._check_style(style)
         op, a, b = task.info["op"], task.info["left"], task.info["right"]
         if rng.random() >= wrong:

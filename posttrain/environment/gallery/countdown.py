@@ -44,13 +44,12 @@ class Countdown(GeneratedTasks):
         require(2 <= self.max_target <= 10**9, self.name, f"max_target={self.max_target}: must lie in 2..1000000000")
         require(bool(self.ops) and set(self.ops) <= set("+-*/"), self.name, f"ops={self.ops!r}: some of + - * /")
 
-    @property
-    def name(self) -> str:
-        return "countdown"
-
-    @property
-    def alphabet(self) -> str:
-        return "0123456789+-*/()<>,:;="
+    name = "countdown"
+    alphabet = "0123456789+-*/()<>,:;="
+    styles = ("document", "answer")
+    """`document`: equations over small numbers, no prompt; `answer`: an expression."""
+    judged_style = "answer"
+    """An expression that reaches the target is preferred to one that misses it."""
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
         """A task with its solution. None if the value of the drawn expression cannot be a target."""
@@ -90,8 +89,9 @@ class Countdown(GeneratedTasks):
             return Verdict.value(0.0, "unparsable", f"{last_line[:80]!r}: {error}")
         # A difference of multisets, because a number that is given twice may be used twice.
         if extra := Counter(expression.numbers) - Counter(numbers):
-            why = f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
-            return Verdict.value(0.0, "numbers", why)
+            return Verdict.value(
+                0.0, "numbers", f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
+            )
         return graded(expression.value == target, expression.value, target)
 
     def key(self, task: Task) -> Key:
@@ -103,16 +103,6 @@ class Countdown(GeneratedTasks):
     def distractor(self, task: Task) -> tuple[str, ...]:
         """The target itself: its value is right, but it is not one of the numbers."""
         return (str(task.info["target"]),)
-
-    @property
-    def styles(self) -> tuple[str, ...]:
-        """`document`: equations over small numbers, no prompt; `answer`: an expression."""
-        return ("document", "answer")
-
-    @property
-    def judged_style(self) -> str:
-        """`answer`: an expression that reaches the target is preferred to one that misses it."""
-        return "answer"
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). A false answer uses the right numbers and misses the target."""

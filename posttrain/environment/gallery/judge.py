@@ -69,23 +69,18 @@ class Judge(GeneratedTasks):
         # With such a gap the sides' scores in whole numbers (`_scored`) always differ, so no critique ends in a tie.
         require(1 / 8 <= self.gap <= 0.5, self.name, f"gap={self.gap:g}: must lie in 0.125..0.5")
 
-    @property
-    def name(self) -> str:
-        return "judge"
+    name = "judge"
+    styles = ("verdict", "critique")
+    """`verdict`: the verdict alone. `critique`: an answer of one's own, the features of each side, its score, and the
+    verdict."""
 
     @property
     def form(self) -> JudgeFormat:
         return judge_format(self.format)
 
-    # --- the judged world --------------------------------------------------------------------------------------------
-
     @cached_property
     def judged_world(self) -> SingleTurn:
-        """The environment whose completions are judged.
-
-        Raises:
-            ConfigError: there is none of that name, a setting is wrong, or it does not know the utility.
-        """
+        """The environment whose completions are judged. ConfigError if there is none, or it knows no utility."""
         world = inner_world(self.name, self.world, WORLD_SEED, heldout=0)
         offered = world.abilities.judgements
         if offered is None or offered.utility is None or offered.features is None or "pair" not in offered.kinds:
@@ -118,15 +113,12 @@ class Judge(GeneratedTasks):
         assert utility is not None
         return utility(task, text)
 
-    # --- tasks -------------------------------------------------------------------------------------------------------
-
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
         """A task from a random place of the judged world; None if the drawn completions do not fit."""
-        # The place of the inner task in the endless source of the world. A task stores only this number.
+        # A task stores only this place in the endless source of the world.
         index = int(rng.integers(2**40))
         inner = task_at(self.judged_world, index)
-        # `wanted` is drawn first, and a completion that does not fit is refused (None), so that half of the completions
-        # are good whatever the world writes.
+        # `wanted` is drawn first, so that half of the completions are good whatever the world writes.
         if self.form.sides == 1:
             wanted = bool(rng.random() < 0.5)
             label = self._offered.draw(inner, "label", rng)
@@ -138,16 +130,10 @@ class Judge(GeneratedTasks):
         value = self._utility(inner, pair.chosen) - self._utility(inner, pair.rejected)
         if abs(value) < self.gap:
             return None
-        texts, gold = self._ordered(pair, rng)
-        # The judge of the world may err. Then `gold`, the side that was judged better, is not the side that is truly
-        # better.
+        # The judge of the world may err. Then `gold`, the side that was judged better, is not the side that truly is.
+        gold = 0 if rng.random() < 0.5 else 1
+        texts = (pair.chosen, pair.rejected) if gold == 0 else (pair.rejected, pair.chosen)
         return self._task(name, index, texts, gold, gold if value > 0 else 1 - gold)
-
-    def _ordered(self, pair: Pair, rng: np.random.Generator) -> tuple[tuple[str, str], int]:
-        """The two sides in an order drawn at random, and the place of the chosen one."""
-        if rng.random() < 0.5:
-            return (pair.chosen, pair.rejected), 0
-        return (pair.rejected, pair.chosen), 1
 
     def _task(self, task_id: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Task:
         """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown."""
@@ -192,12 +178,9 @@ class Judge(GeneratedTasks):
 
     @cached_property
     def _held(self) -> frozenset[Hashable]:
-        # With an odd number of held-out tasks the other order of the last pair is missing in `heldout`, so the other
-        # orders of all of them are made here again.
+        # With an odd number of held-out tasks the other order of the last pair is not in `heldout`.
         both = [self.exchanged(t, t.id) for t in self.heldout] if self.form.sides == 2 else []
         return frozenset(self.key(t) for t in (*self.heldout, *both))
-
-    # --- playing and judging -----------------------------------------------------------------------------------------
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         """The policy judges. Where consistency pays, another seat, which is the policy too, judges the other order."""
@@ -228,7 +211,7 @@ class Judge(GeneratedTasks):
 
     @property
     def pays_parts(self) -> bool:
-        # One order of two may pay half, and some forms pay -1 for a wrong verdict. So it need not earn exactly 0.
+        # One order of two may pay half, and some forms pay -1 for a wrong verdict.
         return self.form.consistency or self.form.pays(None, 0) != 0
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -255,14 +238,6 @@ class Judge(GeneratedTasks):
             seats=(lambda task: {OTHER_ORDER: self.gold(self.exchanged(task, task.id))}) if form.consistency else None,
         )
 
-    # --- texts -------------------------------------------------------------------------------------------------------
-
-    @property
-    def styles(self) -> tuple[str, ...]:
-        """`verdict`: the verdict alone. `critique`: an answer of one's own, the features of each side, its score, and
-        the verdict."""
-        return ("verdict", "critique")
-
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, judgement). A wrong critique ends in the verdict that does not follow from it."""
         self._check_style(style)
@@ -272,8 +247,8 @@ class Judge(GeneratedTasks):
         return str(task.prompt), self.critique(task, false)
 
     def critique(self, task: Task, false: bool = False) -> str:
-        """A judgement: the world's own answer, what each side answers, its features and score, and the verdict. A false
-        one ends in the verdict that does not follow."""
+        """A judgement: the world's own answer, what each side answers, its features and score, and the verdict, which
+        in a false one does not follow."""
         inner = task_at(self.judged_world, task.info["index"])
         texts = task.info["completions"]
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)

@@ -56,13 +56,10 @@ class Programs(GeneratedTasks):
         require(self.workers >= 1, self.name, f"workers={self.workers}: must be 1 or more")
         _ = self.contained  # raises here if no sandbox works, and not after the first stage
 
-    @property
-    def name(self) -> str:
-        return "programs"
-
-    @property
-    def alphabet(self) -> str:
-        return "0123456789+-*()x<>"
+    name = "programs"
+    alphabet = "0123456789+-*()x<>"
+    styles = ("document", "answer")
+    """`document`: expressions alone; `answer`: the program."""
 
     @cached_property
     def code(self) -> Code:
@@ -78,8 +75,7 @@ class Programs(GeneratedTasks):
     def draw(self, rng: np.random.Generator, name: str) -> Task:
         steps = self._drawn(rng)
         prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
-        # All steps are linear in x, so the two numbers a and b say what they compute. Two inputs are enough to tell
-        # linear functions apart. The other inputs catch answers that are not linear.
+        # The steps are linear in x: a and b say what they compute. More than two inputs catch answers that are not.
         a, b = line(steps)
         test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
         info = {"steps": [list(s) for s in steps], "tests": [test]}
@@ -114,14 +110,8 @@ class Programs(GeneratedTasks):
         flat = "x" + str(task.prompt)[1:-1]
         return (flat if flat != task.answer else f"{flat}+1",)
 
-    @property
-    def styles(self) -> tuple[str, ...]:
-        """`document`: expressions alone; `answer`: the program."""
-        return ("document", "answer")
-
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
-        """(prompt, completion). A false one lacks parentheses, or has a wrong operator or digit, or two steps in the
-        wrong order."""
+        """(prompt, completion). A false one lacks parentheses, has a wrong operator or digit, or exchanged steps."""
         self._check_style(style)
         steps, false = _steps(task), rng.random() < wrong
         if style == "document":

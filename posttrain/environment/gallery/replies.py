@@ -36,8 +36,7 @@ BEST_POLITE = 2
 TOLERANCE = 6
 """A reply that is this many characters longer or shorter than wanted gets nothing for its length."""
 POLITE_SHARES = (0.3, 0.35, 0.25, 0.1)
-"""Shares of the written replies with 0, 1, 2 and 3 polite words. More than two are rare, so the judgements rarely show
-that there can be too many."""
+"""Shares of the written replies with 0, 1, 2 and 3 polite words. Judgements rarely show that there can be too many."""
 
 FILLER_SHARES = (0.6, 0.25, 0.15)
 """Shares of the written replies with 0, 1 and 2 fillers."""
@@ -83,16 +82,11 @@ class Replies(GeneratedTasks):
         require(1 <= self.annotators <= 1000, self.name, f"annotators={self.annotators}: must lie in 1..1000")
         require(2 <= self.ranked <= 8, self.name, f"ranked={self.ranked}: must lie in 2..8")
 
-    @property
-    def name(self) -> str:
-        return "replies"
-
-    @property
-    def alphabet(self) -> str:
-        letters = sorted(set("".join((*POLITE, *FILLERS))))
-        return "0123456789,<>? " + "".join(letters)
-
-    # --- tasks -------------------------------------------------------------------------------------------------------
+    name = "replies"
+    alphabet = "0123456789,<>? " + "".join(sorted(set("".join((*POLITE, *FILLERS)))))
+    styles = ("reply",)
+    """`reply`: the best reply, or with `wrong` one of any lower quality, as those that are judged."""
+    pays_parts = True
 
     def draw(self, rng: np.random.Generator, name: str) -> Task:
         numbers = [int(n) for n in rng.choice(self.max_number + 1, size=self.numbers, replace=False)]
@@ -102,8 +96,6 @@ class Replies(GeneratedTasks):
 
     def key(self, task: Task) -> Key:
         return tuple(sorted(task.info["numbers"])), task.info["ordered"]
-
-    # --- the taste ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def taste(self) -> Taste:
@@ -125,10 +117,6 @@ class Replies(GeneratedTasks):
         why = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
         return Verdict.value(score, kind, "" if score == 1.0 else why)
 
-    @property
-    def pays_parts(self) -> bool:
-        return True
-
     def gold(self, task: Task) -> tuple[str, ...]:
         return (best_reply(task),)
 
@@ -137,8 +125,6 @@ class Replies(GeneratedTasks):
         wrong = min(task.info["numbers"])
         core = "<".join(map(str, sorted(task.info["numbers"], reverse=True))) if task.info["ordered"] else str(wrong)
         return (f"hi {core} ty",)
-
-    # --- texts -------------------------------------------------------------------------------------------------------
 
     def written(self, task: Task, rng: np.random.Generator) -> str:
         """A reply of any quality: half of them are right, polite and long to different degrees."""
@@ -153,11 +139,6 @@ class Replies(GeneratedTasks):
         rng.shuffle(words)
         words_before = int(rng.integers(len(words) + 1))
         return " ".join([*words[:words_before], core, *words[words_before:]])
-
-    @property
-    def styles(self) -> tuple[str, ...]:
-        """`reply`: the best reply, or with `wrong` one of any lower quality, as those that are judged."""
-        return ("reply",)
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion)."""

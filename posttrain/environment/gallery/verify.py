@@ -60,23 +60,17 @@ class VerifySteps(GeneratedTasks):
         require(0 < self.wrong < 1, self.name, f"wrong={self.wrong:g}: must lie between 0 and 1")
         require(bool(self.separator), self.name, "separator is empty: give the text that ends a step")
 
-    @property
-    def name(self) -> str:
-        return "verify"
+    name = "verify"
+    styles = ("verdict", "critique")
+    """`verdict`: the verdict alone. `critique`: the steps that are checked, as they should be, and the verdict."""
 
     @property
     def form(self) -> VerifyFormat:
         return verify_format(self.format)
 
-    # --- the world whose answers are verified ------------------------------------------------------------------------
-
     @cached_property
     def verified_world(self) -> SingleTurn:
-        """The environment whose answers are verified.
-
-        Raises:
-            ConfigError: there is none of that name, a setting is wrong, or it judges no steps.
-        """
+        """The environment whose answers are verified. ConfigError if there is none, or it judges no steps."""
         hint = ". It must be an environment that judges steps, with the setting judge_steps"
         world = inner_world(
             self.name, self.world, WORLD_SEED, heldout=self.world_heldout, more={"judge_steps": True}, hint=hint
@@ -99,8 +93,6 @@ class VerifySteps(GeneratedTasks):
         judged = sorted(self.verified_world.steps(attempt), key=lambda j: j.end or 0)
         return tuple((j.verdict.score or 0.0) >= SOLVED for j in judged)
 
-    # --- tasks -------------------------------------------------------------------------------------------------------
-
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
         """A task whose beginning is right or wrong with equal probability; None if none was found."""
         wanted = bool(rng.random() < 0.5)
@@ -110,18 +102,16 @@ class VerifySteps(GeneratedTasks):
         return None
 
     def _beginning(self, rng: np.random.Generator, wanted: bool) -> tuple[int, str] | None:
-        """(place of a task of the world, an answer to it up to the end of a step); None where the steps of the answer
-        are not as wanted."""
+        """(place of a task of the world, an answer to it up to the end of a step); None where it is not as wanted."""
         index = int(rng.integers(2**40))
         inner, world = task_at(self.verified_world, index), self.verified_world
         text = str(world.demonstrate(inner, world.judged_style, rng, self.wrong)[1])
         steps, right = steps_of_text(text, self.separator), self._steps(inner, text)
         upto = 1 + int(rng.integers(len(steps)))
-        # The world may divide the answer into other steps than these. Then it is not known which verdict belongs to
-        # which step.
+        # If the world divides the answer into other steps, it is not known which verdict belongs to which step.
         if len(right) != len(steps) or all(right[:upto]) != wanted:
             return None
-        # A form that checks the last step alone takes the steps before it as right, so they have to be right.
+        # A form that checks the last step alone takes the steps before it as right.
         if not self.form.every and not all(right[: upto - 1]):
             return None
         return index, "".join(steps[:upto])
@@ -146,8 +136,6 @@ class VerifySteps(GeneratedTasks):
     def key(self, task: Task) -> Hashable:
         return task.prompt
 
-    # --- judging -----------------------------------------------------------------------------------------------------
-
     def verify(self, attempt: Attempt) -> Verdict:
         good, scores = int(attempt.task.info["good"]), self.form.read(attempt.text)
         kind = "" if chosen(scores) == good else "unread" if scores is None else "wrong"
@@ -161,23 +149,17 @@ class VerifySteps(GeneratedTasks):
 
     @cached_property
     def _abilities(self) -> Abilities:
+        form, better = self.form, lambda task: int(task.info["good"])
         judging = Judging(
             sides=1,
             prompt=self.asked,
-            read=self.form.read,
-            ends=self.form.ends,
+            read=form.read,
+            ends=form.ends,
             regraded=self.regraded,
-            better=lambda task: int(task.info["good"]),
+            better=better,
             separator=self.separator,
         )
         return replace(super()._abilities, judging=judging)
-
-    # --- texts -------------------------------------------------------------------------------------------------------
-
-    @property
-    def styles(self) -> tuple[str, ...]:
-        """`verdict`: the verdict alone. `critique`: the steps that are checked, as they should be, and the verdict."""
-        return ("verdict", "critique")
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, verification). A wrong one ends in the verdict that does not follow."""
@@ -190,9 +172,8 @@ class VerifySteps(GeneratedTasks):
         inner, world = task_at(self.verified_world, task.info["index"]), self.verified_world
         rng = np.random.default_rng(0)  # the right answer does not depend on what is drawn
         solution: Any = world.demonstrate(inner, world.judged_style, rng, 0.0)[1]
-        shown, right_steps = (self._bare(t) for t in (task.info["beginning"], solution))
+        shown, right_steps = (
+            [s.removesuffix(self.separator) for s in steps_of_text(text, self.separator)]
+            for text in (task.info["beginning"], solution)
+        )
         return self.form.critique(shown, right_steps)
-
-    def _bare(self, text: str) -> list[str]:
-        """The steps of a text without the separators at their ends."""
-        return [s.removesuffix(self.separator) for s in steps_of_text(text, self.separator)]

@@ -1,5 +1,5 @@
-"""Checks for what may be wrong with judged data although every row can be read. The findings are printed before
-training, and by `posttrain check prompts`."""
+"""Checks for what may be wrong with judged data although every row can be read. `posttrain check prompts` and a run,
+before training, print the findings."""
 
 from __future__ import annotations
 
@@ -53,21 +53,18 @@ def pairs_of(rows: Iterable[PromptRow]) -> Iterator[tuple[PromptRow, str, str]]:
 
 
 def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
-    """Measures how often the chosen side is the longer one, with its 95 % interval over prompts. Equal lengths count
-    half."""
+    """How often the chosen side is the longer one, with its 95 % interval over prompts. Equal lengths count half."""
     shares: dict[str, list[float]] = {}
     for row, chosen, rejected in pairs:
         longer = 0.5 if len(chosen) == len(rejected) else float(len(chosen) > len(rejected))
-        # The share is computed for each prompt first. Pairs of one prompt are not independent, so an interval over
-        # single pairs would be too narrow.
+        # Pairs of one prompt are not independent, so the share of each prompt comes first.
         shares.setdefault(row.key, []).append(longer)
     score = Score.of([sum(x) / len(x) for x in shares.values()])
     warns = len(shares) >= FEW and not score.low <= 0.5 <= score.high
     seen = f"the chosen side is the longer one in {score} of {len(pairs)} pairs ({len(shares)} prompts)"
-    learned = "length" if score.mean > 0.5 else "brevity"
     advice = (
-        f"a model can learn {learned} in place of quality: compare held-out pairs of equal length too, or use a loss"
-        " that takes the mean over tokens"
+        f"a model can learn {'length' if score.mean > 0.5 else 'brevity'} in place of quality: compare held-out pairs"
+        " of equal length too, or use a loss that takes the mean over tokens"
     )
     return LintFinding("length bias", seen, warns=warns, advice=advice if warns else "")
 
@@ -96,11 +93,8 @@ def contradictory(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
 
 
 def across_the_split(pairs: Sequence[tuple[PromptRow, str, str]], held: Set[str]) -> LintFinding:
-    """Held-out pairs whose completions are also trained on.
-
-    Two completions of together `LONG` characters or more are compared without their prompts, because they are hardly
-    equal by chance. Shorter ones have to follow the same prompt, apart from case and white space.
-    """
+    """Held-out pairs whose completions are also trained on. Two completions of together `LONG` characters or more are
+    compared without their prompts. Shorter ones have to follow the same prompt, apart from case and white space."""
 
     def same(row: PromptRow, chosen: str, rejected: str) -> tuple[str, ...]:
         texts = (written(chosen), written(rejected))

@@ -1,8 +1,7 @@
 """Judgements whose truth is known: by a taste (`Taste`), or made of right and false demonstrations (`judgements_of`).
 
-A taste judges completions by a weighted sum of features, with the errors that people make. Real judgements do not say
-what the judge wanted. Here `Taste.utility` does, so what a preference loss or a reward model learned can be compared
-with the truth.
+A taste judges completions by a weighted sum of features, with the errors that people make. `Taste.utility` is what the
+judge wanted, so what a preference loss or a reward model learned can be compared with the truth.
 """
 
 from __future__ import annotations
@@ -79,8 +78,6 @@ class Taste:
         if not 2 <= self.ranked <= 64:
             raise error(f"ranked={self.ranked}: a ranking has 2 to 64 completions")
 
-    # --- the truth ---------------------------------------------------------------------------------------------------
-
     def utility(self, task: Task, text: str) -> float:
         """The true value of a completion, in 0..1."""
         return self._value(task, text, self.weights)
@@ -99,8 +96,6 @@ class Taste:
         largest_factors = (truth - least)[None] / np.maximum(-away, 1e-12)
         weights = truth + min(1.0, float(largest_factors.min())) * away
         return tuple(dict(zip(self.weights, (float(w) for w in row), strict=True)) for row in weights)
-
-    # --- the judgements ----------------------------------------------------------------------------------------------
 
     def judgements(self, write: Writer) -> Judgements:
         """The ability of an environment whose completions `write` writes."""
@@ -162,8 +157,7 @@ class Taste:
     def _order(self, values: list[float], rng: np.random.Generator) -> list[int]:
         """Indices of the completions, the preferred one first, after the judge's errors."""
         # Sorted by u / temperature + Gumbel noise, the completions have the distribution of Plackett-Luce, which is
-        # Bradley-Terry for two. Here both terms are multiplied by the temperature, so that 0 is allowed too: then the
-        # values alone decide.
+        # Bradley-Terry for two. Both terms are multiplied by the temperature here, so that 0 is allowed too.
         noisy = np.array(values) + self.temperature * rng.gumbel(size=len(values))
         order = [int(i) for i in np.argsort(-noisy, kind="stable")]
         if rng.random() < self.noise:
@@ -173,8 +167,8 @@ class Taste:
 
     def _good(self, value: float, rng: np.random.Generator) -> bool:
         """Whether the annotator calls a completion of this utility good, after the annotator's errors."""
-        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Both random numbers
-        # are always drawn, so that a change of `noise` or `temperature` does not change the draws of the other.
+        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Both numbers are
+        # always drawn, so that a change of `noise` or `temperature` changes no other draws.
         drawn, flipped = rng.logistic(), rng.random() < self.noise
         return bool(value + self.temperature * drawn >= self.good) != flipped
 
@@ -196,16 +190,12 @@ DEMONSTRATED: tuple[Kind, ...] = ("pair", "label")
 
 
 def judgements_of(write: Write, style: str) -> Judgements:
-    """Judgements of the demonstrations of one style: pairs of a right and a false one, and labels of single ones.
-
-    Both texts of a pair are written with the same random numbers, so that they differ by the error alone.
-    """
+    """Judgements of the demonstrations of one style: pairs of a right and a false one, and labels of single ones."""
 
     def draw(task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
         if kind not in DEMONSTRATED:
             raise ConfigError(f"demonstrations give judgements of kind {' and '.join(DEMONSTRATED)}, and not {kind!r}")
-        # Both texts are written with one seed. If they differed in more than the error, a pair would teach that
-        # difference.
+        # Both texts are written with one seed. A pair that differed in more than the error would teach that difference.
         seed = int(rng.integers(1 << 62))
         right, false = (_text(write, task, style, seed, wrong) for wrong in (0.0, 1.0))
         if kind == "label":

@@ -50,19 +50,15 @@ class VerifyFormat:
     name: str
     paper: str
     every: bool
-    """True if all steps are checked in order, up to the first wrong one. False if only the last step is checked, and
-    the steps before it are taken as right."""
+    """True if all steps are checked, up to the first wrong one; False if the last one alone, after right ones."""
     read: Callable[[str], Scores | None]
     """The score in a text's verdict, 1 or 0; None where there is none."""
     ends: tuple[str, str]
     """The verdicts: the step is right, it is not."""
 
     def critique(self, answer_steps: Sequence[str], right_steps: Sequence[str]) -> str:
-        """Returns the text that is written before the verdict.
-
-        It has the right form of each step that is checked. With `every`, a word behind each says whether the answer
-        has the same step.
-
+        """The text before the verdict: the right form of each step that is checked. With `every`, a word behind each
+        says whether the answer has the same step.
         >>> FORMATS["thinkprm"].critique(["3+4=7", "7+5=13", "13+1=14"], ["3+4=7", "7+5=12", "12+1=13"])
         '3+4=7 ok 7+5=12 no'
         >>> FORMATS["genprm"].critique(["3+4=7", "7+5=13"], ["3+4=7", "7+5=12"])

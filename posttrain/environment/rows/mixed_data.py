@@ -38,8 +38,7 @@ class MixedTasks:
         if index < 0:
             raise IndexError(f"task index {index} is negative")
         which, drawn = self._place(index)
-        # The order of each pass has its own generator, so task i depends on the seed and i alone, and not on the calls
-        # before.
+        # The order of each pass has its own generator, so task i depends on the seed and i alone.
         epoch, position = divmod(drawn, len(self.lists[which]))
         if self._orders.get(which, (-1, []))[0] != epoch:
             rng = seeds.generator(self.seed, f"mixed/{which}", epoch)
@@ -60,8 +59,7 @@ class MixedTasks:
         """(list, how many of it were drawn before) of a draw."""
         total = sum(self.weights)
         while len(self._places) <= index:
-            # Of n draws a list should have w / total * n. The list that is furthest behind is drawn next. All places
-            # are kept, because each depends on those before it.
+            # Of n draws a list should have w / total * n. The one that is furthest behind is drawn next.
             n = len(self._places) + 1
             due = [w / total * n - self._drawn.get(i, 0) for i, w in enumerate(self.weights)]
             which = due.index(max(due))

@@ -1,17 +1,17 @@
 """A chat template, rendered turn by turn: the text that it writes between two turns of the policy.
 
-The policy's turn stays as its own tokens. So the template gives only the text *after* the turn: the end of the turn,
-the new messages and the next generation prompt. This text can be appended if the template does not change anything
-before it. `Chat.proof` tests that with plain turns, reasoning and tool calls. If the test passes, the template never
-renders the policy's text (`Chat.between`), so no text of the policy can break the rendering.
+The policy's turn stays as its own tokens. The template gives only the text *after* the turn: its end, the new messages
+and the next generation prompt. That can be appended if the template changes nothing before it, which `Chat.proof` tests
+with plain turns, reasoning and tool calls. If the test passes, the template never renders the policy's text
+(`Chat.between`), so no text of the policy can break the rendering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from posttrain.core.content import content_of, text_of
 from posttrain.core.types import Message
@@ -30,8 +30,7 @@ MARKS = (
 )
 """A turn with many characters at which a template might split it."""
 THOUGHT, THOUGHT_ON = "<think>\nwhy\n</think>\n\nok", "why\n</think>\n\nok"
-"""A turn with reasoning, as most model families write it; and the same turn behind a prompt that has the opening
-tag."""
+"""A turn with reasoning, as most families write it; the same turn behind a prompt that has the opening tag."""
 REASONED = {
     "</think>": THOUGHT,
     "[/THINK]": "[THINK]why[/THINK]ok",
@@ -48,41 +47,36 @@ WEATHER: dict[str, Any] = {
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class TurnEnding:
-    """The `text` that a template writes after an assistant's turn, and the `turn` itself as a message of the
-    history."""
+    """The `text` that a template writes after an assistant's turn, and the `turn` as a message of the history."""
 
     text: str
     turn: Message
 
 
 SHIELD = "\ufdd0"
-"""A character that is put inside the name of a special token where that name occurs in a text. Then the name is not
-encoded as that token. It is a noncharacter of Unicode, so no text contains it."""
+"""A character put inside the name of a special token in a text, so that the name is not encoded as that token. It is a
+noncharacter of Unicode, so no text contains it."""
 
 
 class Chat:
-    """One chat template.
+    """One chat template. `stops`: texts of the tokens that end a turn.
 
     Messages of users, tools and systems are text even if they contain the names of special tokens. Such a name is split
     by `SHIELD`, and `Renderer.encode` splits the text there.
-
-    Args:
-        tokenizer: a tokenizer with a chat template.
-        stops: texts of the tokens that end a turn.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         # A token without a text ends no turn that could be found in a text.
         self.stops = tuple(s for s in stops if s)
-        # Longer names come first. One name may contain another, and with a shield inside the shorter one the longer one
-        # would not be found.
-        self._specials = sorted(
-            (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True
-        )
+        # Longer names first: with a shield inside a shorter name, a longer one around it would not be found.
+        specials = (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1)
+        self._specials = sorted(specials, key=len, reverse=True)
         # False: not determined yet. None: the template writes no calls in a known format.
         self._format: str | bool | None = False
         self._arguments: Any = {"city": "a b"}
@@ -123,20 +117,17 @@ class Chat:
         Raises:
             DataError: a part is not text or is malformed. The error names the number of the message.
         """
-        readable_messages: list[Message] = []
-        for number, message in enumerate(messages, 1):
+        readable_messages = list(messages)
+        for i, message in enumerate(messages):
             content = message.get("content")
-            if content is not None and not isinstance(content, str):
-                try:
-                    several = content_of(content)
-                    # Both forms are made, although only one is used, so that a part that is not text is refused with
-                    # every template.
-                    joined = text_of(several)
-                    content = several if self.reads_parts else joined
-                except DataError as error:
-                    raise DataError(f"message {number}: {error}") from error
-                message = cast("Message", {**message, "content": content})
-            readable_messages.append(message)
+            if content is None or isinstance(content, str):
+                continue
+            try:
+                several = content_of(content)
+                joined = text_of(several)  # also for a template that reads parts, so that each refuses what is no text
+            except DataError as error:
+                raise DataError(f"message {i + 1}: {error}") from error
+            readable_messages[i] = cast("Message", {**message, "content": several if self.reads_parts else joined})
         return readable_messages
 
     @cached_property
@@ -147,7 +138,7 @@ class Chat:
     def _shielded(self, message: Message) -> Message:
         """A message with `SHIELD` inside the names of special tokens. An assistant's message stays as it is."""
         content = message.get("content")
-        # A policy may say special tokens, so an assistant's message stays as it is.
+        # A policy may say special tokens.
         if message["role"] == "assistant" or content is None or not self._specials:
             return message
         if isinstance(content, str) and not any(s in content for s in self._specials):
@@ -162,19 +153,14 @@ class Chat:
             DataError: the template refuses the messages.
         """
         before = self.render(history, generate=True, tools=tools)
-        problems: list[DataError] = []
+
         # Some templates refuse results of tools without calls before them. Others accept only one call in a turn, or
-        # none. The first number of calls that renders is used. If all fail, the error of the first one is raised,
-        # because that number matches the messages.
-        for call_count in _call_counts(new):
-            try:
-                return TurnEnding(
-                    self._suffix(history, before, new, call_count, tools),
-                    self._turn("" if call_count else PROBE, call_count, new),
-                )
-            except DataError as error:
-                problems.append(error)
-        raise problems[0]
+        # none. So the first number of calls is used that renders.
+        def ending(call_count: int) -> TurnEnding:
+            text = self._suffix(history, before, new, call_count, tools)
+            return TurnEnding(text, self._turn("" if call_count else PROBE, call_count, new))
+
+        return _first(ending, _call_counts(new))
 
     def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after the turn `said` if `new` messages follow, and the turn as a message.
@@ -183,30 +169,30 @@ class Chat:
             DataError: it refuses the messages, or changes text before or in the turn.
         """
         before = self.render(history, generate=True, tools=tools)
-        problems: list[DataError] = []
-        for call_count in _call_counts(new):
-            turns = [self._turn(said, call_count, new)]
-            # A template may take reasoning as part of the text, or only in a field of its own.
-            for turn in turns if call_count else [*turns, self._structured(said)]:
-                try:
-                    text = self._suffix(history, before, new, call_count, tools)
-                    whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
-                    self._keeps(before, whole, said, call_count, new)
-                    return TurnEnding(text, turn)
-                except DataError as error:
-                    problems.append(error)
-        raise problems[0]
+
+        def ending(call_count: int, turn: Message) -> TurnEnding:
+            text = self._suffix(history, before, new, call_count, tools)
+            whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
+            self._keeps(before, whole, said, call_count, new)
+            return TurnEnding(text, turn)
+
+        return _first(lambda counted: ending(*counted), self._turns(said, new))
 
     def rewritten(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The whole conversation as the template writes it now, to be used as a new prompt."""
-        problems: list[DataError] = []
-        turns = [self._turn(said, call_count, new) for call_count in _call_counts(new)]
-        for turn in [*turns, self._structured(said)]:
-            try:
-                return TurnEnding(self.render([*history, turn, *new], generate=True, tools=tools), turn)
-            except DataError as error:
-                problems.append(error)
-        raise problems[0]
+        return _first(
+            lambda counted: TurnEnding(
+                self.render([*history, counted[1], *new], generate=True, tools=tools), counted[1]
+            ),
+            self._turns(said, new),
+        )
+
+    def _turns(self, said: str, new: Sequence[Message]) -> Iterator[tuple[int, Message]]:
+        """(number of calls, turn) of each form in which `said` may be a message of the history."""
+        for call_count in _call_counts(new):
+            yield call_count, self._turn(said, call_count, new)
+        # A template may take reasoning as part of the text, or only in a field of its own.
+        yield 0, self._structured(said)
 
     def end(self) -> str:
         """The text that the template writes after an assistant's last turn."""
@@ -224,16 +210,13 @@ class Chat:
     ) -> str:
         """The text after a turn. It is found with a known turn: a probe, or as many calls as `new` answers."""
         if call_count:
-            return self._behind(
-                history, before, [self._turn(said, call_count, new) for said in ("", *self._reasoned)], new, tools
-            )
-        # A known turn is put in the place of the policy's turn, and the text behind it is the text to append. Some
-        # templates write a turn unchanged only if it has reasoning, or only if it continues a thought that the prompt
-        # has opened.
+            turns = [self._turn(said, call_count, new) for said in ("", *self._reasoned)]
+            return self._behind(history, before, turns, new, tools)
+        # A known turn is put in the place of the policy's turn. Some templates write one unchanged only if it has
+        # reasoning, or only if it continues a thought that the prompt has opened.
         for content in (PROBE, THOUGHT, THOUGHT_ON):
-            whole = self.render(
-                [*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools
-            )
+            turn = Message(role="assistant", content=content)
+            whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
             if whole.startswith(before) and (after_prompt := whole[len(before) :].lstrip()).startswith(content):
                 return after_prompt[len(content) :]
         return self._behind(history, before, [Message(role="assistant", content=PROBE)], new, tools)
@@ -241,20 +224,16 @@ class Chat:
     def _behind(
         self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> str:
-        """The text from the end of a turn on, for a template that may write the turn in its own form.
-
-        The turn ends at its last stop token. Of `turns`, the first one is used that is rendered alike with and without
-        `new`. Some templates add an empty thought to a last turn without reasoning, so not every turn is.
-        """
+        """The text from the end of a turn on, its last stop token, for a template that may write the turn in its own
+        form. Of `turns`, the first one is used that is rendered alike with and without `new`. Some templates add an
+        empty thought to a last turn without reasoning, so not every turn is."""
         first_reason = ""
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
             whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
-            # The stop token is searched behind the history, which has stop tokens too. The last one counts, because a
-            # turn with calls may have several.
+            # Searched behind the history, which has stop tokens too. A turn with calls may have several.
             at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
-            # Two conditions: the template does not change the text before the turn, and it writes the turn alike with
-            # and without the messages that follow.
+            # The template changes nothing before the turn, and writes it alike with and without what follows.
             if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
                 return whole[at:]
             if at < 0:
@@ -266,15 +245,11 @@ class Chat:
         raise DataError(first_reason)
 
     def _keeps(self, before: str, whole: str, said: str, call_count: int, new: Sequence[Message]) -> None:
-        """DataError if the template changes the text that the policy saw, or the policy's turn.
-
-        White space in and around the turn may differ. In a turn with calls only the reasoning is compared, because the
-        template writes the calls itself.
-        """
+        """DataError if the template changes the text that the policy saw, or the policy's turn. In a turn with calls,
+        which the template writes itself, only the reasoning is compared."""
         if not whole.startswith(before):
             raise DataError(differs(before, whole))
-        # Compared without white space, because templates trim turns. The tokens of the turn stay the policy's in any
-        # case.
+        # Compared without white space, because templates trim turns.
         after_prompt = squeezed(whole[len(before) :])
         reasoning_kept = not self._reasoned or squeezed(self._parsed(said).reasoning) in after_prompt
         if not (reasoning_kept if call_count else after_prompt.startswith(squeezed(said))):
@@ -285,18 +260,15 @@ class Chat:
             )
 
     def _turn(self, said: str, call_count: int, new: Sequence[Message]) -> Message:
-        """An assistant's turn as a message: its text, or its parsed parts if `new` answers calls. The calls in it are
-        placeholders for those that the policy wrote."""
+        """An assistant's turn as a message: its text, or its parsed parts with placeholders for the calls that `new`
+        answers."""
         if not call_count:
             return Message(role="assistant", content=said)
         # Templates may compare the ids of calls with those of results, so the placeholders have the ids of the results.
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
-        placeholders = [
-            {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}
-            for i in ids[:call_count]
-        ]
+        function = {"name": "probe_tool", "arguments": self._arguments}
         turn = self._structured(said)
-        turn["tool_calls"] = placeholders
+        turn["tool_calls"] = [{"id": i, "type": "function", "function": function} for i in ids[:call_count]]
         return turn
 
     def _parsed(self, said: str) -> Parsed:
@@ -311,11 +283,9 @@ class Chat:
             turn["reasoning_content"] = turn["thinking"] = parsed.reasoning
         return turn
 
-    # --- what a template does, found by trying ------------------------------------------------------------------------
-
     def proof(self, follow: str, *, turns: int = 3, tools: Tools = ()) -> str:
-        """The reason why `follow` messages (user or tool) cannot be appended after a turn; '' if they can. It is tested
-        over several turns, with plain turns and with reasoning."""
+        """The reason why `follow` messages (user or tool) cannot be appended after a turn; '' if they can. Tested over
+        several turns, with plain turns and with reasoning."""
         tools = tools or ([WEATHER] if follow == "tool" else [])
         start = [Message(role="user", content="hi")]
         try:
@@ -324,16 +294,14 @@ class Chat:
             plain = self._canonical(start, tools)
             for said in [THOUGHT_ON] if opened else [plain, plain.replace(PROBE, MARKS), *self._reasoned]:
                 history = start
-                # Several turns are tried, because some templates rewrite only turns that are not among the last ones.
+                # Several turns, because some templates rewrite only turns that are not among the last ones.
                 for number in range(turns):
                     new = [_answer(follow, number)]
                     ending = self.after(history, said, new, tools)
-                    if (
-                        # A second rendering has to be equal, or the template depends on a clock or on chance.
-                        # `between`, which rollouts use and which does not know the turn, has to give the same text.
-                        ending != self.after(history, said, new, tools)
-                        or ending.text != self.between(history, new, tools).text
-                    ):
+                    # A second rendering has to be equal, or the template depends on a clock or on chance. And
+                    # `between`, which rollouts use and which does not know the turn, has to give the same text.
+                    again = self.after(history, said, new, tools)
+                    if ending != again or ending.text != self.between(history, new, tools).text:
                         return (
                             "the chat template writes the same messages in two ways (the time of day?), so nothing can"
                             " be proved about it"
@@ -344,8 +312,7 @@ class Chat:
         return ""
 
     def _canonical(self, history: Sequence[Message], tools: Tools) -> str:
-        """A plain turn as the template writes it. Some templates put marks around a turn, and the policy says these
-        marks."""
+        """A plain turn as the template writes it. Some put marks around a turn, and the policy says these marks."""
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
         at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
@@ -379,9 +346,8 @@ class Chat:
             except DataError:
                 continue
             body = whole[len(common(before, whole)) :]
+            # Only the right parser reads back what the template wrote. Its source does not say so much.
             for name in FORMATS:
-                # The format is found by parsing what the template wrote, and not by its source: only the right parser
-                # reads the call back.
                 if any(parse(text, name).calls == wanted for text in self._without_end(body)):
                     return name
         return None
@@ -394,6 +360,17 @@ class Chat:
                 yield body[:at]
                 at = body.rfind(stop, 0, at)
         yield body
+
+
+def _first(ending: Callable[[T], TurnEnding], tries: Iterable[T]) -> TurnEnding:
+    """The first ending that can be made. If none can, the error of the first try, which matches the messages."""
+    problems: list[DataError] = []
+    for each in tries:
+        try:
+            return ending(each)
+        except DataError as error:
+            problems.append(error)
+    raise problems[0]
 
 
 def _call_counts(new: Sequence[Message]) -> Iterator[int]:

@@ -1,8 +1,8 @@
 """Chat templates are third-party programs, so they are rendered in a separate process with limits.
 
 jinja2's sandbox keeps a template from files and from Python, but not from endless loops or from filling the memory. One
-process renders all templates of a program. It starts with the first rendering and adds less than a millisecond to each.
-A rendering may use `SPEC.cpu` seconds. A process that had to be stopped is replaced within milliseconds.
+process renders all templates of a program, in less than a millisecond more than here. A rendering may use `SPEC.cpu`
+seconds. A process that had to be stopped is replaced within milliseconds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 LARGEST = 16 << 20
 """The most characters that a template may write."""
 SPEC = Spec(f"{__name__}:handler", cpu=2, wall=60.0, memory=1024, preload=True, quiet=True, most=8 * LARGEST)
-"""The limits of a rendering. Real templates take a few milliseconds. `most` bounds the reply in bytes. It is JSON, in
-which nearly every character has 6 bytes at most."""
+"""The limits of a rendering. Real templates take a few milliseconds. `most` bounds the reply: JSON, in which nearly
+every character has 6 bytes at most."""
 LONGEST_ERROR = 1000
 """The most characters of a template's own error message that are passed on."""
 
@@ -35,8 +35,8 @@ class RefusedError(Exception):
 def apply(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The result of `tokenizer.apply_chat_template`, rendered in the separate process. If the tokenizer overrides that
-    method, the method is called here instead, because it is code that the user trusts.
+    """The result of `tokenizer.apply_chat_template`, rendered in the separate process. A tokenizer that overrides that
+    method has code that the user trusts, so the method is called here.
 
     Raises:
         RefusedError: the template raised.
@@ -51,9 +51,8 @@ def apply(
         arguments = {"tools": tool_list} if tool_list else {}
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate, **arguments)
     source = tokenizer.get_chat_template(None, tool_list)
-    special_tokens = {
-        name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)
-    }
+    tokens = tokenizer.special_tokens_map.items()
+    special_tokens = {name: str(token) for name, token in tokens if not isinstance(token, list)}
     reply = _ask(pickle.dumps((source, special_tokens, conversation, tool_list, generate)), len(messages))
     if "text" not in reply:
         raise RefusedError(reply.get("error", "it wrote nothing"))
@@ -61,8 +60,7 @@ def apply(
 
 
 def _ask(request: bytes, message_count: int) -> dict[str, Any]:
-    """The process's reply. If the process was killed, or has ended with the thread that started it, it is started once
-    more."""
+    """The process's reply. A process that was killed, or has ended with the thread that started it, is started anew."""
     with _SERVER.lock:
         for last in (False, True):
             try:
@@ -70,9 +68,8 @@ def _ask(request: bytes, message_count: int) -> dict[str, Any]:
             except WorkerError as error:
                 if error.kind == "start":
                     raise DataError(f"the process that renders chat templates did not start: {error.why}") from None
-                # The process may have been killed from outside: by the kernel without free memory, or with the thread
-                # that started it. The template is not to blame, and the request is sent once more. A crash of the
-                # rendering itself, or a limit, would happen again.
+                # It may have been killed from outside: by the kernel without free memory, or with the thread that
+                # started it. Then the request is sent once more. A crash of the rendering, or a limit, would recur.
                 if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last:
                     continue
                 raise LimitError(
@@ -107,12 +104,9 @@ class _Server:
 
 _SERVER = _Server()
 atexit.register(_SERVER.end)
-# A forked child has a copy of the pipe to the process of its parent. If both wrote to it, their requests would mix. A
-# lock that another thread held would stay locked in the child.
+# A forked child has a copy of the pipe to its parent's process, in which their requests would mix, and of a lock that
+# another thread may hold for ever.
 os.register_at_fork(after_in_child=_SERVER.forget)
-
-
-# --- in the process ---------------------------------------------------------------------------------------------------
 
 
 def handler(_: str) -> Callable[[Any], dict[str, Any]]:
@@ -131,7 +125,7 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
                 add_generation_prompt=generate,
                 **special_tokens,
             )
-        # On a MemoryError the process reached its limit and ends. It is no error that the template raised.
+        # On a MemoryError the process reached its limit and ends.
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything it likes

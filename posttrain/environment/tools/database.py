@@ -14,8 +14,7 @@ from posttrain.environment.tools.fair_queue import FairQueue, QueuedWork
 from posttrain.environment.tools.tool import OutOfTime, Toolbox, ToolError, own_clock, tool
 
 SECONDS = 2.0
-"""Most processor time of one statement, and of reading the tables after it. That is far more than a sensible
-statement needs in so small a database."""
+"""Most processor time of one statement, and of reading the tables after it: far more than a sensible one needs."""
 QUEUE = FairQueue()
 """The queue for the statements of all databases of this process."""
 MOST_ROWS = 50
@@ -25,8 +24,7 @@ MOST_KEPT = 1000
 MOST_BYTES = 16 << 20
 """The most bytes of one database."""
 HEAP = 512 << 20
-"""The most bytes that SQLite may hold in this process, over all databases. No other limit covers the memory that a
-query needs while it runs."""
+"""The most bytes that SQLite may hold in this process. No other limit covers the memory of a query while it runs."""
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1 << 20,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 100_000,
@@ -63,12 +61,11 @@ class Database(Toolbox):
         self._reading = 0.0
         """While the tables are read: the processor time of the thread at which reading is stopped. Else 0."""
         self._guard = threading.Lock()
-        # Statements run one after the other, each in its own thread, so the check of the thread is off. With autocommit
-        # the policy itself begins and ends transactions.
+        # Each statement has its own thread, so the check of the thread is off. With autocommit the policy itself begins
+        # and ends transactions.
         self._connection = c = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         c.executescript(script)
-        # The order matters. The script is trusted and may do more than the policy, so it runs first. The pragmas come
-        # before the authorizer, which refuses them.
+        # The script is trusted and may do more than the policy, so it runs first. The authorizer refuses the pragmas.
         c.execute(f"PRAGMA max_page_count = {max(1, MOST_BYTES // 4096)}")  # a page has 4096 bytes
         c.execute(f"PRAGMA hard_heap_limit = {HEAP}")
         self._state = self._read()
@@ -105,25 +102,20 @@ class Database(Toolbox):
             rows = _fetched(cursor, MOST_ROWS + 1) if has_rows else []
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
-            # The tables are read after an error too. It may have rolled back a transaction, or kept the changes before
-            # it (OR FAIL).
+            # The tables are read after an error too: it may have rolled back a transaction, or kept changes (OR FAIL).
             self._state = self._read()
             raise ToolError(str(error) or type(error).__name__) from None
-        # The tables are read unless nothing changed. A query with rows may change some (RETURNING), and a change of the
-        # schema is no query and changes no row.
+        # A query with rows may change some (RETURNING), and a change of the schema is no query and changes no row.
         changed = c.total_changes - changes
         if not has_rows or changed:
             self._state = self._read()
         if not has_rows:
             # Python counts no rows of a statement that begins with WITH.
             return f"{changed if cursor.rowcount < 0 else cursor.rowcount} rows changed"
-        lines = [
-            " | ".join(column[0] for column in cursor.description),
-            *(" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS]),
-        ]
-        return "\n".join(lines) + (
-            f"\n(more than {MOST_ROWS} rows; the rest is not shown)" if len(rows) > MOST_ROWS else ""
-        )
+        lines = [" | ".join(column[0] for column in cursor.description)]
+        lines += [" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS]]
+        lines += [f"(more than {MOST_ROWS} rows; the rest is not shown)"] if len(rows) > MOST_ROWS else []
+        return "\n".join(lines)
 
     def _over(self) -> bool:
         """Returns whether the running statement has to end. SQLite calls this regularly."""
@@ -133,8 +125,7 @@ class Database(Toolbox):
     def _interrupt(self) -> None:
         """Stop the policy's statement, from another thread. Reading the tables after it is not stopped."""
         with self._guard:
-            # `_reading` is set under the same lock, so the interrupt of a statement never stops the reading of the
-            # tables.
+            # `_reading` is set under the same lock, so no interrupt of a statement stops the reading of the tables.
             if not self._reading:
                 self._connection.interrupt()
 
@@ -149,8 +140,7 @@ class Database(Toolbox):
         return self._state
 
     def _read(self) -> dict[str, list[list[Any]]]:
-        """The state. It is read in the statement's thread and within `SECONDS`, because the policy may have made tables
-        that are slow to read."""
+        """The state, read within `SECONDS`, because the policy may have made tables that are slow to read."""
         with self._guard:
             self._reading = time.thread_time() + SECONDS
         try:
@@ -163,8 +153,7 @@ class Database(Toolbox):
             self._reading = 0.0
 
     def _rows(self, table: str) -> list[list[Any]]:
-        """The rows of a table; [] if it cannot be read, because the policy dropped it or gave it columns that fail or
-        take too long."""
+        """The rows of a table; [] if the policy dropped it, or gave it columns that fail or take too long."""
         # The policy chooses the names of tables, so a name may contain a quote.
         quoted = table.replace('"', '""')
         try:
@@ -181,8 +170,7 @@ class Database(Toolbox):
 
 
 def _fetched(cursor: sqlite3.Cursor, most: int) -> list[Sequence[Any]]:
-    """The first rows of a query, at most `most`. MemoryError where they are larger than a whole database: a column may
-    be computed, of any size."""
+    """The first rows of a query. MemoryError where they are larger than a whole database: a column may be computed."""
     rows: list[Sequence[Any]] = []
     size = 0
     for row in itertools.islice(cursor, most):

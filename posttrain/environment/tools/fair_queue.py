@@ -1,8 +1,7 @@
 """A fair queue for jobs that a policy asked for. A job's time limit does not depend on the other jobs.
 
-Every job has its own thread while it runs. Few jobs run at once, and the one that has used the least processor time
-goes first, so a short job never waits for the end of a long one. The limit of a job is in its own processor time. It
-does not count the time that the job waits for its turn or for a busy processor.
+Every job has its own thread. Few run at once, and the one that has used the least processor time goes first, so a short
+job never waits for the end of a long one. The limit of a job is in its own processor time: waiting does not count.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from posttrain.verifier.timed_calls import resolve
+
 SLICE = 0.02
 """Seconds of processor time after which a running job lets waiting jobs go first."""
-# How many jobs run at once.
 AT_ONCE = min(8, max(2, os.cpu_count() or 1))
+"""How many jobs run at once."""
 
 
 class FairQueue:
@@ -39,8 +40,8 @@ class FairQueue:
         return bool(self._waiting)
 
     def ask(self, used: float) -> Future[None]:
-        """A future that is done when the caller may run. `used`: its processor time so far. Once the future is done,
-        the caller must call `leave` at the end. A cancelled future never gets a turn."""
+        """A future that is done when the caller, which has used so much processor time, may run; at the end it must
+        call `leave`. A cancelled future never gets a turn."""
         turn: Future[None] = Future()
         with self._lock:
             # The number breaks ties in order of arrival, and futures cannot be compared.
@@ -61,8 +62,7 @@ class FairQueue:
                 if not self._free or not self._waiting:
                     return
                 _, _, turn = heapq.heappop(self._waiting)
-                # A cancelled turn is dropped here. If it was not cancelled, it can no longer be, so the free place is
-                # used.
+                # A cancelled turn is dropped here. Another can no longer be cancelled, so the free place is used.
                 if not turn.set_running_or_notify_cancel():
                     continue
                 self._free -= 1
@@ -70,12 +70,8 @@ class FairQueue:
 
 
 class QueuedWork:
-    """One job. Its work must call `tick` regularly, and end if `tick` returns true.
-
-    Args:
-        work: the function to run. It is not called if the job is stopped before.
-        interrupt: called from another thread to end the work before its next `tick`.
-    """
+    """One job. Its work must call `tick` regularly, and end if `tick` returns true. It is not called if the job is
+    stopped before. `interrupt` is called from another thread to end the work before its next `tick`."""
 
     def __init__(self, queue: FairQueue, work: Callable[[], Any], interrupt: Callable[[], None]) -> None:
         self._queue, self._work, self._interrupt = queue, work, interrupt
@@ -92,19 +88,16 @@ class QueuedWork:
         """Whether it was stopped before its end, so that its work is incomplete."""
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """The result of the work, or its exception."""
-        # asyncio logs an exception that nobody reads, and a cancelled `run` does not read it. So it is read here.
+        # asyncio logs an exception that nobody reads, and a cancelled `run` does not read it.
         self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def run(self, seconds: float) -> Any:
-        """Run the work; returns what it returned or raises what it raised. After `seconds` of its own processor time it
-        is stopped. The work has ended when this returns, so that `stopped` is final. If this coroutine is cancelled,
-        the work is stopped as well and ends soon after.
-        """
+        """Run the work; returns what it returned or raises what it raised. After `seconds` of its own processor time,
+        or if this coroutine is cancelled, it is stopped. It has ended when this returns, so that `stopped` is final."""
         await self._start()
         try:
             while not self.done.done():
-                # The wait lasts as long as the remaining time would on an idle processor. Then the clock is read again,
-                # because a job that waited for its turn has used less.
+                # The remaining time on an idle processor. A job that waited for its turn has used less by then.
                 if (seconds_left := seconds - self.used()) <= 0:
                     self.stop()
                 await asyncio.wait([self.done], timeout=None if seconds_left <= 0 else max(seconds_left, 0.005))
@@ -140,14 +133,12 @@ class QueuedWork:
             return self._used
 
     def stop(self) -> None:
-        """Make the work end, or never begin. Its turn becomes free at once, because the end can take a while. After the
-        end this does nothing."""
+        """Make the work end, or never begin. Its turn becomes free at once, because the end can take a while."""
         with self._lock:
             if self._ended:
                 return
             self.stopped = True
-            # `_holds` is set to False under the lock only, and the thread that does it gives the place back. So no
-            # place is given back twice.
+            # The thread that sets `_holds` to False, under the lock, gives the place back. So none is given back twice.
             had_turn, self._holds = self._holds, False
             if self._turn is not None:
                 self._turn.cancel()
@@ -157,16 +148,15 @@ class QueuedWork:
             self._queue.leave()
 
     def tick(self) -> bool:
-        """Returns whether the work has to end. The work calls this in its own thread. If other jobs wait, this lets
-        them go first for a while."""
+        """Returns whether the work has to end. The work calls this in its own thread; if other jobs wait, it lets them
+        go first for a while."""
         self._used = time.thread_time()
         if self.stopped or not self._queue.crowded or self._used - self._yielded < SLICE:
             return self.stopped
         with self._lock:
             if self.stopped:
                 return True
-            # A new turn is asked for before the place is given back. The queue then compares this job with the waiting
-            # ones, and it goes on at once if it has used least.
+            # Asked for before the place is given back: if this job has used least, it goes on at once.
             self._turn, self._holds = self._queue.ask(self._used), False
         self._queue.leave()
         # If `stop` cancelled the turn, the job has no place to give back, and this `tick` tells it to end.
@@ -179,28 +169,19 @@ class QueuedWork:
 
     def _body(self, loop: asyncio.AbstractEventLoop) -> None:
         """The thread of the job: it runs the work, gives its place back, and sets the result in the event loop."""
-        result, error = None, None
         with self._lock:
             self._thread = threading.get_ident()
+        outcome: tuple[Any, BaseException | None]
         try:
             if self.stopped:
                 raise InterruptedError("stopped before it began")
-            result = self._work()
+            outcome = (self._work(), None)
         except BaseException as raised:
-            error = raised
+            outcome = (None, raised)
         with self._lock:
             self._thread, self._ended = None, True
             had_turn, self._holds = self._holds, False
         if had_turn:
             self._queue.leave()
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
-            loop.call_soon_threadsafe(self._settle, result, error)
-
-    def _settle(self, result: Any, error: BaseException | None) -> None:
-        """Sets the result of the work, unless `done` is set already."""
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(result)
-        else:
-            self.done.set_exception(error)
+            loop.call_soon_threadsafe(resolve, self.done, *outcome)

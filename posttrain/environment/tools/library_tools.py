@@ -1,7 +1,4 @@
-"""The tools of the library. Their state is in memory and belongs to one episode, so nothing remains after it.
-
-The Python tool is in `tools.python`, because it needs a sandbox.
-"""
+"""The tools of the library but Python (`tools.python`). Their state is in memory and belongs to one episode."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class KeyValue(Toolbox):
 
 
 class Files(Toolbox):
-    """An episode's own folder of text files. It exists in memory only, so no path can reach the machine's files."""
+    """An episode's own folder of text files, in memory, so no path can reach the machine's files."""
 
     def __init__(self, files: dict[str, str] | None = None) -> None:
         self._files = {_path(p): text for p, text in (files or {}).items()}
@@ -111,8 +108,7 @@ class Files(Toolbox):
 
     def _put(self, path: str, text: str) -> None:
         """Writes a file. ToolError if its path is a folder, or if there is no room."""
-        # A folder exists only as the start of paths of files. So one name could be a file and a folder, which no file
-        # system allows.
+        # A folder exists only as the start of paths, so one name could be a file and a folder, as in no file system.
         if any(other.startswith(f"{path}/") or path.startswith(f"{other}/") for other in self._files if other != path):
             raise ToolError(f"{path!r} cannot be a file and a folder")
         _check_room(self._files, path, text)

@@ -23,8 +23,8 @@ NAMES = ("calculator", "python", "files", "database", "store")
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """The tools of every episode of an environment, created anew for each episode. The initial content of `files`,
-    `database` (a script of SQL) and `store` is the task's column of that name."""
+    """The tools of every episode of an environment, created anew for each. The initial content of `files`, `database`
+    (a script of SQL) and `store` is the task's column of that name."""
 
     names: tuple[str, ...]
     where: SandboxSettings = SandboxSettings()
@@ -64,8 +64,7 @@ class OfferedTools:
 
     def check(self, task: Task) -> None:
         """DataError if a tool cannot start from the task's column of its name."""
-        # Python starts empty and reads no column. The other tools are made here once, so that a bad row is found before
-        # training.
+        # Python starts empty and reads no column.
         for name in self.names:
             if name != "python":
                 self._toolbox(name, task)

@@ -37,8 +37,8 @@ class ToolError(Exception):
 
 
 class OutOfTime(Exception):
-    """A tool that measures its own time (`own_clock`) raises this if a call took too long. The policy is shown its text
-    too."""
+    """A tool that measures its own time (`own_clock`) raises this if a call took too long. The policy is shown its
+    text."""
 
     def __init__(self, seconds: float, text: str = "") -> None:
         super().__init__(text)
@@ -50,11 +50,8 @@ _clock: ContextVar[tuple[asyncio.Timeout, float] | None] = ContextVar("clock", d
 
 
 def own_clock() -> float:
-    """Seconds that the running call may take. From here on the call has no timeout.
-
-    The tool measures its time itself and must raise `OutOfTime`. This is for tools that can tell their own work from
-    waiting for others. Call it before the tool waits for anything.
-    """
+    """Seconds that the running call may take. From here on the call has no timeout: the tool, which can tell its own
+    work from waiting for others, must raise `OutOfTime`. Call it before the tool waits for anything."""
     if (running := _clock.get()) is None:
         return EpisodeLimits().tool_seconds
     clock, seconds = running
@@ -102,8 +99,7 @@ class Toolbox:
     @functools.cached_property
     def tools(self) -> Mapping[str, Tool]:
         """The tools by name, in the order of their definition."""
-        # Base classes come first, so that a subclass adds its tools behind theirs. `getattr` below finds the overriding
-        # method.
+        # Base classes come first. `getattr` below finds the overriding method.
         members = [item for cls in reversed(type(self).__mro__) for item in vars(cls).items()]
         names = [name for name, f in members if getattr(f, "is_tool", False)]
         return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(names)}
@@ -137,16 +133,14 @@ class Toolbox:
         """The result of a call. It does not raise, whatever the policy wrote."""
         begun, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
         text, kind = await _answered(self.tools, call, limits.tool_seconds)
-        # The text goes into a prompt and into the record, so known secrets are removed. This comes before the text is
-        # shortened, which could cut a secret in half. Errors are shortened too: they quote what the policy wrote.
+        # Known secrets are removed before the text is shortened, which could cut one in half. Errors are shortened too:
+        # they quote what the policy wrote.
         return Observation(name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
 
 
 class Toolboxes(Toolbox):
-    """Several toolboxes as one. The state maps the name of each class, in lower case, to its state.
-
-    Raises ConfigError if two of them have a tool of the same name.
-    """
+    """Several toolboxes as one. The state maps the name of each class, in lower case, to its state. ConfigError if two
+    of them have a tool of the same name."""
 
     def __init__(self, boxes: Sequence[Toolbox]) -> None:
         self._boxes = tuple(boxes)
@@ -196,8 +190,7 @@ async def _answered(tools: Mapping[str, Tool], call: ToolCall | Malformed, secon
     """(text, kind) of the result of a call."""
     if isinstance(call, Malformed):
         return f"error: this is no call: {call.why}", "malformed"
-    chosen = tools.get(call.name)
-    if chosen is None:
+    if (chosen := tools.get(call.name)) is None:
         return f"error: no tool {call.name!r}: {nearest(call.name, tools)}", "unknown"
     try:
         arguments = chosen.arguments.model_validate(dict(call.arguments))
@@ -209,7 +202,7 @@ async def _answered(tools: Mapping[str, Tool], call: ToolCall | Malformed, secon
 async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str, Kind]:
     """(text, kind) of the result of a call with checked arguments."""
     values = {name: getattr(arguments, name) for name in type(arguments).model_fields}
-    # The clock is a context variable, because calls of other episodes run at the same time and have other clocks.
+    # A context variable, because calls of other episodes run at the same time and have other clocks.
     outer_clock = _clock.set(None)
     try:
         async with asyncio.timeout(seconds) as clock:
@@ -244,7 +237,7 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
             raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type, and to be given by name")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (_described(hints[parameter.name]), default)
-    # Strict: "3" is no number. The policy gets an error, because a conversion would teach it that types do not matter.
+    # Strict: "3" is no number. A conversion would teach the policy that types do not matter.
     arguments = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
     return Tool(name, description, arguments, method)
 

@@ -48,8 +48,7 @@ class Loop:
         try:
             for turns_left in reversed(range(self.turns)):
                 turn = await talk.say()
-                # A thought that the prompt opened belongs to the turn when it is parsed. A turn that was cut off may
-                # end inside a call, so its calls are not run.
+                # A thought that the prompt opened belongs to the turn. A turn that was cut off may end inside a call.
                 calls = parse(turn.opened + turn.text, format).calls if turn.stop.finished else ()
                 if not calls:
                     return turn.stop
@@ -78,8 +77,8 @@ class Loop:
 
 
 def _messages(results: Sequence[Observation]) -> list[Message]:
-    """Results as messages for a chat template: one for each call, in order. Their ids are invented, in the form that
-    templates accept."""
+    """Results as messages for a chat template: one for each call, in order, with ids in the form that templates
+    accept."""
     return [
         Message(role="tool", name=r.name or "unknown", content=r.text, tool_call_id=f"call{i:05}")
         for i, r in enumerate(results)

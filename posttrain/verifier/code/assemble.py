@@ -1,9 +1,9 @@
 """Finds the program among the blocks of a response. It runs in the sandbox, because it parses what a policy wrote.
 
-This file runs there as a separate program (`python assemble.py < request`), so it imports only the standard library. A
-request is JSON: `blocks`, a list of [marked as Python, source]; `bare`, whether the one block is a text with words
-around the code; and `wanted`, the names that the tests call. None of them reveals what a test expects. The answer is
-the program, as JSON.
+There it is a separate program (`python assemble.py < request`), so it imports only the standard library. A request is
+JSON: `blocks`, a list of [marked as Python, source]; `bare`, whether the one block is a text with words around the
+code; and `wanted`, the names that the tests call. Nothing of it reveals what a test expects. The answer is the program,
+as JSON.
 
 1. The main block is the last one that defines a wanted name, and blocks marked as Python come first. Blocks that only
    use the name (usage, tests, output, a fragment, another language) are skipped. If the tests give input, the main
@@ -58,19 +58,15 @@ class Part:
         self.tree = parsed(self.source)
 
     def defines(self, names: Iterable[str], imports: bool) -> bool:
-        """Returns whether the block defines one of the names. With `imports`, an import counts too. A block that does
-        not parse is searched for the text of a definition."""
+        """Returns whether the block defines one of the names; with `imports`, also by an import."""
         # A block that is cut off does not parse, and still counts as the last version of the program. Otherwise an
         # earlier version, which the policy gave up, would be judged.
         if self.tree is None:
             text = textwrap.dedent(self.source)
-            return any(
-                re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", text, re.MULTILINE) for name in names
-            )
-        return any(
-            name in names and (imports or not isinstance(s, ast.Import | ast.ImportFrom))
-            for name, s in bound(self.tree.body)
-        )
+            definition = r"^(?:async\s+)?(?:def|class)\s+{}\b"
+            return any(re.search(definition.format(re.escape(name)), text, re.MULTILINE) for name in names)
+        statements = [s for name, s in bound(self.tree.body) if name in names]
+        return any(imports or not isinstance(s, ast.Import | ast.ImportFrom) for s in statements)
 
     @property
     def reads(self) -> bool:
@@ -101,19 +97,17 @@ def chosen(blocks: list[tuple[bool, str]], wanted: list[str]) -> str:
 
 def _defining(parts: list[Part], wanted: list[str]) -> Part | None:
     """The last block that defines a wanted name, marked blocks first; None if there is none."""
-    # `from solution import f` in a block of tests binds the name too, so imports count only
-    # where nothing else defines it.
+    # `from solution import f` in a block of tests binds the name too, so imports count last.
     for imports in (False, True):
         for marked in (True, False):
-            defining = [p for p in parts if p.marked is marked and p.defines(wanted, imports)]
-            if defining:
+            if defining := [p for p in parts if p.marked is marked and p.defines(wanted, imports)]:
                 return defining[-1]
     return None
 
 
 def _reading(parts: list[Part]) -> Part | None:
     """The last block that reads input. If it only defines functions, the first later block that uses them."""
-    # Output and shell sessions are seldom marked as Python, so other blocks count only where none is.
+    # Output and shell sessions are seldom marked as Python.
     marked = [p for p in parts if p.marked] or parts
     readers = [p for p in marked if p.reads]
     if not readers:
@@ -121,8 +115,7 @@ def _reading(parts: list[Part]) -> Part | None:
     last = readers[-1]
     if last.acts or last.tree is None:
         return last
-    # `def solve(): ... input()` reads only if it is called. If the call stands in a later block, that block is the main
-    # one, and `_completed` adds the function to it.
+    # `def solve(): ... input()` reads only if it is called, perhaps in a later block. `_completed` adds the function.
     names = {name for name, _ in bound(last.tree.body)}
     users = [p for p in marked[marked.index(last) + 1 :] if p.tree is not None and p.acts and names & missing(p.source)]
     return users[0] if users else last
@@ -132,16 +125,15 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
     """The main block, after the statements of other blocks that define what it needs."""
     if main.tree is None:
         return main.source
-    # Several blocks may define a needed name. The main block was most likely written for the last definition before it,
-    # so the blocks before it are searched backwards, and then the blocks after it.
+    # The main block was most likely written for the last definition before it, so the blocks before it are searched
+    # backwards, and then those after it.
     main_place = parts.index(main)
     order = [*reversed(range(main_place)), *range(main_place + 1, len(parts))]
     defined = {name for name, _ in bound(main.tree.body)}
     statements: dict[tuple[int, int], str] = {}
     needed = sorted((missing(main.source) | set(wanted)) - defined)
     seen = set(needed) | defined
-    # For each needed name one statement is added, and then the names that this statement needs in its turn. `seen` ends
-    # the walk where statements need each other.
+    # For each needed name one statement is added, and then what it needs in its turn. `seen` ends circles.
     while needed:
         name = needed.pop()
         place = next((p for i in order if (p := _provider(i, parts[i], name)) is not None), None)
@@ -154,31 +146,20 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
         seen |= new_names
         needed += sorted(new_names)
     lines = main.source.split("\n")
-    # `from __future__` has to stay at the top of a program, so the added statements go below it.
-    future_lines = max(
-        (s.end_lineno or 0 for s in main.tree.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"),
-        default=0,
-    )
-    return "\n".join(
-        [*lines[:future_lines], *(statements[place] for place in sorted(statements)), *lines[future_lines:]]
-    )
+    # `from __future__` has to stay at the top of a program.
+    future = [s for s in main.tree.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"]
+    top = max((s.end_lineno or 0 for s in future), default=0)
+    return "\n".join([*lines[:top], *(statements[place] for place in sorted(statements)), *lines[top:]])
 
 
 def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
-    """(block, index of the statement) of a block's last statement that defines a name; None if it has none. `import *`
-    may define any name."""
-    if part.tree is None:
-        return None
-    # Only statements that define something are taken. The guard of a script (`if __name__ == ...`) holds
-    # calls and tests of its own.
-    places = [
-        i
-        for i, statement in enumerate(part.tree.body)
-        if isinstance(statement, _PROVIDING)
-        and not _guarded(statement)
-        and any(n in (name, "*") for n, _ in bound([statement]))
-    ]
-    return (block, places[-1]) if places else None
+    """(block, index of the statement) of a block's last statement that defines a name, as `import *` may; else None."""
+    # Only definitions are taken: the guard of a script (`if __name__ == ...`) holds calls and tests of its own.
+    for i, statement in reversed(list(enumerate(part.tree.body if part.tree is not None else []))):
+        defines = isinstance(statement, _PROVIDING) and not _guarded(statement)
+        if defines and any(n in (name, "*") for n, _ in bound([statement])):
+            return block, i
+    return None
 
 
 def _guarded(statement: ast.stmt) -> bool:
@@ -196,13 +177,10 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
         elif isinstance(s, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name.partition(".")[0], s) for alias in s.names)
         elif isinstance(s, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.With):
-            targets = (
-                s.targets
-                if isinstance(s, ast.Assign)
-                else [i.optional_vars for i in s.items]
-                if isinstance(s, ast.With)
-                else [s.target]
-            )
+            if isinstance(s, ast.With):
+                targets = [i.optional_vars for i in s.items]
+            else:
+                targets = s.targets if isinstance(s, ast.Assign) else [s.target]
             # `x: int` declares a name and gives it no value.
             if not (isinstance(s, ast.AnnAssign) and s.value is None):
                 yield from ((n.id, s) for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name))
@@ -216,8 +194,7 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 def missing(source: str) -> set[str]:
     """The names that a source reads from its module and does not bind there."""
-    # The compiler's table of names knows scopes, so an argument or a local variable is no missing name. Of an inner
-    # scope, only the names that it reads as globals count.
+    # The compiler's table of names knows scopes. Of an inner one, only names that it reads as globals count.
     top = symtable.symtable(source, "program", "exec")
     read, tables = set[str](), [top]
     while tables:
@@ -244,8 +221,7 @@ def bare(text: str) -> str:
     'def f():\\n    return 1'
     """
     lines = unprompted(text).split("\n")
-    # Each round parses the text. If the syntax error lies in a line of prose, that line is made empty. It is not
-    # deleted, so that line numbers keep their meaning.
+    # Each round parses the text. A line of prose with the syntax error is made empty, so that line numbers stay.
     for _ in range(MOST_DROPPED):
         rest = textwrap.dedent("\n".join(lines))
         try:
@@ -274,8 +250,8 @@ def bare(text: str) -> str:
 
 
 def prose(line: str) -> bool:
-    """Returns whether a line that does not parse is prose. It is prose if it has three words in a row. It is also prose
-    if it is two words, or one word with a stop after it, and shows no sign of code.
+    """Returns whether a line that does not parse is prose: three words in a row; or two words, or one with a stop after
+    it, and no sign of code.
 
     >>> [prose(line) for line in ("It returns a + b.", "Solution:", "else:", "def add(a, b)", "x = = 3")]
     [True, True, False, False, False]
@@ -286,9 +262,8 @@ def prose(line: str) -> bool:
     if _RULE.fullmatch(line) or _SENTENCE.search(line):
         return True
     words = _PHRASE.fullmatch(line)
-    return (
-        words is not None and not keyword.iskeyword(words[1]) and "=" not in line and re.search(r"\w\(", line) is None
-    )
+    code = "=" in line or re.search(r"\w\(", line) is not None
+    return words is not None and not keyword.iskeyword(words[1]) and not code
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
@@ -311,9 +286,8 @@ def parsed(source: str) -> ast.Module | None:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
-    json.dump(
-        bare(request["blocks"][0][1])
-        if request["bare"]
-        else chosen([(m, s) for m, s in request["blocks"]], request["wanted"]),
-        sys.stdout,
-    )
+    if request["bare"]:
+        program = bare(request["blocks"][0][1])
+    else:
+        program = chosen([(m, s) for m, s in request["blocks"]], request["wanted"])
+    json.dump(program, sys.stdout)

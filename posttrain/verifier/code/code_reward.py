@@ -1,7 +1,7 @@
 """Programs judged by tests. Each test runs in a fresh process in the sandbox, and its result is compared outside.
 
-Expected values never enter the sandbox. So no program can find them, change the comparison, or end before it. Tests
-that can only run in the program's process are `weak`. They must be accepted explicitly, and the verdict mentions them.
+Expected values never enter the sandbox, so no program can find them, change the comparison, or end before it. Tests
+that can only run in the program's process are `weak`: they must be accepted, and the verdict mentions them.
 """
 
 from __future__ import annotations
@@ -65,20 +65,17 @@ _NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d+
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one test: `kind` is '' if it passed, else the kind of failure."""
+    """The result of one test: `kind` is '' if it passed. `seconds`: for which the program ran."""
 
     kind: str = ""
     why: str = ""
     seconds: float = 0.0
-    """The seconds for which the program ran."""
 
 
 class Code:
     """A reward source: 1 if the response's program passes every test, else 0. With `scoring="fraction"`, the share of
-    tests that it passes.
-
-    The program is the block that defines what the tests call, with what it needs of the other blocks (`fences`,
-    `assemble`).
+    tests that it passes. The program is the block that defines what the tests call, with what it needs of the other
+    blocks (`fences`, `assemble`).
 
     Args:
         sandbox: where programs run. None opens `auto`, which raises here if this machine has no sandbox.
@@ -100,11 +97,9 @@ class Code:
     ) -> None:
         if scoring not in ("all", "fraction"):
             raise ConfigError(f"reward code: scoring={scoring!r} is neither all nor fraction")
-        self.name = name
-        self.weight = weight
+        self.name, self.weight = name, weight
         self.scoring: Scoring = scoring
-        self.weak = weak
-        self.seconds = seconds
+        self.weak, self.seconds = weak, seconds
         self._owned = owned or sandbox is None
         self._new_gauges: Gauges = {}
         self.sandbox = sandbox or open_sandbox()
@@ -138,8 +133,8 @@ class Code:
     async def program(self, tests: Sequence[Test], text: str) -> str:
         """The program of a response. If it could be one of several blocks, or has words around it, `assemble` finds it
         in the sandbox."""
-        # A single fenced block, or code without words around it, is the program as it stands. Most responses are like
-        # that, and need no process here. From a session of the interpreter (`>>> `) the prompts have to be removed.
+        # A single fenced block, or code without words around it, is the program as it stands, but for the prompts of an
+        # interpreter (`>>> `).
         blocks = blocks_of(text)
         only, one_block = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
         if one_block and (only.kind != "bare" or all(_STATEMENT.match(line) for line in only.body.split("\n"))):
@@ -147,26 +142,22 @@ class Code:
         # `blocks_of` does not search so long a text: it is one bare block.
         if len(text) > LONGEST:
             return last_of(blocks)
-        # Only names go into the sandbox with the blocks. What is parsed there is a policy's text, which may crash the
-        # parser or make it run very long.
+        # Only names go into the sandbox with the blocks. The policy's text may crash the parser there.
         request = {"bare": only.kind == "bare", "wanted": sorted(wanted_names(tests))}
         request["blocks"] = [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]]
         usual = self.sandbox.limits
         cpu, wall = min(usual.cpu, MOST_SECONDS), min(usual.wall, MOST_SECONDS)
-        # JSON writes a character in up to 6 bytes, or 12 if it is outside the first plane. Code is mostly ASCII, so 8
-        # bytes for each character are almost always enough.
+        # JSON writes a character in up to 12 bytes. Code is mostly ASCII, so 8 for each are almost always enough.
         limits = replace(usual, cpu=cpu, wall=wall, output=min(MOST_SAID, SPARE + 8 * len(text)))
         ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(request), limits=limits)
         try:
             assembled = json.loads(ran.stdout) if ran.why == "ok" else None
         except ValueError:
             assembled = None
-        # If the search gave no program, the last block is the program.
         return assembled if isinstance(assembled, str) else last_of(blocks)
 
     async def _run_tests(self, tests: Sequence[Test], program: str) -> Verdict:
-        """The verdict of all tests, run one after another. `seconds` limits the time for which the program ran in them,
-        without the time that it waited for a place in the sandbox."""
+        """The verdict of all tests, run one after another. `seconds` limits the time for which the program ran."""
         outcomes: list[Outcome] = []
         spent = 0.0
         for test in tests:
@@ -183,8 +174,7 @@ class Code:
 
     def _score(self, tests: Sequence[Test], outcomes: Sequence[Outcome]) -> Verdict:
         """The verdict from the outcomes of the tests. Its reason names the first test that failed."""
-        # The reason mentions what makes a verdict less certain: a program that ran unconfined, tests that it could
-        # deceive.
+        # A program that ran unconfined, and tests that it could deceive, make a verdict less certain.
         notes = [f"sandbox={self.sandbox.name}"] if self.sandbox.name == "none" else []
         weak = sum(isinstance(t, WeakTest) for t in tests)
         notes += [f"{weak} weak tests"] if weak else []
@@ -197,9 +187,7 @@ class Code:
         return Verdict.value(score, first_failure[1].kind, "; ".join([why, *notes]))
 
     async def outcome(self, program: str, test: Test) -> Outcome:
-        """Run one test in a fresh process, whose output limit is large enough for the expected output."""
-        # The limit is large enough for every right answer. Longer output is cut, so that a program cannot fill our
-        # memory.
+        """Run one test in a fresh process. Output is cut, but not that of a right answer."""
         limits, room = self.sandbox.limits, test.room
         limits = replace(limits, output=max(limits.output, room)) if isinstance(test, InputTest) else limits
         limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
@@ -215,20 +203,17 @@ class Code:
 
     async def _weak(self, program: str, test: WeakTest) -> tuple[Ran, Outcome]:
         """Run the test's statements after the program, then call a function whose name the program cannot know."""
-        # The function is defined behind the test's statements, so it exists only if they came to their end. After an
-        # early `sys.exit(0)` it cannot be called. Its name and its value are random, so that the program cannot define
-        # it itself.
+        # Only a program that came to its end defines the function, whose name and value it cannot know.
         name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
         program_and_test = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
         ran = await self.sandbox.run(program_and_test, call=Call(name))
         if ran.why != "ok":
             return ran, _failed_run(ran)
         try:
-            return ran, (
-                Outcome() if same(heard(ran.result), nonce) else Outcome("wrong", "the tests did not come to their end")
-            )
+            passed = same(heard(ran.result), nonce)
         except NoValidValue as error:
             return ran, Outcome(error.kind, str(error))
+        return ran, Outcome() if passed else Outcome("wrong", "the tests did not come to their end")
 
     async def lint(self, tasks: Sequence[Task]) -> list[str]:
         """One line for each task in which an empty program scores above 0, so that its tests prove nothing."""
@@ -270,13 +255,12 @@ def _print_outcome(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
     """The outcome of a run with input: whether it printed the wanted lines."""
     if ran.why != "ok":
         return _failed_run(ran)
-    # The output was cut at the limit. The part that is left could look like a right answer.
+    # The part that is left could look like a right answer.
     if ran.cut and len(ran.stdout) >= limits.output:
         return Outcome("output", "printed more than is kept")
     printed, expected = _lines(ran.said), _lines(test.wanted)
-    if len(printed) == len(expected) and all(
-        _alike(*lines, test.tolerance) for lines in zip(printed, expected, strict=True)
-    ):
+    pairs = zip(printed, expected, strict=False)
+    if len(printed) == len(expected) and all(_alike(*lines, test.tolerance) for lines in pairs):
         return Outcome()
     wanted = f", wanted {test.wanted[:80]!r}" if test.public else ""
     return Outcome("wrong", f"printed {ran.said[:80]!r}{wanted}")
@@ -311,8 +295,7 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
 
 def _with_typing(program: str) -> str:
     """The program with an import of `typing`, if it uses names such as `List` that starter code does not import."""
-    # A program with `from __future__` stays as it is: that statement has to come first. It also means that annotations
-    # are not evaluated, so their names need no import.
+    # Where annotations are not evaluated, their names need no import, and `from __future__` has to come first.
     return f"from typing import *\n{program}" if _TYPED.search(program) and "__future__" not in program else program
 
 

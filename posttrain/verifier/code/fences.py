@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from posttrain.verifier.thoughts import spoken
 
-# Possessive repetitions (`++`, `*+`) never give characters back, so a response that is one long row of backticks or
-# spaces is searched in linear time.
-# The begin of a block. The comments behind the alternatives are examples.
+# Possessive repetitions (`++`, `*+`) never give characters back, so one long row of backticks or spaces is searched in
+# linear time. The comments behind the alternatives are examples.
 OPEN = re.compile(
     r"(?<!`)(?P<fence>`{3,}+)[ \t]*+\{?\.?(?P<language>\w*+)[^\n`]*+\n"  # "```python", "```{.py}"
     # `~~~py`, and `- ~~~` in a list.
@@ -29,8 +28,8 @@ BEFORE = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
 # A line that begins with a fence. Group `more`: what stands behind the fence.
 LINE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<more>[^\n]*)$", re.MULTILINE)
 DEEPER = 3
-"""The most columns that a closing fence may be indented further than its opening fence. A fence that is indented more
-is part of the program, such as of a docstring."""
+"""The most columns that a closing fence may be indented further than its opening fence: else it is part of the program,
+such as of a docstring."""
 # Words behind a fence that mark a block as Python.
 PYTHON = ("python", "py", "python3", "pycon")
 LONGEST = 256 * 1024
@@ -45,8 +44,7 @@ INNER = re.compile(r"\s*<code\b[^>\n]*>|</code>\s*\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """One block. `kind`: `fence`, `tag`, `answer` (the text between `<answer>` tags), or `bare` (a text without
-    blocks)."""
+    """One block. `kind`: `fence`, `tag`, `answer` (between `<answer>` tags), or `bare` (a text without blocks)."""
 
     kind: str
     language: str
@@ -73,9 +71,8 @@ def blocks_of(text: str) -> list[Block]:
     if len(text) > LONGEST:
         return [Block("bare", "", text)]
     blocks = _marked_blocks(text)
-    # Answer tags are found by the same walk as fences, so a tag inside a block of code is text of that block.
-    answers = [b for b in blocks if b.kind == "answer"]
-    if answers:
+    # Found by the same walk as fences, so a tag inside a block of code is text of that block.
+    if answers := [b for b in blocks if b.kind == "answer"]:
         text = answers[-1].body
         blocks = [b for b in _marked_blocks(text) if b.kind != "answer"]
     if blocks:
@@ -88,11 +85,8 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def _marked_blocks(text: str) -> list[Block]:
-    """All blocks in order, without the indentation of their opening fences. HTML comments are skipped.
-
-    A line with only a fence closes a fenced block. If there is none, or another block opens before it, the first fence
-    inside a line closes it.
-    """
+    """All blocks in order, without the indentation of their opening fences. HTML comments are skipped. A line with only
+    a fence closes a fenced block; if there is none before another block opens, the first fence inside a line does."""
     blocks: list[Block] = []
     at = 0
     lines = list(LINE.finditer(text))
@@ -102,9 +96,8 @@ def _marked_blocks(text: str) -> list[Block]:
             block, at = _tag_block(text, opening)
             blocks += [block] if block else []
             continue
-        # `prefix` is the text before the fence in its line. With `>` the block is in a quotation, which is searched
-        # again without its marks. With white space or a list mark the block is indented, and its lines lose that
-        # indentation.
+        # Behind `>` the block is in a quotation, which is searched again without its marks. Behind white space or a
+        # list mark the block is indented, and its lines lose that indentation.
         place = opening.start("fence" if opening["fence"] else "tildes")
         line = text.rfind("\n", 0, place) + 1
         prefix = text[line:place]
@@ -115,17 +108,13 @@ def _marked_blocks(text: str) -> list[Block]:
         column = len(prefix) if BEFORE.fullmatch(prefix) else 0
         end, at = _end_of_block(text, lines, opening.end(), column, fence)
         body = text[opening.end() : end]
-        # A line loses at most `column` columns, so the indentation inside the program stays.
         body = re.sub(rf"^[ \t]{{0,{column}}}", "", body, flags=re.MULTILINE) if column else body
         blocks.append(Block("fence", opening["language"] or opening["mark"] or "", body))
     return blocks
 
 
 def _tag_block(text: str, opening: re.Match[str]) -> tuple[Block | None, int]:
-    """The block of a tag or a comment, and the position after it.
-
-    The block is None for a comment, and for tags around code within one line.
-    """
+    """The block of a tag or a comment, and the position after it. None for a comment, and for code in one line."""
     begin = opening.end()
     if opening["comment"]:
         end = text.find("-->", begin)
@@ -161,21 +150,16 @@ def _unquoted(text: str) -> str:
 def _end_of_block(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
     """The position at which a block ends, and the position after its closing fence.
 
-    Args:
-        lines: all lines of the text that begin with a fence.
-        begin: where the content of the block begins.
-        column: columns by which the opening fence is indented.
-        fence: the opening fence.
+    `lines` are all lines of the text that begin with a fence. The content of the block begins at `begin`, behind the
+    opening `fence`, which is indented by `column` columns.
     """
-    # All lines with a fence were found once. The search begins at the first of them inside the block.
     first = bisect.bisect_left(lines, begin, key=lambda fence_line: fence_line.start())
     for line in lines[first : first + MOST_FENCES]:
         # As in CommonMark: the closing fence is of the same character and at least as long.
         cannot_close = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
         if cannot_close or len(line["indent"].expandtabs(4)) > column + DEEPER:
             continue
-        # A fence alone in its line closes the block. A fence with a word behind it opens another block, so this block
-        # was never closed by a line.
+        # A fence with a word behind it opens another block, so this block was never closed by a line.
         if not line["more"].strip():
             return line.start(), line.end()
         break

@@ -4,9 +4,9 @@ It gets single, spelled expressions, and its LaTeX grammar reads them. Its parse
 `eval` through sympy's `parse_expr`. That function is replaced in the whole process by one that reads only numbers and
 names, so no text is ever evaluated.
 
-Expressions are compared by their values, to 300 digits, at random points. Letters are real. They are positive where
-one of them stands under a root or in a logarithm, unless there is an absolute value. The letters `k`, `l`, `m` and
-`n` are whole numbers, each greater than those before it.
+Expressions are compared by their values, to 300 digits, at random points. Letters are real, and positive where one of
+them stands under a root or in a logarithm, unless there is an absolute value. The letters `k`, `l`, `m` and `n` are
+whole numbers, each greater than those before it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")  # `\sin 30`, and
 
 
 class _RefusedError(BaseException):
-    """Text would be evaluated as Python. It is no Exception, so that the algebra does not catch it as an ordinary
-    failure."""
+    """Text would be evaluated as Python. It is no Exception, so that the algebra does not catch it."""
 
 
 def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
@@ -49,10 +48,8 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
     Raises:
         RuntimeError: the algebra fails a pair that it must find equal, so it would judge wrongly.
     """
-    # The result does not matter here: these comparisons only make sympy load its parts.
     all(equal(g, s) for g, s in _SAME)  # sympy loads parts of itself late, and builds them from text
-    # Only after the first pairs: from here on sympy cannot build its own parts from text. What was parsed before is
-    # forgotten, so that the second self-test runs as every request will.
+    # From here on it cannot. What was parsed is forgotten, so that the self-test runs as every request will.
     _forbid_eval()
     parsed.cache_clear()
     equal.cache_clear()
@@ -63,7 +60,6 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
 
 def answer(gold: str, response: str | None) -> Verdict:
     """Returns the verdict on a response, or, where `response` is None, 1 if the gold answer can be read."""
-    # The gold answer is read here as it was in the trainer, so that the request is plain text.
     wanted = gold_of(gold)
     if wanted is None:
         return Verdict.failed("gold", f"there is no answer in {gold[:80]!r}")
@@ -83,11 +79,8 @@ def answer(gold: str, response: str | None) -> Verdict:
 
 @functools.lru_cache(maxsize=65536)
 def equal(gold: str, said: str) -> bool:
-    """Returns whether two expressions are equal. Raises UnreadableError if one cannot be read. Results are cached,
-    because the samples of a group often have the same answer.
-
-    Expressions are compared by their values, and relations, sets and matrices by math-verify.
-    """
+    """Returns whether two expressions are equal: by their values, and relations, sets and matrices by math-verify.
+    UnreadableError if one cannot be read. Samples of a group often have the same answer, so results are cached."""
     from math_verify import verify
 
     try:
@@ -96,11 +89,9 @@ def equal(gold: str, said: str) -> bool:
             raise UnreadableError(gold if gold_expression is None else said, gold=gold_expression is None)
         # None: they are relations, sets or matrices, or their values cannot be computed.
         same = same_values(gold_expression, said_expression, f"{gold}={said}", _rounding(gold) or _rounding(said))
-        return (
-            verify(gold_expression, said_expression, allow_set_relation_comp=True, timeout_seconds=None)
-            if same is None
-            else same
-        )
+        if same is not None:
+            return same
+        return verify(gold_expression, said_expression, allow_set_relation_comp=True, timeout_seconds=None)
     except _RefusedError:
         raise UnreadableError(said, gold=False) from None
 
@@ -134,8 +125,7 @@ def parsed(text: str) -> Any:
 
 
 def _rounding(text: str) -> int:
-    """How many digits a decimal of at least `ROUNDED` digits has after its point: it also equals what it rounds. 0 for
-    all other text."""
+    """How many digits a decimal of at least `ROUNDED` digits, which also equals what it rounds, has after its point."""
     decimal = _ROUNDED.fullmatch(text)
     return len(decimal[1]) if decimal else 0
 
@@ -189,8 +179,7 @@ def same_values(one: Any, two: Any, seed: str, rounding: int = 0) -> bool | None
 
     if not (isinstance(one, sympy.Expr) and isinstance(two, sympy.Expr)) or one.is_Matrix or two.is_Matrix:
         return None
-    # The seed is the text of both sides and the letters are sorted, so that a pair has the same points, and so the same
-    # verdict, in every process.
+    # The seed and the sorted letters give a pair the same points, and so the same verdict, in every process.
     letters = sorted(one.free_symbols | two.free_symbols, key=str)
     signed = one.has(sympy.Abs) or two.has(sympy.Abs) or not (_rooted(one) or _rooted(two))
     draw = random.Random(seed)
@@ -205,8 +194,7 @@ def same_values(one: Any, two: Any, seed: str, rounding: int = 0) -> bool | None
 
 
 def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -> dict[Any, Any]:
-    """A value for each letter. Over the `POINTS` points, two letters are below and above 1 (in absolute value) in all
-    four combinations."""
+    """A value for each letter. Over the points, two letters are below and above 1 (absolutely) in all combinations."""
     import sympy
 
     values: dict[Any, Any] = {}
@@ -214,8 +202,8 @@ def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -
         if letter.name in _WHOLE:
             values[letter] = sympy.Integer(draw.randint(*_WHOLE[letter.name]))
             continue
-        # Bit i % 2 of the number of the point says on which side of 1 a letter lies. 997 is prime, so that no round
-        # number, at which different expressions may meet, is drawn.
+        # Bit i % 2 of the number says on which side of 1 a letter lies. 997 is prime, so that no round number, at which
+        # different expressions may meet, is drawn.
         size = draw.randint(200, 900) if number >> i % 2 & 1 else draw.randint(1100, 4000)
         values[letter] = sympy.Rational(size, 997) * (draw.choice((1, -1)) if signed else 1)
     return values
@@ -224,8 +212,8 @@ def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -
 def _zero(expression: Any, point: dict[Any, Any]) -> bool | None:
     """Returns whether the value at a point is 0. A rational value is compared exactly. None if there is no value."""
     try:
-        # Rational values are computed exactly. Others are evaluated with more and more digits up to `maxn`; sympy gives
-        # a part precision 1 where none of its digits is significant even then, and such a part is 0.
+        # Others are evaluated with more and more digits up to `maxn`; sympy gives a part precision 1 where none of its
+        # digits is significant even then, and such a part is 0.
         if expression.is_rational_function() and (value := expression.xreplace(point).doit()).is_Rational:
             return bool(value == 0)
         value = expression.evalf(15, subs=point, maxn=DIGITS)

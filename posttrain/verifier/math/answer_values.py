@@ -22,8 +22,7 @@ class Number:
 
 @dataclass(frozen=True)
 class TimeOfDay:
-    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty if neither was given. `text`: as it was
-    written."""
+    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty. `text`: as it was written."""
 
     hour: int
     minute: int

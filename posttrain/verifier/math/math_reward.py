@@ -15,7 +15,7 @@ from posttrain.core.redact_secrets import redacted
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.system.errors import ConfigError, DataError
-from posttrain.verifier.math.grade import Gold, Grade, gold_of, grade
+from posttrain.verifier.math.grade import Gold, gold_of, grade
 from posttrain.verifier.workers.worker_pool import WorkerAnswer, WorkerPool
 from posttrain.verifier.workers.worker_process import Spec
 
@@ -31,11 +31,8 @@ WITNESS = ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}")
 
 @dataclass(frozen=True)
 class MathSource:
-    """1 if the response's final answer equals the task's answer, else 0.
-
-    A task whose answer cannot be read is refused when the run is built. If the tasks are endless, its verdict is
-    `failed`.
-    """
+    """1 if the response's final answer equals the task's answer, else 0. A task whose answer cannot be read is refused
+    when the run is built; if the tasks are endless, its verdict is `failed`."""
 
     weight: float
     pool: WorkerPool = field(repr=False)
@@ -45,7 +42,7 @@ class MathSource:
         verdict_or_gold = self._without_algebra(attempt.task, attempt.text)
         if isinstance(verdict_or_gold, Verdict):
             return Judged(self.name, self.weight, verdict_or_gold)
-        # Most answers are settled above. Only the others wait for a process, and the event loop goes on meanwhile.
+        # Most answers are settled above.
         try:
             verdict = (await asyncio.wrap_future(self._ask(verdict_or_gold, attempt.text))).one
         except RuntimeError as error:
@@ -54,10 +51,8 @@ class MathSource:
 
     def verdict(self, task: Task, text: str) -> Verdict:
         """The verdict, for scripts without an event loop. It blocks."""
-        verdict_or_gold = self._without_algebra(task, text)
-        return (
-            verdict_or_gold if isinstance(verdict_or_gold, Verdict) else self._ask(verdict_or_gold, text).result().one
-        )
+        settled = self._without_algebra(task, text)
+        return settled if isinstance(settled, Verdict) else self._ask(settled, text).result().one
 
     def _without_algebra(self, task: Task, text: str) -> Verdict | Gold:
         """The verdict if there is one without the algebra, else the gold answer."""
@@ -66,8 +61,7 @@ class MathSource:
         gold = gold_of(str(task.answer))
         if gold is None:
             return Verdict.failed("gold", f"the answer {str(task.answer)[:80]!r} of task {task.id!r} says nothing")
-        # None: our own rules leave it open, and the algebra has to compare.
-        graded: Grade | None = grade(gold, text)
+        graded = grade(gold, text)
         return gold if graded is None else graded.verdict
 
     def _ask(self, gold: Gold, text: str | None) -> Future[WorkerAnswer]:
@@ -83,8 +77,8 @@ class MathSource:
         """
         unreadable: list[tuple[Task, str]] = []
         open_questions: dict[str, tuple[list[Task], Future[WorkerAnswer]]] = {}
-        # First all questions are sent to the algebra, so that its workers share them. Then their answers are waited
-        # for. Equal gold answers are asked once.
+        # All questions are sent before an answer is waited for, so that the workers share them. Equal ones are asked
+        # once.
         for task in tasks:
             if task.answer is None:
                 raise ConfigError(
@@ -131,10 +125,9 @@ def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = N
         raise ConfigError(
             "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"
         )
-    # The kernel counts whole seconds of processor time. The wall-clock limit is far longer, because a busy machine is
-    # not the fault of a response: a verdict beyond that limit is `failed` and not 0.
+    # The kernel counts whole seconds. The wall-clock limit is far longer, because a busy machine is not the fault of a
+    # response: a verdict beyond that limit is `failed` and not 0.
     cpu = max(1, round(timeout or SECONDS))
-    spec = Spec(
-        "posttrain.verifier.math.algebra:handler", cpu=cpu, wall=4.0 * cpu + 30, memory=2048, preload=True, quiet=True
-    )
+    maker = "posttrain.verifier.math.algebra:handler"
+    spec = Spec(maker, cpu=cpu, wall=4.0 * cpu + 30, memory=2048, preload=True, quiet=True)
     return MathSource(weight, WorkerPool(spec, workers or WORKERS, "math", witness=WITNESS))

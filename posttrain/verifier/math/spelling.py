@@ -51,9 +51,8 @@ _RENAMED = {
     "lbrace": r"\{", "rbrace": r"\}", "lt": "<", "gt": ">",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-# Patterns and what replaces them, each with an example. The order counts. From `_TEXT_COMMAND` on every command of
-# upright text is `\text{`, which the rows below it rely on. Labels (`Answer: `) are cut off after brackets and spaces
-# have their one form.
+# Patterns and what replaces them, in an order that counts. From `_TEXT_COMMAND` on every command of upright text is
+# `\text{`. Labels (`Answer: `) are cut off after brackets and spaces have their one form.
 _NAMES = (
     # The space behind a line break: `1\\[2pt]2` is `1\\2`.
     (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
@@ -107,13 +106,12 @@ _PLAIN = (
     (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
 )
 """Notation of programs."""
-# A regular expression cannot count braces, so the text of a group may have one level of braces inside it.
+# The text of a group may have one level of braces inside it.
 _GROUP = r"((?:[^{}]|\{[^{}]*\})*)"
 # `{1\over 2}`, `{n\choose k}`. Groups: what stands before the command, the command, what stands after it.
 _INFIX = re.compile(rf"\{{{_GROUP}\\(over|choose)(?![A-Za-z]){_GROUP}\}}")
 _PREFIX = {"over": "frac", "choose": "binom"}
-# The argument of a command, in two groups: one character or command without braces (`1`, `x`, `\pi`), or a group in
-# them.
+# The argument of a command, in two groups: one character or command without braces (`1`, `\pi`), or a group in them.
 _ARGUMENT = r"\s*(?:(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)|(\{(?:[^{}]|\{[^{}]*\})*\}))"
 # `\frac12`, `\frac\pi 2`, `\binom n2`
 _SHORT_FRACTION = re.compile(rf"\\(frac|binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
@@ -136,7 +134,7 @@ def spelled(text: str) -> str:
     if len(text) > LONGEST:
         return ""
     text = _stripped(_last_line(_conclusion(text)))
-    # Stripped a second time, because `_ascii` may have made a full stop or a dollar sign of another character.
+    # `_ascii` may have made a full stop or a dollar sign of another character.
     text = _stripped(_ascii(text))
     text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
     for pattern, replacement in _NAMES:
@@ -148,7 +146,7 @@ def spelled(text: str) -> str:
     for pattern, replacement in _PLAIN:
         text = pattern.sub(replacement, text)
     text = _ORDINAL.sub(_cardinal, text)
-    # `\over` takes all of the group around it. The whole text may be that group, so it is put in braces first.
+    # `\over` takes all of the group around it, which may be the whole text.
     if "\\over" in text or "\\choose" in text:
         text = _INFIX.sub(lambda m: rf"{{\{_PREFIX[m[2]]}{{{m[1]}}}{{{m[3]}}}}}", f"{{{text}}}")
     text = _SHORT_FRACTION.sub(lambda m: rf"\{m[1]}{_in_braces(m[2], m[3])}{_in_braces(m[4], m[5])}", text)
@@ -156,8 +154,7 @@ def spelled(text: str) -> str:
     text = _POWER.sub(r"\1\2", text)
     text = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\\text{\1}", text)
     text = re.sub(r"\s+", " ", text)
-    # Only spaces around operators and brackets are removed. Other spaces may mean something: `1 1/2` is a mixed number,
-    # `2 h` is two hours.
+    # Other spaces may mean something: `1 1/2` is a mixed number, `2 h` is two hours.
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
     return _unwrapped(text.strip())
 
@@ -174,10 +171,9 @@ def _last_line(text: str) -> str:
     if match is None:
         return text
     lines = [line.replace("&", "").strip() for line in re.split(r"\\\\(?:\[[^\]\n]{0,9}\])?", match[2])]
-    lines = [line for line in lines if line]
     chain = ""
     # A line that begins with an equals sign continues the line above it: `x=1+2` and `=3` are one chain.
-    for line in reversed(lines):
+    for line in reversed([line for line in lines if line]):
         chain = f"{line} {chain}"
         if not line.startswith("="):
             break
@@ -233,25 +229,23 @@ def _character(c: str) -> str:
 def _stripped(text: str) -> str:
     """The text without white space, math delimiters and final punctuation around it."""
     previous = None
-    # Repeated until nothing changes, because delimiters may be nested, with punctuation between them: `**$5$.**`.
+    # Delimiters may be nested, with punctuation between them: `**$5$.**`.
     while previous != text:
         previous = text
-        # The punctuation of `\,` is a part of the command. Removed alone, it would leave a backslash.
+        # The punctuation of `\,` is a part of the command.
         ends_with_space = text.rstrip().endswith((r"\,", r"\;", r"\:"))
         text = text.rstrip()[:-2] if ends_with_space else text.strip().rstrip(".,;:").strip()
         for left, right in _DELIMITERS:
             if len(text) > len(left) + len(right) - 1 and text.startswith(left) and text.endswith(right):
                 inner = text[len(left) : len(text) - len(right)]
-                # `$1$ and $2$` begins and ends with the delimiter, but it is two formulas, so its delimiters stay. An
-                # escaped dollar sign is a currency and no delimiter.
+                # `$1$ and $2$` is two formulas, so its delimiters stay. An escaped dollar sign is a currency.
                 if left not in inner.replace("\\$", ""):
                     text = inner
     return text
 
 
 def _unwrapped(text: str) -> str:
-    """The text without braces or a text or box command around all of it. `\\text{...}` keeps its command, because it is
-    a word and not a product."""
+    """The text without braces or a box around all of it. `\\text{...}` stays, because it is a word and no product."""
     while text.startswith("{") and text.endswith("}") and closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     if text.startswith("\\boxed{") and closing(text, 6) == len(text) - 1:
@@ -260,8 +254,8 @@ def _unwrapped(text: str) -> str:
 
 
 def closing(text: str, at: int) -> int:
-    """The position at which the bracket at `at` is closed, by any closing bracket of its family (`[` may end with `)`);
-    -1 if it is not closed."""
+    """The position at which the bracket at `at` is closed, by any of its family (`[` may end with `)`); -1 if it is
+    not."""
     stack: list[str] = []
     for bracket in re.compile(r"[()\[\]{}]").finditer(text, at):
         if bracket[0] in "([{":

@@ -1,7 +1,5 @@
-"""A worker on some machine of a Ray cluster. Its actor holds a `worker_process.WorkerProcess` there.
-
-So the limits of a request, and the rules of who is to blame for a missing answer, are the same as on this machine.
-"""
+"""A worker on some machine of a Ray cluster, whose actor holds a `worker_process.WorkerProcess` there. So the limits of
+a request, and the rules of who is to blame for a missing answer, are the same as on this machine."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 PLACE_SECONDS = 120.0
 """Seconds that the cluster may take to begin an actor, or to carry a request and its reply."""
 Told = tuple[dict[str, Any] | None, tuple[type[WorkerError], str, str, bool] | None, bool, tuple[int, ...]]
-"""The answer of an actor: (reply or None, parts of the error that its worker raised or None, whether the worker can be
-asked again, ids of the processes there)."""
+"""The answer of an actor: (reply, parts of the error that its worker raised, whether the worker can be asked again, ids
+of the processes there)."""
 
 
 class WorkerActor:
@@ -42,11 +40,8 @@ class WorkerActor:
 
 
 class RayWorker:
-    """A `worker_process.Worker` in an actor on a cluster, to which this process must be connected already.
-
-    Raises:
-        WorkerError: it did not start.
-    """
+    """A `worker_process.Worker` in an actor on a cluster, to which this process must be connected already. WorkerError
+    where it does not start."""
 
     def __init__(self, spec: Spec) -> None:
         import ray
@@ -54,8 +49,8 @@ class RayWorker:
         self.usable, self.processes, self._ray = True, tuple[int, ...](), ray
         # During a call the worker may have to start a new process, so the time of a start is added.
         self._seconds = spec.start + spec.wall + PLACE_SECONDS
-        # The actor reserves no CPUs. Otherwise it would wait for CPUs that the engines have reserved. Ray does not
-        # restart it either: a new actor would hold no worker, and the pool begins another one itself.
+        # No CPUs: it would wait for those that the engines have reserved. No restart: a new actor would hold no worker,
+        # and the pool begins another one itself.
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
         self._actor: Any = ray.remote(WorkerActor).options(**options).remote()
         try:
@@ -71,20 +66,18 @@ class RayWorker:
             WorkerError: as of `WorkerProcess.ask`. Kind `lost`: the actor, or its machine, is gone.
         """
         try:
-            reply = self._answer(self._actor.ask.remote(request))
+            return self._answer(self._actor.ask.remote(request))
         except BaseException:
             if not self.usable:
                 self.kill()
             raise
-        return reply
 
     def end(self) -> None:
         self.usable = False
         with contextlib.suppress(Exception):
             self._ray.kill(self._actor, no_restart=True)
 
-    def kill(self) -> None:
-        self.end()
+    kill = end
 
     def _answer(self, ref: Any) -> dict[str, Any]:
         """Waits for a call of the actor and returns its reply. Raises the error that its worker raised."""

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PooledSource:
-    """A reward function of a file, called in worker processes. `local` is the same function in this process: its
-    signature is read, but it is never called."""
+    """A reward function of a file, called in worker processes. `local` is the same function in this process, of which
+    the signature is read. It is never called."""
 
     local: FunctionSource
     pool: WorkerPool = field(repr=False)
@@ -56,8 +56,8 @@ class PooledSource:
         return self._judged(verdict)
 
     async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
-        """One verdict for each attempt, from one call in one worker. Where the call fails, all of them failed: it is
-        not known which answer made it fail."""
+        """One verdict for each attempt, from one call in one worker. Where it fails, it is not known which answer made
+        it fail, so all of them failed."""
         try:
             answer = await self.pool.ask(([_attempt_parts(a) for a in attempts], (at.step, at.steps)))
         except Exception as error:
@@ -84,19 +84,15 @@ class PooledSource:
 
 def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, timeout: float) -> PooledSource:
     """`file:attribute` in a pool. `timeout`: most seconds of processor time of a call. Its limit in wall-clock time is
-    twice that and 20 s more."""
-    # Twice the processor time and more, since a worker may have to wait for a core.
-    spec = Spec(
-        f"{__name__}:handler", f"{file.resolve()}:{attribute}", cpu=max(1, round(timeout)), wall=2 * timeout + 20
-    )
+    twice that and 20 s more, since a worker may have to wait for a core."""
+    name = f"{file.resolve()}:{attribute}"
+    spec = Spec(f"{__name__}:handler", name, cpu=max(1, round(timeout)), wall=2 * timeout + 20)
     return PooledSource(local, WorkerPool(spec, workers, local.name))
 
 
 def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
-    """Runs in the worker: the function of `path.py:name` as a handler of requests.
-
-    A request is (parts of attempts, (step, steps)) for a batch, or ([parts of one attempt], None).
-    """
+    """Runs in the worker: the function of `path.py:name` as a handler of requests: (parts of attempts, (step, steps))
+    for a batch, or ([parts of one attempt], None)."""
     path, _, attribute = argument.rpartition(":")
     judge = source(load(Path(path), attribute))
 
@@ -114,13 +110,13 @@ def _attempt_parts(a: Attempt) -> tuple[Any, ...]:
 
 
 def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
-    """The verdict on one attempt. Runs in the main thread of the worker."""
+    """The verdict on one attempt."""
     args, kwargs = judge.arguments(attempt)
     return _call(judge, args, kwargs, judge.read)
 
 
 def _batch_reply(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
-    """The reply to a batch: one call for all attempts. Runs in the main thread of the worker."""
+    """The reply to a batch: one call for all attempts."""
     log, count = batch_functions.Log(len(attempts)), len(attempts)
     kwargs = batch_functions.keywords(judge.function, attempts, at, log)
     judged = _call(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))
@@ -128,12 +124,12 @@ def _batch_reply(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNum
 
 
 def _call(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
-    """Returns what `read` makes of the function's return value; a failed verdict where the function raises. SystemExit
-    is handled like other exceptions. MemoryError is raised to the caller."""
+    """What `read` makes of the function's return value; a failed verdict where the function raises, also SystemExit.
+    Runs in the main thread of the worker."""
     try:
         returned = judge.function(*args, **kwargs)
         return read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)
-    # On a MemoryError the worker ends with its own exit code (`OUT_OF_MEMORY`), because it reached its memory limit.
+    # On a MemoryError the worker ends with its own exit code (`OUT_OF_MEMORY`).
     except (MemoryError, KeyboardInterrupt):
         raise
     except BaseException as error:
