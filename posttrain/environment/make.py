@@ -1,5 +1,4 @@
-"""Makes the environment that a configuration names, and imports its module only then. An unknown name is an error that
-gives the nearest known one."""
+"""Makes the environment that a configuration names, and imports its module only then."""
 
 from __future__ import annotations
 
@@ -82,15 +81,12 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
 
 
 def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
-    """An environment that a program handed: a class of `SingleTurn`, an object of one, or any other environment.
-
-    Settings of a `SingleTurn` come from the tree, so that `env.args` and `env.heldout` change them.
-    """
+    """An environment that a program handed: a class of `SingleTurn` or an object of one, whose settings come from the
+    tree (`env.args`, `env.heldout`), or any other environment."""
     if inspect.isclass(thing) and issubclass(thing, SingleTurn):
         _complete(config.name, thing)
         return thing(**checked(config.name, thing, config.args), **common)
     if isinstance(thing, SingleTurn):
-        # The object keeps its own rewards, and the rewards of the configuration are added behind them.
         common = {**common, "rewards": (*thing.rewards, *common["rewards"])}
         return replace(thing, **checked(config.name, type(thing), config.args), **common)
     if config.rewards or config.args or config.measured:

@@ -160,7 +160,6 @@ def verdicts(returned: Any, count: int) -> list[Verdict]:
 async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNumber, seed: int) -> str:
     """How a group's scores depend on the order of its answers. `siblings`: they are those that the answers get alone,
     but at other places: the function mixes its list up. `order`: they change in another way. '': they do not."""
-    # The group is judged in its own order, in a random order, and answer by answer.
     order = Random(seed).sample(range(len(attempts)), len(attempts))
     first, _ = await together(attempts, at)
     other, _ = await together([attempts[i] for i in order], at)

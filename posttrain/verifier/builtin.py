@@ -1,5 +1,4 @@
-"""Built-in rewards that need no process. `exact`, `last_integer` and `contains` compare with the answer; those of
-`format_rewards` judge the form. `math` and `code` are packages of their own."""
+"""Built-in rewards that need no process: those that compare with the answer, and those of `format_rewards`."""
 
 from __future__ import annotations
 

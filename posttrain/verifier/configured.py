@@ -28,13 +28,8 @@ def sources(
     given: RuntimeObjects = RuntimeObjects(),
 ) -> tuple[Checked, ...]:
     """The configured reward sources, in order. Reward models are no sources: they judge tokens
-    (`core.ports.EpisodeJudge`).
-
-    Args:
-        tasks: checked for the columns that the rewards require.
-        where: the sandbox of rewards that run programs.
-        given: functions that a Python program handed to the run (`inline:NAME`).
-    """
+    (`core.ports.EpisodeJudge`). `tasks` are checked for the columns that the rewards require. `where`: the sandbox of
+    rewards that run programs. `given`: what a Python program handed to the run (`inline:NAME`)."""
     out: list[Checked] = [_source(r, where, given) for r in rewards if not r.by_model]
     names = [s.name for s in out]
     for s in out:
@@ -52,7 +47,6 @@ def sources(
 def _source(reward: Reward, where: SandboxSettings, given: RuntimeObjects) -> Checked:
     """One configured reward: a verifier by its name, or a function in a thread or in worker processes."""
     if is_inline(reward.function):
-        # A function that a Python program handed to the run.
         name, function = reward.function.removeprefix(INLINE), given.reward(reward.function)
         if reward.workers:
             raise ConfigError(

@@ -34,11 +34,8 @@ class RemoteModel:
 
 
 async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | None = None) -> RemoteModel:
-    """Ask an endpoint for its list of models, and choose one.
-
-    Args:
-        model: name of the model; None: the only one there is.
-        dialect: dialect of the server; None: inferred from the model's owner and the address.
+    """Ask an endpoint for its list of models, and choose one: `model`, or the only one. Without a `dialect`, it is
+    inferred from the model's owner and the address.
 
     Raises:
         ConfigError: there is no such model or dialect, or there are several models and none was chosen.
@@ -47,7 +44,6 @@ async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | 
     if dialect is not None and dialect not in get_args(Dialect):
         raise ConfigError(f"--dialect {dialect}: {nearest(dialect, get_args(Dialect))}")
     answer = await endpoint.get("/models")
-    # Whatever answers at the address is foreign: the form is checked before anything is read from it.
     listed = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(listed, list) or not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in listed):
         raise EndpointError(

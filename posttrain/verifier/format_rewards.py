@@ -27,8 +27,7 @@ def think_format(task: Task, text: str) -> Verdict:
 
 
 def answer_format(task: Task, text: str) -> Verdict:
-    """1 if the response is `<think>thought</think><answer>answer</answer>` and nothing else, else 0 (DeepSeek-R1's
-    form)."""
+    """1 if the response is `<think>thought</think><answer>answer</answer>` and nothing else, else 0 (DeepSeek-R1)."""
     rest = re.fullmatch(r"<answer>(.*)</answer>", _after_thought(text), re.DOTALL)
     inside = rest[1] if rest else ""
     return _form(text, inside.strip() != "" and "<answer>" not in inside and "</answer>" not in inside)
@@ -44,7 +43,6 @@ def tool_call(task: Task, text: str) -> Verdict:
     marks = [tag[0] for tag in tags(text)]
     if "<think>" not in marks or "</think>" not in marks[marks.index("<think>") :]:
         return Verdict.value(0.0, "no_thought", "there is no <think>...</think>")
-    # A call inside a thought was considered and not made.
     _, begin_tag, rest = spoken(text).rpartition(BEGIN)
     inside, end_tag, _ = rest.partition(END)
     if not begin_tag or not end_tag:

@@ -49,29 +49,27 @@ class Patience:
             raise ConfigError(f"{self}: tries >= 1, connect and answer > 0 seconds, 0 <= first <= longest")
 
     def pause(self, failed: int, asked: float | None) -> float:
-        """Seconds to wait before the next try, after so many failed ones. `asked`: those of the server's
-        `Retry-After`."""
+        """Seconds to wait before the next try, after so many failed ones. `asked`: those of `Retry-After`."""
         # At most 64 doublings: a much higher power of two is no float.
         seconds = min(self.longest, self.first * 2 ** min(failed - 1, 64)) * random.uniform(0.5, 1)
         return seconds if asked is None else min(self.longest, max(seconds, asked))
 
 
 class Endpoint:
-    """JSON calls below one base address, in the event loop that makes the first call. Use it with
-    `async with`, or call `close`.
+    """JSON calls below one base address, in the event loop that makes the first call. Use it with `async with`, or call
+    `close`.
 
     Args:
         url: base address, such as http://127.0.0.1:8000/v1; paths are appended to it.
         role: the endpoint's role in the run; every message begins with it.
         key_env: name of the environment variable with the bearer token; None: no token is sent.
         connections: most requests at once. Further ones wait, and this wait does not count for their time limit.
-        silent: seconds without an answer after which the server counts as down. A server that never answered counts as
-            down after the first call. While it is down, one call at a time tries it, once, and the others fail at once.
-            None: it never counts as down.
+        silent: seconds without an answer after which the server counts as down; one that never answered does after the
+            first call. While it is down, one call at a time tries it, once, and the others fail at once. None: never.
 
     Raises:
-        ConfigError: the address is not http(s) or holds a key, the environment variable is empty, or its key would be
-            sent to another machine in the clear.
+        ConfigError: the address is not http(s) or holds a key, or the key is missing, none, or would be sent in the
+            clear.
     """
 
     def __init__(
@@ -162,18 +160,13 @@ class Endpoint:
         patience: Patience | None = None,
         plain: bool = False,
     ) -> Any:
-        """One request and its JSON answer. Temporary failures are tried again.
-
-        Raises:
-            EndpointError: refused, unreadable, or still failing after the last try. Its `status` is None
-                where there was no answer.
-        """
+        """One request and its JSON answer. Temporary failures are tried again. EndpointError if it is refused,
+        unreadable, or still fails after the last try; its `status` is None where there was no answer."""
         patience = patience or self.patience
         client = self._open()
         failed = 0
         # With many requests at once the wait for a place may be long, so it counts in no time limit.
         async with self._places:
-            # While the server is down, one call at a time asks it, and only once.
             if self._down and self._trying:
                 raise EndpointError(self._down, self.role)
             self._trying = True

@@ -87,7 +87,6 @@ class RubricJudge:
     def gauges(self) -> Gauges:
         """All requests of the run; and since the last call, seconds of a judgement, repeated tries, and the shares of
         verdicts that were known from before (`cached`) and that failed."""
-        # Requests run in a thread of their own, and gauges are read in the run's.
         with self._lock:
             taken, self._counts = self._counts, {}
         return {f"verifier/{self.name}/{n}": Gauge(*x) for n, x in {**taken, CALLS: (self.calls, 1)}.items()}
@@ -99,8 +98,7 @@ class RubricJudge:
 
     async def _verdict(self, prompt: str) -> Verdict:
         """The verdict about a question, or about an equal one that was judged or is being judged."""
-        # `_kept` holds asyncio tasks and not verdicts, so that equal questions that are asked at the same time wait for
-        # one request. Its keys are hashes, because a prompt may be long.
+        # Tasks and not verdicts, so that equal questions at the same time wait for one request. A prompt may be long.
         key = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=16).digest()
         judging = self._kept.get(key)
         # A failure is not kept: the endpoint may be up again.
@@ -124,7 +122,6 @@ class RubricJudge:
         try:
             model = self._model = self._model or await self._look_up()
             for draw in range(DRAWS):
-                # Checked for each draw, because each is a request that costs.
                 if self.calls >= self.settings.calls:
                     most = f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it"
                     return Verdict.failed("calls", most)

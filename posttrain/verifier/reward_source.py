@@ -1,7 +1,4 @@
-"""The protocols of reward sources, and the verdict for a value that a reward function returned.
-
-A source gives one verdict about one attempt. Some sources offer more.
-"""
+"""The protocols of reward sources, and the verdict for a value that a reward function returned."""
 
 from __future__ import annotations
 

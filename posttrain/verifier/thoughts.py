@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# Pairs of the tag that begins a thought and the tag that ends it.
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+"""Pairs of the tag that begins a thought and the tag that ends it."""
 _ENDS = dict(THOUGHTS)
 _TAG = re.compile("|".join(re.escape(tag) for pair in THOUGHTS for tag in pair))
 _BEFORE = re.compile(r"(?:(?<![\w.,!?)\]}])|(?<=\b[bfrBFR]))([\"'`])\1*\Z")

@@ -22,11 +22,8 @@ class TimedOut(Exception):
 
 
 async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwargs: Any) -> Any:
-    """Call a sync or async function. Raises what it raises, or `TimedOut` after it has run for `timeout` seconds.
-
-    A sync function has a daemon thread of its own, so if it hangs, neither the loop nor the next call nor the end of
-    the process waits for it.
-    """
+    """Call a sync or async function. Raises what it raises, or `TimedOut` after it has run for `timeout` seconds. A
+    sync one has a daemon thread of its own: if it hangs, neither the loop nor the end of the process waits for it."""
     if is_async(function):
         return await _within(timeout, function(*args, **kwargs))
     slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(THREADS))

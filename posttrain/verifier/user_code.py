@@ -18,12 +18,8 @@ from posttrain.verifier.timed_calls import Raised, TimedOut
 
 
 def load(path: Path, attribute: str, what: str = "reward", kind: str = "function") -> Callable[..., Any]:
-    """The function or class of a Python file. If there is none, the ConfigError lists what exists.
-
-    Args:
-        what: what the run uses it for (such as reward), for messages.
-        kind: `function` or `class`.
-    """
+    """The function or class (`kind`) of a Python file. If none, the ConfigError lists what exists. `what`: what the
+    run uses it for, for messages."""
     if not path.is_file():
         python_files = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         has = f"{path.parent} has {', '.join(python_files) or 'no Python file'}"
@@ -43,14 +39,9 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
 
 
 def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], ModuleType], wanted: str) -> Any:
-    """The object that `path.py:NAME` names, or what it returns where it is a function without arguments.
-
-    Args:
-        setting: what stands before the word in messages, such as `algorithm=`.
-        kind: the type that the object must have, or a tuple of types.
-        read: imports the file.
-        wanted: the type in words, for messages.
-    """
+    """The object that `path.py:NAME` names, or what it returns where it is a function without arguments: of this kind,
+    a type or a tuple of types, `wanted` in words. `setting` stands before the word in messages, such as `algorithm=`.
+    `read` imports the file."""
     name, _, attribute = word.rpartition(":")
     path, named = Path(name).expanduser(), f"{setting}{word}"
     if not path.is_file():

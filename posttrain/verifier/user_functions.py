@@ -97,12 +97,8 @@ class FunctionSource:
         return [self._judged(v) for v in verdicts], log.gauges
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Check that the tasks have what the function requires.
-
-        Raises:
-            ConfigError: a task lacks a column that the function requires, or the answer that a built-in requires.
-            DataError: a built-in cannot read the answer, or `tool_call` the calls that a task wants.
-        """
+        """Check that the tasks have what the function requires. ConfigError if one lacks a column or an answer;
+        DataError if a built-in cannot read the answer, or the calls that a task wants."""
         # A user's function may have the name of a built-in, so the functions are compared and not only the names.
         read_answer = ANSWERED.get(self.name) if self.function is BUILTIN.get(self.name) else None
         required = _required(self.function) if self.form == "trl" else [] if read_answer is None else ["answer"]
@@ -150,7 +146,6 @@ def form(function: RewardFunction, name: str) -> Form:
         return "trl"
     if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
         return "ours"
-    # `def reward(**columns)` names no argument and can only be called by keyword.
     if inspect.Parameter.VAR_KEYWORD in kinds and not _takes_two(function):
         return "trl"
     raise ConfigError(

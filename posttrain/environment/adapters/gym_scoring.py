@@ -1,8 +1,7 @@
 """Scoring with reasoning-gym's own scorers, in worker processes, where an endless search can be killed.
 
-Some scorers evaluate the answer as Python, but the policy's text must never be evaluated. Scorers that want a Python
-literal get `ast.literal_eval` in place of `eval`. Other scorers give a formula to sympy, whose parser evaluates it.
-They get only answers of numbers, operators and names of elementary functions.
+The policy's text must never be evaluated. Scorers that want a Python literal get `ast.literal_eval` in place of `eval`.
+Others give a formula to sympy, whose parser evaluates it: they get numbers, operators and elementary functions alone.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ def scored(data: Any, request: ScoringRequest) -> Verdict:
         raise
     except Exception as error:
         try:
-            # If it raises on the right answer as well, the answer is not to blame.
             data.score_answer(request.gold, request.entry)
         except Exception as gold_error:
             return Verdict.failed(
@@ -105,7 +103,6 @@ async def verdict(pool: WorkerPool, request: ScoringRequest) -> Verdict:
     try:
         scored_answer = (await pool.ask(request)).one
         if scored_answer.kind in ("timeout", "memory", "crash") and scored_answer.score is not None:
-            # If the right answer ends the process too, the scorer is broken.
             scored_gold = (await pool.ask(request._replace(answer=request.gold))).one
             if scored_gold.state is State.FAILED or scored_gold.kind == scored_answer.kind:
                 return Verdict.failed(

@@ -49,8 +49,7 @@ class Gym(SingleTurn):
     """One reasoning-gym task. Its settings (`Env.args`) are the task's own configuration fields with plain values.
 
     The answer is the content of the last `<answer>...</answer>`, else the whole response, stripped. The task's own
-    scorer, in worker processes, may give partial credit. Each chunk of 1000 training items has its own seed. An item
-    whose question is held out is drawn again.
+    scorer may give partial credit. Each chunk of 1000 training items has its own seed.
     """
 
     task: str
@@ -145,8 +144,7 @@ class Gym(SingleTurn):
 
     @cached_property
     def _entry(self) -> Any:
-        """(side, chunk, item) -> the entry that reasoning-gym generated. Tasks have this place in their info, because
-        an entry may contain objects that a record cannot store."""
+        """(side, chunk, item) -> the entry, which may have objects that no record can store. Tasks have this place."""
 
         @lru_cache(maxsize=4096)
         def entry(side: str, chunk: int, item: int) -> Any:

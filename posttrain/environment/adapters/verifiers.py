@@ -58,10 +58,7 @@ class Verifiers(SingleTurn):
     @staticmethod
     def of(env_id: str, args: Mapping[str, Scalar], **common: Any) -> Verifiers:
         """Load it by the name of its installed module, or from a file: `verifiers:my_env`, `verifiers:path/my_env.py`.
-
-        Raises:
-            ConfigError: the package, the environment or an argument is missing, or its rubric needs whole groups.
-        """
+        ConfigError if the package, the environment or an argument is missing, or its rubric needs whole groups."""
         package()
         with _signals_stay():
             inner = _loaded(env_id, dict(args))
@@ -152,14 +149,12 @@ class Verifiers(SingleTurn):
         # While the recorded state is kept, no other object can have its id.
         self._ended[id(record)] = (record, state)
         while len(self._ended) > WAITING:
-            # The oldest one is judged from its record, if at all.
             _, oldest = self._ended.pop(next(iter(self._ended)))
             await self.inner.rubric.cleanup(oldest)
         return policy.stop(state)
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The verdicts of the rubric's functions with their weights, and its metrics with weight 0. A function that
-        raises gives `failed` and not 0."""
+        """The verdicts of the rubric's functions, and its metrics with weight 0. One that raises has `failed`."""
         # An episode that was judged before, or comes from a record, has no live state. It is rebuilt, if it can be.
         record, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
@@ -245,8 +240,7 @@ def _loaded(env_id: str, args: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _signals_stay() -> Iterator[None]:
-    """Keeps the package's environments from setting handlers of SIGINT and SIGTERM when they are created, which would
-    end a run without a checkpoint, and can be set in the main thread only."""
+    """Keeps the package's environments from setting handlers of SIGINT and SIGTERM, which would end a run at once."""
     module = importlib.import_module("verifiers.envs.environment")
     real_signal: Any = module.signal  # type: ignore[attr-defined]
     members = {name: getattr(real_signal, name) for name in dir(real_signal) if not name.startswith("_")}

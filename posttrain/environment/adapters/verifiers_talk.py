@@ -64,7 +64,6 @@ class PolicyClient:
                 f"task {self._task!r}: the environment has tools, and this model's chat template writes no tool calls"
                 " that are read here. Use a model whose template does (docs/guides/templates.md)"
             )
-        # Tools belong to the prompt, so they are shown with the first request only.
         self._talk.see([self._told(m) for m in new], schemas if not self._turns else ())
         turn = await self._talk.say(most)
         self._last = turn.stop
@@ -89,7 +88,6 @@ class PolicyClient:
     def _new(self, prompt: list[Message]) -> list[Message]:
         """The new messages of the conversation. DataError if it does not continue what was shown and said."""
         n = len(self._known)
-        # The tokens of the conversation stay as they are.
         if prompt[:n] != self._known:
             at = next((i for i in range(n) if i >= len(prompt) or prompt[i] != self._known[i]), n)
             raise DataError(
@@ -118,8 +116,7 @@ class PolicyClient:
         message: dict[str, Any] = {"content": parts.content, "tool_calls": calls or None}
         message["reasoning_content"] = parts.reasoning or None
         self._turns += 1
-        # Through the package's own type and back, as the next request brings it. A field that the type drops would make
-        # the two differ.
+        # Through the package's own type, as the next request brings it: a field that the type drops would differ.
         self._known = [*self._known, from_package(types.AssistantMessage(**message))]
         reason = "tool_calls" if calls else "stop" if said.stop.finished else "length"
         n = said.tokens
@@ -161,7 +158,6 @@ def bounded(tool: Callable[..., Any], name: str, seconds: float) -> Callable[...
         try:
             return await call(tool, seconds, *args, **kwargs)
         except TimedOut:
-            # Tools are wrapped once for all episodes.
             _asking.get().timeouts += 1
             raise ToolTimeout(f"error: {name} took longer than {seconds:g} s and was stopped") from None
 

@@ -56,7 +56,6 @@ async def unread(s: Subject) -> Answer:
     judged = await s.judge_all(written, repeat=True)
     real_rewards = [t.outcome for t in judged if t.outcome is not None] or list(s.earned)
     real_name, best_of = "your real answers", "your best"
-    # Without real answers, the answers of the data are compared. Their form was chosen so that they earn most.
     if not real_rewards:
         real_rewards = [t.outcome for t in s.gold.values() if t.outcome is not None]
         real_name, best_of = "the data's answers, in the form that earns most,", "the best"

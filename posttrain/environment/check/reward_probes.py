@@ -1,8 +1,4 @@
-"""Probes of what is rewarded: right answers in any form have to be, and other texts must not be.
-
-Each probe is an async function of a `Subject` that returns a mark and a number or an example. `PAYMENT` lists them; the
-wording of each is there.
-"""
+"""Probes of what is rewarded: right answers in any form have to be, and other texts must not be (`PAYMENT`)."""
 
 from __future__ import annotations
 
@@ -71,7 +67,6 @@ async def gold(s: Subject) -> Answer:
             f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
             f" {example.said} to {prompt_words(example.task.prompt)} ({example.scores[source]:g})"
         )
-    # The form in which right answers earn most, and the other sources.
     form = {"bare": "", WRITTEN: ", as the completions are written"}.get(s.shape, f", written {s.shaped('X')!r}")
     other_sources = f"; do not tell right answers from wrong ones: {', '.join(s.shaping)}" if s.shaping else ""
     return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{other_sources}"
@@ -217,8 +212,7 @@ async def declared(s: Subject) -> Answer:
 
 
 def _above_chance(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
-    """Fails if a text that does not depend on the question, but may be the answer to some, is paid more than chance
-    allows."""
+    """Fails if a text that does not depend on the question is paid more than chance allows."""
     if over := [a for a in attacks if a.hits and a.share > s.chance(a.tried)]:
         return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
     best = attacks[0]

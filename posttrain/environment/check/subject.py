@@ -35,11 +35,8 @@ SHAPED = 8
 
 @dataclass
 class Subject:
-    """An environment with the data that all probes use. Create it with `Subject.of`.
-
-    `gold` and `wrong` are the verdicts of a right and a wrong answer, by task id. `shape` is the form in which right
-    answers are rewarded.
-    """
+    """An environment with the data that all probes use: the verdicts of a right and a wrong answer (`gold` and `wrong`,
+    by task id), and the form in which right answers are rewarded (`shape`). Create it with `Subject.of`."""
 
     env: SingleTurn
     tasks: tuple[Task, ...]
@@ -63,11 +60,8 @@ class Subject:
         counted: Callable[[str], None] = lambda _: None,
         earned: Sequence[float] = (),
     ) -> Subject:
-        """Finds the form of right answers, and judges a right and a wrong answer to every task.
-
-        Raises:
-            EndpointError: a judge gives no answer at all, so no probe could tell anything.
-        """
+        """Finds the form of right answers, and judges a right and a wrong answer to every task. EndpointError if a
+        judge gives no answer at all."""
         subject = Subject(env, tuple(tasks), rate, counted=counted, earned=tuple(earned))
         # If a judge cannot be reached, every probe would wait for its time-outs, so one answer is judged first.
         for task in tasks[:1]:
@@ -75,7 +69,6 @@ class Subject:
                 if j.verdict.kind == "outage":
                     raise EndpointError(f"{j.source} judges nothing: {j.verdict.why}", "judge")
         answerable = [t for t in tasks if env.knows_gold(t)]
-        # The form is found first, because `right` and `near` write in it.
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(answerable[:SHAPED])
         for turns, verdicts in ((subject.right, subject.gold), (subject.near, subject.wrong)):
@@ -221,11 +214,10 @@ class Subject:
         return tuple(s for s in deciding if scores[s] > max(wrong[s], 0.0))
 
     def chance(self, count: int) -> float:
-        """The largest share of `count` tasks that an answer may get right by chance: the share of the most common
-        answer, plus three standard deviations and 0.02."""
+        """The share of `count` tasks that an answer may get right by chance: that of the most common answer, plus three
+        standard deviations (once in 700 tries) and 0.02."""
         counts = Counter(self.core(t) for t in self.known)
         share = counts.most_common(1)[0][1] / counts.total() if counts else 0.0
-        # Of `count` tries a result three standard deviations above the mean happens about once in 700.
         return share + 3 * math.sqrt(share * (1 - share) / max(1, count)) + 0.02
 
     async def attack(self, say: Callable[[Task], Mapping[str, str]], tasks: Sequence[Task]) -> list[Attack]:

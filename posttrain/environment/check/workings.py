@@ -139,7 +139,6 @@ async def odd(s: Subject) -> Answer:
 
 async def throughput(s: Subject) -> Answer:
     """Measures how many answers are judged in a second, 64 at a time, and how long one takes alone."""
-    # `singles`: seconds of single answers. The median is reported.
     cases, judged_count, singles = _mixed(s), 0, list[float]()
     for x in cases[:8]:
         begun = time.perf_counter()

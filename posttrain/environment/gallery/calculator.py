@@ -79,7 +79,6 @@ class CalculatorEnv(GeneratedTasks):
         return Stop.TURNS
 
     def _printed(self, task: Task, request: str) -> str:
-        # A function of task and request: siblings that ask the same are shown the same.
         rng = generator(HELDOUT_SEED, "calculator/tape", task.id, request)
         return "".join(f"{a}{op}{b}={value};" for a, op, b, value in (self._computation(rng) for _ in range(self.tape)))
 

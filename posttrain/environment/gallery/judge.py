@@ -211,7 +211,6 @@ class Judge(GeneratedTasks):
 
     @property
     def pays_parts(self) -> bool:
-        # One order of two may pay half, and some forms pay -1 for a wrong verdict.
         return self.form.consistency or self.form.pays(None, 0) != 0
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -247,14 +246,12 @@ class Judge(GeneratedTasks):
         return str(task.prompt), self.critique(task, false)
 
     def critique(self, task: Task, false: bool = False) -> str:
-        """A judgement: the world's own answer, what each side answers, its features and score, and the verdict, which
-        in a false one does not follow."""
+        """The world's own answer, what each side answers, its features and score, and the verdict, perhaps false."""
         inner = task_at(self.judged_world, task.info["index"])
         texts = task.info["completions"]
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)
         sides = [f"{_answered(inner, t)}{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]
         world_answer = [] if inner.answer is None else [str(inner.answer)]
-        # The features in the order in which they are weighed.
         initials = "".join(_initials(self._features(inner, "")).values()) + ";"
         principles = [initials] if self.form.principles else []
         final_scores: Scores = (

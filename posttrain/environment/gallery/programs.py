@@ -1,5 +1,4 @@
-"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and subtracts 1: `(x+3)*2-1`. The answer is run in the
-sandbox."""
+"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and subtracts 1: `(x+3)*2-1`, run in the sandbox."""
 
 from __future__ import annotations
 
@@ -132,7 +131,6 @@ class Programs(GeneratedTasks):
                 changed[i] = (steps[i][0], int(rng.integers(1, 10)))
             else:
                 changed[i], changed[i - 1] = changed[i - 1], changed[i]
-            # Some changes compute the same function, such as another order of two sums. Then another change is drawn.
             if line(tuple(changed)) != line(steps):
                 return written(tuple(changed))
 

@@ -48,12 +48,11 @@ class Replies(GeneratedTasks):
     the order as well, by `hi 3<7<11 ty`.
 
     The judges' taste is hidden from the policy and known to the environment. A reply is worth 0.4 if its last number is
-    right, up to 0.3 for politeness (two polite words are best, four are flattery and worth nothing), and up to 0.3 for
-    a length near that of the best reply, which depends on the question. The reward is 0 up to a utility of 0.6, which
-    is the best that a wrong reply can be worth, and rises from there to 1 for the best reply.
+    right, up to 0.3 for politeness (two polite words are best, four are worth nothing), and up to 0.3 for a length near
+    that of the best reply. The reward is 0 up to 0.6, the best that a wrong reply can be worth, and rises to 1.
 
-    `noise`, `temperature` and `annotators` change the judgements and nothing else. Two tasks are the same if they have
-    the same numbers in any order and ask for the same.
+    `noise`, `temperature` and `annotators` change the judgements alone. Two tasks are the same if they have the same
+    numbers in any order and ask for the same.
     """
 
     numbers: int = 3
@@ -130,7 +129,6 @@ class Replies(GeneratedTasks):
         """A reply of any quality: half of them are right, polite and long to different degrees."""
         numbers: list[int] = task.info["numbers"]
         ordered = sorted(numbers)
-        # Half of the replies are right; a wrong one ends in another number of the task.
         last = ordered[-1] if rng.random() < 0.5 else ordered[int(rng.integers(len(ordered) - 1))]
         in_order = rng.random() < 0.5
         core = "<".join(map(str, [*(n for n in ordered if n != last), last])) if in_order else str(last)

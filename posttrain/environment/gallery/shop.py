@@ -134,7 +134,6 @@ class Shop(GeneratedTasks, ToolWorld):
         if kind != "buy":
             info |= {"errand": ERRANDS[int(rng.integers(len(ERRANDS)))], "day": DAYS[int(rng.integers(len(DAYS)))]}
             parts.append(f"{info['errand']} {info['day']}")
-            # The hours are sorted, so the first is the earliest.
             calendar[f"{info['day']} {free[info['day']][0]}"] = info["errand"]
         return Task(id=name, prompt=f"<{','.join(parts)}>", answer={"cart": cart, "calendar": calendar}, info=info)
 
@@ -180,10 +179,8 @@ class Shop(GeneratedTasks, ToolWorld):
     def _slips(
         self, info: Mapping[str, Any], rng: np.random.Generator
     ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """(changes to what is looked up, changes to what is done), for each part of the task.
-
-        Every part is wrong, because a policy that imitates each part separately could not learn which one is wrong.
-        """
+        """(changes to what is looked up, changes to what is done), for each part of the task. Every part is wrong: a
+        policy that imitates each part separately could not learn which one is."""
         for looked_up, detail, others in (("item", "n", range(1, MOST + 1)), ("day", "errand", ERRANDS)):
             if detail in info and rng.random() < 0.5:
                 yield {}, {detail: _another(rng, others, info[detail])}

@@ -114,8 +114,7 @@ class JudgedData:
     def _pairs(self, row: PromptRow) -> list[tuple[int, int]]:
         """Indices, in the group of a row, of the pairs that can be made of it."""
         values = [w.value for w in self._groups[self._group_of(row)]]
-        # `better` and `worse`: indices of possible chosen and rejected completions. There is at least one pair, because
-        # `kinds` has `pair` only where no row is `unpaired`.
+        # There is at least one pair, because `kinds` has `pair` only where no row is `unpaired`.
         better = range(len(values)) if self.columns.pairs == "any" else _at(values, max(values))
         worse = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(values))
         return [(i, j) for i in better for j in worse if values[i] > values[j]]
@@ -167,7 +166,6 @@ class JudgedData:
         best = max(w.value for w in group)
         if judged.kind == "label" and not best:
             return None
-        # A completion of the row itself, if it is as good as the best one of its prompt, goes before those of others.
         values = dict(zip(judged.completions, judged.values, strict=True))
         return next((t for t, v in values.items() if v == best), next(w.completion for w in group if w.value == best))
 

@@ -32,11 +32,7 @@ def format_of(data: Mapping[str, Any], c: JudgedColumns) -> str:
 
 
 def standard(data: Mapping[str, Any], c: JudgedColumns) -> Mapping[str, Any]:
-    """A row of one of these formats with a prompt, steps and labels in the columns of `c`. Its other columns stay.
-
-    Raises:
-        DataError: the row is not what its format says.
-    """
+    """A row of one of these formats, checked, with a prompt, steps and labels in the columns of `c`, and its others."""
     reader, consumed = READERS[format_of(data, c)]
     prompt, steps, labels = reader(data)
     other_columns = {k: v for k, v in data.items() if k not in consumed}

@@ -37,11 +37,8 @@ T = TypeVar("T")
 
 
 def read_row(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> PromptRow | UnfitRow:
-    """One checked row with its judgement; or an `UnfitRow`, where `leave_out` leaves such rows out.
-
-    Raises:
-        DataError: the row is not what its columns say; the message has its place.
-    """
+    """One checked row with its judgement; or an `UnfitRow`, where `leave_out` leaves such rows out. DataError with the
+    row's place if it is not what its columns say."""
     with placed(place):
         try:
             return replace(_read(c.with_fields(data), c), place=place)
@@ -105,8 +102,7 @@ def also_judged(row: PromptRow, c: JudgedColumns) -> str:
     """Another kind of judgement that the row's columns could mean; '' if there is none, or if the settings say it."""
     if row.judged is None or c.judged != "auto":
         return ""
-    # The kind is found again without the columns of the pair. A demonstration beside a pair was taken out of `info`, so
-    # an empty completion stands for it.
+    # The columns of the pair are left out. A demonstration beside a pair was taken out of `info`.
     has_completion = row.completion is not None or row.task.info.get(c.completion_column) is not None
     other_columns = {k: v for k, v in row.task.info.items() if k not in (c.chosen_column, c.rejected_column)}
     with placed(row.place):
@@ -161,8 +157,7 @@ def _ranking(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
     columns = [n for n in (c.scores_column, c.ranks_column) if data.get(n) is not None]
     if len(columns) > 1:
         raise DataError(f"there are {columns[0]!r} and {columns[1]!r}; give one of them")
-    # Without numbers the order of the list is the judgement: the first completion is worth most. A lower rank is
-    # better, so ranks are negated.
+    # Without numbers the first completion of the list is worth most. A lower rank is better.
     values = tuple(float(len(completions) - i) for i in range(len(completions)))
     if columns:
         numbers = _each(data, columns[0], len(completions), number)
@@ -198,7 +193,6 @@ def _rating(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
             " (env.args.attributes)"
         )
     ratings = {without_halves(c.ratings_column, str(a)): number(str(a), v) for a, v in by_attribute.items()}
-    # Without an attribute to compare by, the row has no value, and no pair can be made of it.
     compared = c.attribute or (next(iter(ratings)) if len(ratings) == 1 else "")
     if compared and compared not in ratings:
         raise DataError(f"env.args.attribute={compared!r} is not among the ratings {', '.join(ratings)}")
@@ -263,8 +257,7 @@ def _demonstration(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
 def _row(
     data: Mapping[str, Any], c: JudgedColumns, shared: SharedPrompt, judged: JudgedRow, read: set[str]
 ) -> PromptRow:
-    """The row of a prompt, its completions and their judgement. `read`: columns that are not part of the task's
-    info."""
+    """The row of a prompt, its completions and their judgement. `read`: columns that are not in the task's info."""
     tools = _offered(data, c, shared.prompt)
     task = replace(task_of(data, c, shared.prompt, read | ({c.tools_column} if tools else set())), tools=tools)
     return PromptRow(task, None, digest(task.prompt, tools), judged=judged)

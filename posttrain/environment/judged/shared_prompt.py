@@ -54,13 +54,9 @@ def sides(
     the last message must begin with the prompt, or with a role of `CONTINUES` and so continue it. A prompt that is text
     must be one of the user's messages in these turns. Turns that all completions share belong to the prompt.
 
-    Args:
-        prompt: the row's own; None where it has none.
-        column: the name of the prompt's column, for messages.
-
-    Raises:
-        DataError: a completion is empty, no text, or neither of these forms; there is no prompt.
-        UnfitRow: the completions begin with different prompts, or whole texts are identical.
+    `prompt` is the row's own, if it has one, and `column` the name of its column. DataError where a completion is
+    empty, no text, or of neither form, or there is no prompt; UnfitRow where the completions begin with different
+    prompts, or whole texts are identical.
     """
     texts = [without_halves(name, _not_empty(name, value)) for name, value in completions if isinstance(value, str)]
     if not texts:
@@ -81,8 +77,7 @@ def _not_empty(name: str, value: str) -> str:
 
 
 def _split(texts: list[str], names: list[str], column: str) -> tuple[str, list[str]]:
-    """(the prompt that whole texts share, their rests). The prompt ends with the last shared `ANSWERS`, else before a
-    word."""
+    """(the prompt that whole texts share, their rests). It ends with the last shared `ANSWERS`, else before a word."""
     if len(texts) < 2:
         raise DataError(f"no column {column!r} (env.args.prompt_column); give the prompt")
     # What the first and the last text in alphabetical order share, all texts share.
@@ -153,7 +148,6 @@ def _from_messages(
                 " completion is one message after a conversation that is the same on all sides. If the messages"
                 f" {at} were judged, end the conversations with them",
             )
-    # Messages that begin with such a role continue the row's prompt. Other conversations have to begin with the prompt.
     if first[0]["role"] in CONTINUES:
         if prompt is None:
             raise DataError(
@@ -168,8 +162,7 @@ def _from_messages(
 
 
 def _split_last(name: str, value: Any) -> tuple[tuple[Message, ...], str]:
-    """(the messages before the last one, the text of the last one). DataError if the last one is not the
-    assistant's."""
+    """(the messages before the last one, which has to be the assistant's; the text of the last one)."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{name!r} is {kind_words(value)}, wanted text or a list of messages")
     messages = [message_of(name, i, m) for i, m in enumerate(value)]

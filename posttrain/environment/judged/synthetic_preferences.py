@@ -37,11 +37,8 @@ KINDS: tuple[Kind, ...] = ("pair", "ranking", "label", "rating")
 
 @dataclass(frozen=True, kw_only=True)
 class Taste:
-    """The preferences of judges, and how well the judges keep to them.
-
-    The truth is `utility`, a weighted sum of features in 0..1. Without noise, temperature and further annotators every
-    judgement follows it.
-    """
+    """The preferences of judges, and how well the judges keep to them. Without noise, temperature and further
+    annotators every judgement follows the truth, `utility`, a weighted sum of features in 0..1."""
 
     features: Features
     weights: Mapping[str, float]
@@ -134,10 +131,8 @@ class Taste:
     def _written(
         self, task: Task, count: int, weights: Mapping[str, float], rng: np.random.Generator, write: Writer
     ) -> tuple[list[str], list[float]]:
-        """(different completions, the utility of each to this annotator).
-
-        With temperature 0 no two utilities are equal, because nothing would decide which completion is better.
-        """
+        """(different completions, the utility of each to this annotator). With temperature 0 no two are equal, because
+        nothing would decide which completion is better."""
         texts: list[str] = []
         values: list[float] = []
         for _ in range(TRIES):
@@ -167,8 +162,7 @@ class Taste:
 
     def _good(self, value: float, rng: np.random.Generator) -> bool:
         """Whether the annotator calls a completion of this utility good, after the annotator's errors."""
-        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Both numbers are
-        # always drawn, so that a change of `noise` or `temperature` changes no other draws.
+        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Always two draws.
         drawn, flipped = rng.logistic(), rng.random() < self.noise
         return bool(value + self.temperature * drawn >= self.good) != flipped
 
@@ -185,7 +179,6 @@ class Taste:
         return ratings
 
 
-# The kinds of judgement that demonstrations give.
 DEMONSTRATED: tuple[Kind, ...] = ("pair", "label")
 
 

@@ -54,7 +54,6 @@ def json_rows(path: Path) -> Rows:
         return
     for number, line in read_untrusted.read_lines(path, LONGEST_ROW, DataError):
         place = f"{path}:{number}"
-        # These bytes are a byte-order mark only at the beginning of a file. Elsewhere they are text.
         line = line.removeprefix(MARK) if number == 1 else line
         if line.strip():
             yield place, _bounded(place, _object(place, _parse(place, line.rstrip(b"\r\n"))))
@@ -126,7 +125,6 @@ def parquet(path: Path) -> Rows:
     try:
         batches = reader.ParquetFile(path).iter_batches(batch_size=ROWS_AT_ONCE)
         yield from _numbered(str(path), (row for batch in batches for row in batch.to_pylist()))
-    # An error of `_bounded` already says what is wrong and where.
     except DataError:
         raise
     except Exception as error:

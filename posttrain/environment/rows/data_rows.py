@@ -1,7 +1,4 @@
-"""Reads all rows of the user's data. It checks what concerns several rows: ids, equal prompts, kinds of judgement.
-
-`row_reader` and `judged_rows` read and check single rows.
-"""
+"""Reads all rows of the user's data, and checks what concerns several rows: ids, equal prompts, kinds of judgement."""
 
 from __future__ import annotations
 
@@ -32,11 +29,7 @@ class DataRows:
 
 
 def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> DataRows:
-    """The rows of `env.prompts`, followed by those of `env.mix`.
-
-    Raises:
-        DataError: as of `read_rows`; or rows of two sets were judged in different ways.
-    """
+    """The rows of `env.prompts`, followed by those of `env.mix`. DataError where two sets were judged differently."""
     data_sets = [read_rows(path, columns, given) for path, _ in config.data]
     if len(data_sets) == 1:
         return data_sets[0]
@@ -46,8 +39,7 @@ def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> Data
         # All rows of one set are of one kind, so the first rows of two sets are compared.
         _same_kind(data_sets[0].rows[0], data_set.rows[0], columns)
         for row in data_set.rows:
-            # Two sets may have the same id. The second gets the number of its set, again and again where a row has
-            # that id too.
+            # A second set with the same id gets its number, again and again where a row has that id too.
             row_id = row.task.id
             while row_id in used_ids:
                 row_id = f"{row_id}@{number}"
@@ -62,9 +54,8 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
     """All rows of a JSONL or JSON file, a parquet file, a saved data set, one on the hub, or handed by a program.
 
     Raises:
-        DataError: a row is not JSON or not text, has no prompt, an empty one or a value of a wrong type; a key or an
-            id occurs twice; one prompt has two answers; rows were judged in different ways; there are no rows. The
-            message names the row's place.
+        DataError: a row cannot be read, or has no prompt; a key or an id occurs twice; one prompt has two answers; rows
+            were judged in different ways; there are no rows. The message names the row's place.
     """
     columns = columns or JudgedColumns()
     rows: list[PromptRow] = []
@@ -78,14 +69,12 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
             continue
         if rows:
             _same_kind(rows[0], row, columns)
-        # `setdefault` gives the first row with this prompt, or this one.
         if row.task.answer is not None:
             _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
         row_id = row.task.id
         if not row_id:
             repeats[row.key] = repeats.get(row.key, 0) + 1
-            # A made id depends on the prompt alone, and not on the order of the file. Rows with equal prompts get
-            # numbers.
+            # A made id depends on the prompt alone. Rows with equal prompts get numbers.
             row_id = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
             row = replace(row, task=replace(row.task, id=row_id))
         if row_id in places:

@@ -41,7 +41,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     """Prompts from a file or data set, whose answers reward functions judge; or completions that were judged already.
 
     The held-out split depends on the prompts' digests alone. So rows with equal prompts are on one side of it, and
-
+    neither a new order of the file nor an edited answer changes it.
     A class of the user's may derive from it (`env=mine.py:Class env.prompts=rows.jsonl`): it has `name`, a `play` of
     its own that reads the rows' columns in `Task.info`, and `verify` or `verdict` where it judges besides the rewards.
     """
@@ -58,8 +58,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     without: tuple[str, ...] = field(default=(), repr=False)
     """Lines about rows that `leave_out` left out, or that can be read in two ways."""
     mixed: tuple[tuple[int, float], ...] = field(default=(), repr=False)
-    """Number of rows of each data set, and its weight, where there are several; their rows stand one behind the other.
-    """
+    """Number of rows of each data set, and its weight, where there are several, one behind the other in `rows`."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -73,7 +72,6 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     def _held(self) -> frozenset[str]:
         """The digests of the held-out prompts: the smallest ones, of each data set its share."""
         if self.mixed:
-            # Each set has a share by its weight, and at least one prompt, so every set is evaluated.
             total = sum(w for _, w in self.mixed)
             counts = [max(1, round(self.heldout_count * w / total)) for _, w in self.mixed]
             each = zip(self._sets, counts, strict=True)
@@ -157,8 +155,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return Loop(self.limits, self.turns)
 
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools in a conversation about this task: its row's, or the environment's. Text prompts
-        have none."""
+        """JSON schemas of the tools in a conversation about this task: its row's, or the environment's."""
         if self._offered is None:
             return task.tools
         return () if isinstance(task.prompt, str) else self._offered.box(task).schemas
@@ -328,7 +325,6 @@ def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
     try:
         source.check([r.task for r in rows])
     except (ConfigError, DataError) as error:
-        # The whole list was refused. The rows are checked one by one to find the one that is to blame.
         for row in rows:
             try:
                 source.check([row.task])

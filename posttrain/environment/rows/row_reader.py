@@ -1,7 +1,4 @@
-"""Single rows of the user's data, read strictly: prompts, messages, answers and completions. Errors name the place.
-
-`row_of` reads a row, and `source_rows` finds the rows of a file or a data set.
-"""
+"""Single rows of the user's data, read strictly (`row_of`), and where they are (`source_rows`)."""
 
 from __future__ import annotations
 
@@ -92,7 +89,6 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
     text = prompt if isinstance(prompt, str) else ""
     if not isinstance(prompt, str):
         text = json.dumps([[m["role"], shown(m["content"]), *m.get("tool_calls", ())] for m in prompt])
-    # Without tools nothing is added: the digest is then that of the prompt alone.
     text += json.dumps(list(tools), sort_keys=True) if tools else ""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -100,7 +96,6 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
 def row_of(data: Mapping[str, Any], c: Columns) -> PromptRow:
     """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
     column = _prompt_column(data, c)
-    # A row may have several of these columns. A prompt is read before messages, and both are read before a text.
     if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
         text = without_halves(c.text_column, text)
         conversation = LearnedConversation(text, (1.0,))
@@ -108,8 +103,7 @@ def row_of(data: Mapping[str, Any], c: Columns) -> PromptRow:
     prompt_value = data.get(column) if column is not None else None
     weights = weights_of(column or "", prompt_value)
     prompt, completion = prompt_of(data, c)
-    # A completion is needed in two forms: as text to imitate (`completion`), and as messages whose calls a template
-    # writes (`turns`).
+    # A completion is needed as text to imitate, and as messages whose calls a template writes (`turns`).
     turns = () if completion is None else (_last(column or "", prompt_value),)
     if (written := data.get(c.completion_column)) is not None:
         prompt_ending, completion, turns = completion, completion_of(written, c), _messages_of(written, c)
@@ -180,8 +174,7 @@ def task_of(data: Mapping[str, Any], c: Columns, prompt: str | tuple[Message, ..
     """The task of a row with this prompt; its further columns but those in `read` are its info."""
     known = {c.prompt_column, c.messages_column, c.id_column, *read}
     known |= {CONVERSATIONS} if _prompt_column(data, c) == CONVERSATIONS else set[str]()
-    # Rewards get the answer under the name `answer`, so it is not in `info` too. If another column is the answer, the
-    # row's column `answer` is one of the further columns.
+    # Rewards get the answer under the name `answer`. If another column is the answer, `answer` is a further column.
     info = {k: v for k, v in data.items() if k not in known and k != "answer"}
     if c.answer_column != "answer" and "answer" in data:
         info["answer"] = data["answer"]
@@ -239,7 +232,6 @@ def prompt_of(data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message,
         raise DataError(f"{column!r} is {kind_words(value)}, wanted text or a list of messages")
     messages = [message_of(column, i, m, weighs=True) for i, m in enumerate(value)]
     completion = None
-    # An assistant's message at the end is a completion. Earlier ones are part of the prompt.
     if messages and messages[-1]["role"] == "assistant":
         completion = said_of(f"the last message of {column!r}", messages.pop())
     if not messages:

@@ -64,15 +64,11 @@ noncharacter of Unicode, so no text contains it."""
 
 
 class Chat:
-    """One chat template. `stops`: texts of the tokens that end a turn.
-
-    Messages of users, tools and systems are text even if they contain the names of special tokens. Such a name is split
-    by `SHIELD`, and `Renderer.encode` splits the text there.
-    """
+    """One chat template. `stops`: texts of the tokens that end a turn. Messages of users, tools and systems are text
+    even if they contain the names of special tokens, which `SHIELD` splits."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        # A token without a text ends no turn that could be found in a text.
         self.stops = tuple(s for s in stops if s)
         # Longer names first: with a shield inside a shorter name, a longer one around it would not be found.
         specials = (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1)
@@ -86,12 +82,8 @@ class Chat:
         """Turns with reasoning in this template's forms. A template without them treats reasoning as plain text."""
 
     def render(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
-        """Messages rendered by the template.
-
-        Raises:
-            DataError: there is no template, or it refuses the messages.
-            LimitError: it took too much time or memory.
-        """
+        """Messages rendered by the template. DataError without one, or if it refuses them; LimitError if it took too
+        much time or memory."""
         written = self.readable(messages)
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -113,10 +105,7 @@ class Chat:
 
     def readable(self, messages: Sequence[Message]) -> list[Message]:
         """Messages with content in the form that this template reads: parts if it can, else their joined text.
-
-        Raises:
-            DataError: a part is not text or is malformed. The error names the number of the message.
-        """
+        DataError with the number of a message that has a part that is not text or is malformed."""
         readable_messages = list(messages)
         for i, message in enumerate(messages):
             content = message.get("content")
@@ -138,7 +127,6 @@ class Chat:
     def _shielded(self, message: Message) -> Message:
         """A message with `SHIELD` inside the names of special tokens. An assistant's message stays as it is."""
         content = message.get("content")
-        # A policy may say special tokens.
         if message["role"] == "assistant" or content is None or not self._specials:
             return message
         if isinstance(content, str) and not any(s in content for s in self._specials):
@@ -147,11 +135,7 @@ class Chat:
 
     def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after any turn of the assistant if `new` messages follow, with a message in
-        place of the turn.
-
-        Raises:
-            DataError: the template refuses the messages.
-        """
+        place of the turn. DataError if it refuses the messages."""
         before = self.render(history, generate=True, tools=tools)
 
         # Some templates refuse results of tools without calls before them. Others accept only one call in a turn, or
@@ -164,10 +148,7 @@ class Chat:
 
     def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after the turn `said` if `new` messages follow, and the turn as a message.
-
-        Raises:
-            DataError: it refuses the messages, or changes text before or in the turn.
-        """
+        DataError if it refuses the messages, or changes text before or in the turn."""
         before = self.render(history, generate=True, tools=tools)
 
         def ending(call_count: int, turn: Message) -> TurnEnding:
@@ -198,7 +179,6 @@ class Chat:
         """The text that the template writes after an assistant's last turn."""
         history = [Message(role="user", content="hi")]
         before = self.render(history, generate=True)
-        # Several turns are tried, for the templates that `_suffix` names.
         for content in (PROBE, THOUGHT, THOUGHT_ON):
             whole = self.render([*history, Message(role="assistant", content=content)], generate=False)
             if (at := whole.find(PROBE, len(common(before, whole)))) >= 0:
@@ -224,9 +204,8 @@ class Chat:
     def _behind(
         self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> str:
-        """The text from the end of a turn on, its last stop token, for a template that may write the turn in its own
-        form. Of `turns`, the first one is used that is rendered alike with and without `new`. Some templates add an
-        empty thought to a last turn without reasoning, so not every turn is."""
+        """The text from the end of a turn on, its last stop token, of the first of `turns` that is rendered alike with
+        and without `new`. Some templates add an empty thought to a last turn without reasoning."""
         first_reason = ""
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
@@ -249,7 +228,6 @@ class Chat:
         which the template writes itself, only the reasoning is compared."""
         if not whole.startswith(before):
             raise DataError(differs(before, whole))
-        # Compared without white space, because templates trim turns.
         after_prompt = squeezed(whole[len(before) :])
         reasoning_kept = not self._reasoned or squeezed(self._parsed(said).reasoning) in after_prompt
         if not (reasoning_kept if call_count else after_prompt.startswith(squeezed(said))):
@@ -260,8 +238,7 @@ class Chat:
             )
 
     def _turn(self, said: str, call_count: int, new: Sequence[Message]) -> Message:
-        """An assistant's turn as a message: its text, or its parsed parts with placeholders for the calls that `new`
-        answers."""
+        """An assistant's turn as a message: its text, or its parsed parts and placeholders of calls."""
         if not call_count:
             return Message(role="assistant", content=said)
         # Templates may compare the ids of calls with those of results, so the placeholders have the ids of the results.
@@ -346,7 +323,6 @@ class Chat:
             except DataError:
                 continue
             body = whole[len(common(before, whole)) :]
-            # Only the right parser reads back what the template wrote. Its source does not say so much.
             for name in FORMATS:
                 if any(parse(text, name).calls == wanted for text in self._without_end(body)):
                     return name

@@ -49,10 +49,7 @@ class WrittenTurn:
 
 def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: bool) -> list[Weighed]:
     """The tokens of a conversation, as one sequence; with `model.history=rewrite`, one more for each turn that the
-    template writes in another way once other messages follow.
-
-    Args:
-        arguments: whether the arguments of tool calls are learned.
+    template writes in another way once other messages follow. `arguments`: whether those of tool calls are learned.
 
     Raises:
         DataError: there is nothing to learn; the template loses text, rewrites earlier turns, or marks no end.
@@ -70,7 +67,6 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
         before = chat.render(messages[:i], generate=True, tools=tools)
         written = _written(chat, whole, before, messages[i], i == c.learned[-1])
         if isinstance(written, WrittenTurn):
-            # A turn whose prompt is a beginning of `whole` is part of the one sequence.
             (together if whole.startswith(written.before) else apart).append((i, written))
             continue
         alone = written
@@ -147,7 +143,6 @@ def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTu
         # Encoded apart, as in a rollout: no token may contain the end of the seen text and the start of the turn.
         seen_ids = render.encode(whole[at : len(turn.before)])
         said_ids = render.completion_ids(turn.said, chat=True)
-        # The stop token that the template wrote here replaces the usual one.
         end = render.encode(turn.stop)
         said_ids = np.array([*said_ids[: len(said_ids) - len(end)], *end], np.int32)
         ids += [seen_ids, said_ids]
@@ -171,7 +166,6 @@ def _weights(
         return weight_T
     spans = list(_argument_spans(render.template, messages, turn, tools))
     for t, (start, end) in enumerate(render.offsets(turn.said)[: len(ids)]):
-        # A token that overlaps with arguments only in part has the weight 0 too.
         if any(start < b and end > a for a, b in spans):
             weight_T[t] = 0.0
     return weight_T

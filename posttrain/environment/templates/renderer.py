@@ -63,11 +63,7 @@ class Renderer:
 
     def prompt(self, prompt: Content, task: str = "", tools: Tools = ()) -> np.ndarray:
         """int32 [T] of a first prompt: text with the leading special tokens exactly once, or rendered messages.
-
-        Raises:
-            DataError: the prompt is empty, longer than the context, or has characters without a token; or it is
-                messages and there is no template. The error names the task.
-        """
+        DataError with the task if it is empty, longer than the context, or cannot be written."""
         with placed(_named(task)):
             is_text = isinstance(prompt, str)
             ids = self.text_ids(prompt) if is_text else self.encode(self.chat(prompt, generate=True, tools=tools))
@@ -114,12 +110,8 @@ class Renderer:
     def conversation(
         self, c: LearnedConversation, task: str = "", tools: Tools = (), arguments: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids int32 [T], weight of each float64 [T]) of each sequence of a conversation
-        (`conversation_tokens.weighed`).
-
-        Raises:
-            DataError: nothing of it can be learned, or the chat template does not write it so that it could be.
-        """
+        """(ids int32 [T], weight of each float64 [T]) of each sequence of a conversation. DataError if nothing of it
+        can be learned, or the chat template does not write it so that it could be."""
         with placed(_named(task)):
             return weighed(self, c, tools, arguments)
 
@@ -131,15 +123,11 @@ class Renderer:
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
         """int32 ids of a demonstration, with exactly one stop id at the end and no other special tokens added. If a
-        chat template opened a thought at the end of the prompt's ids (`behind`), the text goes on behind it.
-
-        Raises:
-            DataError: a stop token is in the middle. The policy could never generate the text after it.
-        """
+        chat template opened a thought at the end of the prompt's ids (`behind`), the text goes on behind it. DataError
+        for a stop token in the middle: the policy could never generate the text after it."""
         if chat and (opened := self.opening(behind)):
             text = continued(self.template, text, opened)
         ids = self.encode(text).tolist()
-        # The text may end with no stop token, one, or several.
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         if inside := [i for i in ids if i in self.stop_ids]:
@@ -226,11 +214,9 @@ class Renderer:
         return cast("Message", fields)
 
     def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:
-        """The ids of the first pieces, as soon as they are more than `most`; None if all together have no more.
-
-        A tokenizer needs up to 500 bytes for a character, so it gets a whole text only if the tokens may fit. A word
-        that is cut at the end of a piece adds a few tokens, so `most` is twice the context.
-        """
+        """The ids of the first pieces, as soon as they are more than `most`; None if all together have no more. A
+        tokenizer needs up to 500 bytes for a character, so it gets a whole text only if the tokens may fit. A word that
+        is cut at the end of a piece adds a few tokens, so `most` is twice the context."""
         encoded: list[np.ndarray] = []
         count = 0
         for piece in pieces:
@@ -268,7 +254,6 @@ class Renderer:
         """int32 [T] of a plain text, with the leading special tokens exactly once."""
         ids = self.encode(text)
         n = len(self.leading)
-        # The text may begin with the BOS token already.
         has_leading = n > 0 and tuple(ids[:n].tolist()) == self.leading
         return ids if has_leading or not n else np.concatenate([np.array(self.leading, np.int32), ids])
 

@@ -30,13 +30,9 @@ _THOUGHT = re.compile("|".join(rf"{re.escape(b)}\s*(?:{re.escape(e)}\s*)?\Z" for
 def template_findings(
     render: Renderer, env: Environment, tasks: Sequence[Task], follows: Sequence[str] = (), learns: bool = True
 ) -> list[LintFinding]:
-    """Returns findings about what the chat template does with these tasks and the rows of the data. There are none if
-    no prompt is messages.
-
-    Args:
-        follows: roles of messages that the environment may show after a turn, besides results of tools.
-        learns: whether completions of the data are learned from.
-    """
+    """Returns findings about what the chat template does with these tasks and the rows of the data, if a prompt is
+    messages. `follows`: roles that the environment may show after a turn, besides results of tools. `learns`: whether
+    completions of the data are learned from."""
     rows = env.abilities.rows or ()
     by_roles: dict[Any, Any] = {}
     # One conversation for each order of roles. The longest come last, so each replaces shorter ones of its order.
@@ -67,11 +63,7 @@ def template_findings(
 
 def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list[str]:
     """Descriptions of the messages whose content, or whose calls of tools, the template does not write. White space,
-    thoughts of the assistant and text beside its calls do not count.
-
-    Raises:
-        DataError: the template refuses the messages.
-    """
+    thoughts of the assistant and text beside its calls do not count. DataError if it refuses the messages."""
     # A mark at the end of each message, so that a short one is not found by chance.
     tried = [_marked(m, f" zq{i}x") for i, m in enumerate(messages)]
     try:

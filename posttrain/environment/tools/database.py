@@ -46,13 +46,10 @@ _FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefi
 class Database(Toolbox):
     """One in-memory database, closed with the episode.
 
-    A statement runs in its own thread when its turn comes. Its limit is in its own processor time: SQL in memory waits
-    for nothing, so other delays are caused by other jobs. A statement that is stopped has no effect.
+    A statement runs in its own thread when its turn comes, within a limit of its own processor time: SQL in memory
+    waits for nothing, so other delays are caused by other jobs. A statement that is stopped has no effect.
 
-    Args:
-        script: trusted SQL that fills the database first.
-        tables: the tables that `state` returns. None: all of them.
-        seconds: most processor time of one statement, if a call may take longer.
+    `script` is trusted SQL that fills the database first. `state` returns `tables`, or all of them.
     """
 
     def __init__(self, script: str = "", tables: Sequence[str] | None = None, seconds: float = SECONDS) -> None:
@@ -86,7 +83,6 @@ class Database(Toolbox):
         try:
             return await job.run(seconds)
         except (ToolError, InterruptedError):
-            # The error is the statement's own and not of being stopped.
             if not job.stopped:
                 raise
             undone = in_transaction and not self._connection.in_transaction

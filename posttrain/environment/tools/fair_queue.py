@@ -44,7 +44,6 @@ class FairQueue:
         call `leave`. A cancelled future never gets a turn."""
         turn: Future[None] = Future()
         with self._lock:
-            # The number breaks ties in order of arrival, and futures cannot be compared.
             heapq.heappush(self._waiting, (used, next(self._number), turn))
         self._next()
         return turn

@@ -60,7 +60,6 @@ class Loop:
                     timeouts += results[-1].kind == "timeout"
                     if timeouts >= self.limits.tool_timeouts:
                         return Stop.TOOLS
-                # After the last turn the policy does not speak again, so the results are not shown.
                 if turns_left:
                     talk.see(_messages(results) if chat else self.show(results))
             return Stop.TURNS
@@ -77,8 +76,7 @@ class Loop:
 
 
 def _messages(results: Sequence[Observation]) -> list[Message]:
-    """Results as messages for a chat template: one for each call, in order, with ids in the form that templates
-    accept."""
+    """Results as messages for a chat template, in order, with ids in the form that templates accept."""
     return [
         Message(role="tool", name=r.name or "unknown", content=r.text, tool_call_id=f"call{i:05}")
         for i, r in enumerate(results)

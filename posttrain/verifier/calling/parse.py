@@ -122,7 +122,6 @@ def _llama(text: str) -> Found:
     announced = "<|python_tag|>" in text
     before, _, body = text.partition("<|python_tag|>") if announced else ("", "", text)
     stripped = body.strip()
-    # Without the token only the JSON itself shows whether it is a call, because an answer may be JSON too.
     if not announced and not _calls_a_tool(stripped):
         return text, []
     calls: list[ToolCall | Malformed] = []
@@ -162,7 +161,6 @@ def _pythonic(text: str) -> Found:
     body = text.strip()
     marked = body.startswith("<|python_start|>")
     body = body.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
-    # A list without a call in it, such as `[1, 2]`, is an answer.
     if not marked and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body):
         return text, []
     return "", _read(body, read_data.python_calls)
@@ -259,8 +257,7 @@ _TO = re.compile(r"to=functions\.(\S+?)(?=\s|<|$)")  # `to=functions.search`
 
 
 def _harmony(text: str) -> Parsed:
-    """A turn of messages in several channels. One that is addressed to functions.NAME is a call. The prompt may have
-    written the header of the first message."""
+    """A turn of messages in several channels. The prompt may have written the header of the first message."""
     reasoning, content, calls = [], [], list[ToolCall | Malformed]()
     # A message is a header (channel, recipient), the mark, and a body. A piece without both marks is plain text.
     for message in re.split(r"<\|start\|>assistant|<\|end\|>|<\|call\|>", text):
@@ -291,5 +288,4 @@ FORMATS: dict[str, Callable[[str], Found]] = {
     "coder": _tool_call_format(lambda t: _call_with_tags(t, _CODER, _CODER_ARG, _CODER_SHAPE)),
     "harmony": lambda text: (lambda p: (p.content, list(p.calls)))(_harmony(text)),
 }
-"""Each format's function: text without thoughts -> (text outside the calls, calls). `parse` calls `_harmony` itself,
-because there the thoughts are a channel."""
+"""Each format's function: text without thoughts -> (text outside the calls, calls). `parse` calls `_harmony`."""

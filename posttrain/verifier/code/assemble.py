@@ -25,12 +25,11 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 
-# Names that every module has.
 KNOWN = {*dir(builtins), "__name__", "__file__", "__doc__", "__builtins__"}
+"""Names that every module has."""
 MOST_DROPPED = 200
 """The most lines of prose that are removed around bare code."""
 
-# Statements that define a function or a class, and all statements that may define a name.
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PROVIDING = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
 # A program that reads its input: `input(`, `sys.stdin`, `open(0`.
@@ -40,12 +39,10 @@ _CODE = re.compile(r"(?:def|class)\s+\w+\s*[(:]|@\w|import\s+\w|from\s+[\w.]+\s+
 # A word of prose (`don't`), and what may stand between two words: spaces with punctuation and Markdown (`, **`).
 _WORD = r"[^\W\d_][\w'’-]*"
 _GAP = r"[*_`\"”)]*[,;:.!?]*[*_`\"”]*\s+[*_`\"“(]*"
-# Three words in a row with only punctuation and Markdown between them. `for x in` matches too, but only lines that a
-# syntax error names are tested.
+# Three words in a row with only punctuation and Markdown between them. `for x in` matches, but seldom fails to parse.
 _SENTENCE = re.compile(rf"{_WORD}(?:{_GAP}{_WORD}){{2}}")
 # Two words (`Hello world`), or one word with a stop after it (`Solution:`). Group 1: the first word.
 _PHRASE = re.compile(rf"\W*({_WORD})(?:{_GAP}{_WORD}\W*|.*[:.!?。：！？]\W*)")
-# A line of signs only: `---`, `***`.
 _RULE = re.compile(r"[-=*_~\s]+")
 
 
@@ -184,7 +181,6 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
             # `x: int` declares a name and gives it no value.
             if not (isinstance(s, ast.AnnAssign) and s.value is None):
                 yield from ((n.id, s) for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name))
-        # What a function or a class binds inside is not a name of the module.
         for inner in ("body", "orelse", "finalbody"):
             if not isinstance(s, _DEFINITION):
                 yield from bound(getattr(s, inner, []))
@@ -277,7 +273,6 @@ def parsed(source: str) -> ast.Module | None:
     """The syntax tree of a source; None if Python cannot compile it."""
     try:
         tree = ast.parse(source)
-        # `missing` also fails for sources that only the parser accepts, such as two arguments with one name.
         missing(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

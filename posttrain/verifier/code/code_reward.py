@@ -46,8 +46,7 @@ MOST_BLOCKS = 64
 MOST_SECONDS = 2.0
 """The most seconds of that search. If it takes longer, the last block is the program."""
 _STATEMENT = re.compile(
-    # An indented or empty line, a comment, a decorator, a closing bracket, a string; `def f(`, `class A:`;
-    # `import math`.
+    # An indented or empty line, a comment, a closing bracket, a string; `def f(`, `class A:`; `import math`.
     r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$"
     r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"  # `from a import b`, `for x in y:`
     # `else:`, `return x`, `print(`.
@@ -56,7 +55,6 @@ _STATEMENT = re.compile(
 )
 """Matches the begin of a line of a program. Lines of prose rarely match."""
 
-# A name of `typing`, such as `List`.
 _TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")
 # Possessive repetitions, because a program printed the text: no character is read twice, however long a number is.
 _NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?+(?!\w|\.\d))")
@@ -77,11 +75,9 @@ class Code:
     tests that it passes. The program is the block that defines what the tests call, with what it needs of the other
     blocks (`fences`, `assemble`).
 
-    Args:
-        sandbox: where programs run. None opens `auto`, which raises here if this machine has no sandbox.
-        weak: accept tests that run in the program's process.
-        seconds: that a program may run in all its tests together. Tests after that count as timed out.
-        owned: close `sandbox` with this source. One that was opened here is always closed.
+    `sandbox` is where programs run; None opens `auto`, which raises here if this machine has none. With `owned` it is
+    closed with this source, as one that was opened here always is. `weak`: accept tests that run in the program's
+    process. A program may run `seconds` in all its tests together. Tests after that count as timed out.
     """
 
     def __init__(
@@ -167,7 +163,6 @@ class Code:
                 self._new_gauges = merge(self._new_gauges, {"queue": Gauge(self.sandbox.waiting, 1)})
                 outcomes.append(await self.outcome(program, test))
                 spent += outcomes[-1].seconds
-            # The score is 0 from the first failure on, so the other tests need not run.
             if outcomes[-1].kind and self.scoring == "all":
                 break
         return self._score(tests, outcomes)
@@ -255,7 +250,6 @@ def _print_outcome(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
     """The outcome of a run with input: whether it printed the wanted lines."""
     if ran.why != "ok":
         return _failed_run(ran)
-    # The part that is left could look like a right answer.
     if ran.cut and len(ran.stdout) >= limits.output:
         return Outcome("output", "printed more than is kept")
     printed, expected = _lines(ran.said), _lines(test.wanted)
@@ -279,7 +273,6 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
     """
     if said == wanted or not tolerance:
         return said == wanted
-    # The pattern has one group, so `split` returns text at even places and numbers at odd ones.
     one, other = _NUMBER.split(said), _NUMBER.split(wanted)
     return len(one) == len(other) and all(
         a == b

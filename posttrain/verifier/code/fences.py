@@ -71,7 +71,6 @@ def blocks_of(text: str) -> list[Block]:
     if len(text) > LONGEST:
         return [Block("bare", "", text)]
     blocks = _marked_blocks(text)
-    # Found by the same walk as fences, so a tag inside a block of code is text of that block.
     if answers := [b for b in blocks if b.kind == "answer"]:
         text = answers[-1].body
         blocks = [b for b in _marked_blocks(text) if b.kind != "answer"]
@@ -96,8 +95,7 @@ def _marked_blocks(text: str) -> list[Block]:
             block, at = _tag_block(text, opening)
             blocks += [block] if block else []
             continue
-        # Behind `>` the block is in a quotation, which is searched again without its marks. Behind white space or a
-        # list mark the block is indented, and its lines lose that indentation.
+        # Behind `>` the block is in a quotation. Behind white space or a list mark it is indented.
         place = opening.start("fence" if opening["fence"] else "tildes")
         line = text.rfind("\n", 0, place) + 1
         prefix = text[line:place]
@@ -155,7 +153,6 @@ def _end_of_block(text: str, lines: list[re.Match[str]], begin: int, column: int
     """
     first = bisect.bisect_left(lines, begin, key=lambda fence_line: fence_line.start())
     for line in lines[first : first + MOST_FENCES]:
-        # As in CommonMark: the closing fence is of the same character and at least as long.
         cannot_close = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
         if cannot_close or len(line["indent"].expandtabs(4)) > column + DEEPER:
             continue

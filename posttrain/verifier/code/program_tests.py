@@ -121,7 +121,6 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
             " run where the program can deceive it; rewrite it as {'function', 'args', 'expected'}, or accept such"
             " tests with weak=True"
         )
-    # A verdict names the first test that failed, and of a public one the wanted answer.
     return tuple(sorted(tests, key=lambda t: not t.public))
 
 
@@ -177,7 +176,6 @@ def _of_data_set(column: Any, shared: Mapping[str, Any], where: str) -> Any:
         isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in column
     ):
         return column
-    # A later source replaces an earlier one.
     return [_data_set_test(t, {**shared, **_object(t.get("metadata")), **t}, wrapped, where) for t in column]
 
 
@@ -298,7 +296,6 @@ def _from_assert(statement: ast.stmt) -> CallTest | None:
         return _from_difference(left, right, less=isinstance(op, ast.Lt))
     if not isinstance(op, ast.Eq | ast.Is):
         return None
-    # `assert 3 == f(1)` is the same test.
     for call_node, value_node in ((left, right), (right, left)):
         call, wanted = _call(call_node), _literal(value_node)
         if call is not None and wanted is not None:

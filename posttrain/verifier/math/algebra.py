@@ -43,11 +43,8 @@ class _RefusedError(BaseException):
 
 
 def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
-    """Answers (gold, response) with a verdict, and (gold, None) with 1 if the gold answer can be read.
-
-    Raises:
-        RuntimeError: the algebra fails a pair that it must find equal, so it would judge wrongly.
-    """
+    """Answers (gold, response) with a verdict, and (gold, None) with 1 if the gold answer can be read. RuntimeError if
+    the algebra fails a pair that it must find equal, and so would judge wrongly."""
     all(equal(g, s) for g, s in _SAME)  # sympy loads parts of itself late, and builds them from text
     # From here on it cannot. What was parsed is forgotten, so that the self-test runs as every request will.
     _forbid_eval()
@@ -119,7 +116,6 @@ def parsed(text: str) -> Any:
         )
         imaginary = sympy.Symbol("i", real=True)
         return expression.xreplace({imaginary: sympy.I}) if imaginary in expression.free_symbols else expression
-    # The grammar raises exceptions of many kinds for what it does not accept.
     except Exception:
         return None
 
@@ -165,8 +161,7 @@ DIGITS = 300
 """A difference counts as 0 if none of its digits is significant when it is computed with up to this many digits."""
 POINTS = 4
 """The number of random points at which expressions with letters are compared."""
-# The letters of whole numbers, each with the range from which its value is drawn. The ranges do not overlap, so
-# k < l < m < n at every point.
+# The letters of whole numbers, each with the range of its value. They do not overlap, so k < l < m < n everywhere.
 _WHOLE = {"k": (2, 4), "l": (5, 7), "m": (8, 11), "n": (12, 30)}
 
 

@@ -184,7 +184,6 @@ def _named(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
                 return same
         elif gold.simple and said.simple:
             return False
-        # Where a left side is an expression (`x^2=3`) the two are compared as equations.
         return None if algebra is None else algebra(text_of(gold), text_of(said))
     named, other = (gold, said) if isinstance(gold, Named) else (said, gold)
     assert isinstance(named, Named)
@@ -203,7 +202,6 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
         if len(items.items) == 1 and items.left in ("{", "["):
             return equal(items.items[0], other, algebra) if items is gold else equal(other, items.items[0], algebra)
         letters = "".join(_text(v) for v in items.items)
-        # `A, B, D` and `ABD` name the same choices, in any order.
         if items.left in ("", "{") and _LETTERS.fullmatch(letters) and isinstance(other, Other | WordAnswer):
             return sorted(letters) == sorted(_text(other).upper())
         if not isinstance(other, Other):
@@ -213,7 +211,6 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     brackets = {gold.left + gold.right, said.left + said.right}
     if len(gold.items) != len(said.items):
         return False
-    # Bare lists and sets have no order.
     if brackets <= {"", "{}"}:
         return _matched(gold.items, said.items, algebra)
     if len(brackets) == 1 or brackets in ({"", "()"}, {"", "[]"}):

@@ -69,16 +69,11 @@ class MathSource:
         return self.pool.submit((gold.raw, text))
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Read every gold answer, once.
-
-        Raises:
-            ConfigError: a task has no answer.
-            DataError: an answer cannot be read; names the first few tasks and what is wrong with each.
-        """
+        """Read every gold answer, once. ConfigError if a task has none; DataError with the first few tasks whose answer
+        cannot be read, and what is wrong with each."""
         unreadable: list[tuple[Task, str]] = []
         open_questions: dict[str, tuple[list[Task], Future[WorkerAnswer]]] = {}
-        # All questions are sent before an answer is waited for, so that the workers share them. Equal ones are asked
-        # once.
+        # All questions are sent before an answer is waited for, so that the workers share them.
         for task in tasks:
             if task.answer is None:
                 raise ConfigError(
@@ -116,11 +111,8 @@ class MathSource:
 
 
 def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = None) -> MathSource:
-    """The reward with its pool. Its processes start with the first comparison that needs them.
-
-    Raises:
-        ConfigError: math-verify is not installed.
-    """
+    """The reward with its pool. Its processes start with the first comparison that needs them. ConfigError if
+    math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"

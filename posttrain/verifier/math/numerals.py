@@ -47,7 +47,6 @@ _BASES = {word: n for n, word in enumerate(_NAMED_BASES.split(), 2)}
 
 def number(text: str) -> Number | TooLarge | None:
     """A number with an optional currency, percent sign, unit or round brackets around it."""
-    # The first bracket has to close at the very end: `(1)(2)` is a product.
     if text.startswith("(") and text.endswith(")") and closing(text, 0) == len(text) - 1:
         return number(text[1:-1])
     if (currency := _CURRENCY.fullmatch(text)) is not None:
@@ -106,8 +105,7 @@ def _bare(text: str) -> Number | TooLarge | None:
         value = _signed(m[1], _signed(m[2] or "", above)) if below else Fraction(0)
         return Number(_signed(m[4] or m[7] or "", value / below)) if below else None
     if (m := _SCIENTIFIC.fullmatch(text)) is not None:
-        # A policy may write thousands of digits, and nine are far above the limit. Zeros at the front go first, or
-        # `10^{0000000005}` would be 10^0.
+        # A policy may write thousands of digits. Zeros at the front go before the cut, or `10^{0000000005}` would be 1.
         power = int(re.sub(r"^([-+]?)0+(?=\d)", r"\1", m[3] or m[4] or m[7])[:9])
         if abs(power) > MOST_DIGITS:
             return TooLarge(text)
@@ -207,7 +205,6 @@ def _value(words: list[str]) -> Fraction | None:
     """The number that words without a sign spell: with a decimal point, as a fraction, or whole; else None."""
     if not words:
         return None
-    # `three point one four`: each word after the point is one digit.
     if "point" in words:
         at = words.index("point")
         whole, digits = _whole(words[:at]), words[at + 1 :]
@@ -241,7 +238,6 @@ def _whole(words: list[str]) -> Fraction | None:
         scale_place = next((i for i, word in enumerate(words) if word in _GREAT), None)
         group = words if scale_place is None else words[:scale_place]
         value = _group(group)
-        # `one thousand and five`: `and` may stand before a later group.
         if value is None and group and group[0] == "and" and total:
             value = _group(group[1:])
         scale = 1 if scale_place is None else _GREAT[words[scale_place]]

@@ -1,7 +1,5 @@
-"""Reads an answer by our own rules: exact numbers with percent and unit; lists, sets and intervals; words.
-
-An answer that the rules cannot read becomes an `Other`, which the algebra compares. Nothing is evaluated.
-"""
+"""Reads an answer by our own rules: exact numbers with percent and unit; lists, sets and intervals; words. The rest
+becomes an `Other`, which the algebra compares. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -39,7 +37,6 @@ MOST_ITEMS = 64
 DEPTH = 4
 """The deepest nesting of lists."""
 
-# Behind or above each pattern stands an answer that it matches.
 # A name: `x`, `x_1`, `\theta`, `(x,y)`, `f(2)`, `AB`, `m\angle ABC`.
 _SIMPLE = re.compile(
     r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?|\\[A-Za-z]+(?:_\w)?|\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z]{1,3}\([^()=]{0,30}\)"
@@ -208,8 +205,7 @@ def _value_with_unit(text: str, depth: int) -> tuple[Value, ...]:
     factor_and_unit = tail(words)
     if factor_and_unit is None:
         return (WordAnswer(text),) if changing(words) else ()
-    # In `12+3x` and `2 - 5 m` what looks like a unit belongs to the last term alone. A written unit of several
-    # letters is one of the whole sum.
+    # In `12+3x` and `2 - 5 m` a unit would belong to the last term alone. A written one of several letters does not.
     in_sum = any(c in "+-" and _outside(match[1], i) for i, c in enumerate(match[1]) if i)
     if in_sum and (not written or len(words) == 1):
         return ()
@@ -284,7 +280,6 @@ def _relation(text: str, depth: int) -> Named | None:
     ends = [read(low or "-\\infty", depth + 1), read(high or "\\infty", depth + 1)]
     if not all(ends) or not (low or high):
         return None
-    # An end that is not given is infinite, and open.
     left, right = ("[" if below in ("\\le", "\\ge") else "("), ("]" if above in ("\\le", "\\ge") else ")")
     return Named(name, True, Items(left, right, (ends[0][0], ends[1][0])))
 

@@ -66,42 +66,32 @@ _NAMES = (
     (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?"), ""),
     # `30^{\circ}` and `30\degree` are `30^\circ `.
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
-    # `\mathrm{cm}` is `\text{cm}`.
-    (_TEXT_COMMAND, r"\\text{"),
-    # `\displaystyle x` is `x`.
-    (_LAYOUT, " "),
+    (_TEXT_COMMAND, r"\\text{"),  # `\mathrm{cm}` is `\text{cm}`.
+    (_LAYOUT, " "),  # `\displaystyle x` is `x`.
     # Braces that belong to nothing: `{5}` is `5`.
     (re.compile(r"(?<![\w\\\]}^])\{\s*([\w.]+)\s*\}"), r"\1"),
     # `1\quad 2`, `1\,2` and `1~2` have a space.
     (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"), " "),
     # A joining word leaves the text before it: `\text{red, and}` is `\text{red}\text{ and }`.
     (re.compile(r"\\text\{([^{}]*[^{}\s,]),?\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
-    # `1{,}234` is `1,234`.
-    (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),
+    (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),  # `1{,}234` is `1,234`.
     # `\text{km h^{-1}}` is `\text{km/h}`.
     (re.compile(r"(\\text\{[^{}]*?[A-Za-z])[ ]([A-Za-z]+)\^\{-1\}\s*\}"), r"\1/\2}"),
     # Labels: `\text{The answer is }5` is `5`.
     (re.compile(r"^\\text\{[^{}]*(?::|\bis|\bare|=)\s*\}\s*(?=\S)"), ""),
-    # `The total cost: $5` is `$5`.
-    (re.compile(r"^[A-Za-z][A-Za-z ]{2,40}:\s+(?=[-+$\\\d])"), ""),
-    # `3 to 4` is the ratio `3:4`.
-    (re.compile(r"^(\d{1,9}) to (\d{1,9})$"), r"\1:\2"),
+    (re.compile(r"^[A-Za-z][A-Za-z ]{2,40}:\s+(?=[-+$\\\d])"), ""),  # `The total cost: $5` is `$5`.
+    (re.compile(r"^(\d{1,9}) to (\d{1,9})$"), r"\1:\2"),  # `3 to 4` is the ratio `3:4`.
     # The letter U between intervals: `(1,2) U (3,4)` is `(1,2)\cup (3,4)`.
     (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[]|\\\{)"), r"\\cup "),
     # `2 and a half` is `2\frac{1}{2}`.
     (re.compile(r"(?<![\d.,])(\d+) and a half(?![A-Za-z])"), r"\1\\frac{1}{2}"),
-    # `50\%` is `50%`.
-    (re.compile(r"\\([%$&#_])"), r"\1"),
+    (re.compile(r"\\([%$&#_])"), r"\1"),  # `50\%` is `50%`.
 )
 _PLAIN = (
-    # `x**2` is `x^2`.
-    (re.compile(r"\*\*"), "^"),
-    # `2^(x+1)` is `2^{x+1}`.
-    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
-    # `2^10` is `2^{10}`.
-    (re.compile(r"\^\s*(-?\d{2,}|-\d)"), r"^{\1}"),
-    # `sqrt(2)` is `\sqrt{2}`.
-    (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\*\*"), "^"),  # `x**2` is `x^2`.
+    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),  # `2^(x+1)` is `2^{x+1}`.
+    (re.compile(r"\^\s*(-?\d{2,}|-\d)"), r"^{\1}"),  # `2^10` is `2^{10}`.
+    (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),  # `sqrt(2)` is `\sqrt{2}`.
     # `2pi` is `2\pi `.
     (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
 )

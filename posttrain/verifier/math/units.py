@@ -88,7 +88,6 @@ def tail(words: str) -> tuple[Fraction, str] | None:
     """
     factor, rest = Fraction(1), words.strip()
     rest = rest[1:-1].strip() if rest.startswith("(") and rest.endswith(")") else rest
-    # `5 million dollars`: the words that multiply come first, and what is left is the unit.
     while (first_word := rest.split(" ", 1)[0]).lower() in SCALES:
         factor, rest = factor * SCALES[first_word.lower()], rest[len(first_word) :].strip()
         # A policy may write `million` a thousand times, and the product would be very long.

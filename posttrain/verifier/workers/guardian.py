@@ -58,7 +58,6 @@ def main(parent: int) -> None:
         if child == 0:
             os._exit(_answer_all(requests, replies, guardian, make, spec["cpu"]))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        # The answering process led a group of its own.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
         if code == FINISHED:

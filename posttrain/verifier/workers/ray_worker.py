@@ -60,11 +60,8 @@ class RayWorker:
             raise WorkerError("start", error.why, error.killed) from None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """The reply to a pickled request.
-
-        Raises:
-            WorkerError: as of `WorkerProcess.ask`. Kind `lost`: the actor, or its machine, is gone.
-        """
+        """The reply to a pickled request. WorkerError as of `WorkerProcess.ask`, with the kind `lost` where the actor,
+        or its machine, is gone."""
         try:
             return self._answer(self._actor.ask.remote(request))
         except BaseException:

@@ -1,7 +1,4 @@
-"""Reward functions in worker processes. They are written and called as in a thread, but a call can be killed.
-
-Each worker loads the file for itself. So what a function keeps in its module is one worker's, and gone with it.
-"""
+"""Reward functions in worker processes: a call can be killed, and what a module keeps is one worker's."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ class PooledSource:
         except Exception as error:
             answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
         verdicts = list(answer.verdicts)
-        # Where the worker did not answer there is one verdict for the whole request.
         if len(verdicts) != len(attempts):
             why = f"{verdicts[0].why} (one call for {len(attempts)} answers)"
             verdicts = [Verdict.failed(verdicts[0].kind or "worker", why)] * len(attempts)

@@ -97,11 +97,9 @@ BeginWorker = Callable[[Spec], Worker]
 
 
 class WorkerProcess:
-    """A guardian process and the process it forks to answer, used by one thread at a time.
-
-    The guardian runs no verifier. When the answering process ends, the guardian kills what that process started,
-    reports how it ended, and forks the next one. `pid` is the answering process, None until it is ready.
-    """
+    """A guardian process and the process it forks to answer (`pid`, once it is ready), used by one thread at a time.
+    The guardian runs no verifier. When the answering process ends, it kills what that process started, reports how it
+    ended, and forks the next one."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -136,12 +134,8 @@ class WorkerProcess:
 
     def ask(self, request: bytes) -> dict[str, Any]:
         """The reply to a pickled request. The answering process first says that it has taken the request. If one ends
-        before that, the next one must not find the rest of the request, so the whole worker is ended.
-
-        Raises:
-            EndedError: the answering process ended; ask again.
-            WorkerError: the worker has ended and is no longer `usable`.
-        """
+        before that, the next one must not find the rest of the request, so the whole worker is ended. EndedError if the
+        answering process ended: ask again. WorkerError if the worker has, and is no longer `usable`."""
         try:
             # The time of a request begins when there is a process to answer it.
             self._read_pending(time.monotonic() + self.spec.start)
