@@ -130,10 +130,15 @@ class Judge(GeneratedTasks):
         value = self._utility(inner, pair.chosen) - self._utility(inner, pair.rejected)
         if abs(value) < self.gap:
             return None
+        texts, gold = self._ordered(pair, rng)
         # The judge of the world may err. Then `gold`, the side that was judged better, is not the side that truly is.
-        gold = 0 if rng.random() < 0.5 else 1
-        texts = (pair.chosen, pair.rejected) if gold == 0 else (pair.rejected, pair.chosen)
         return self._task(name, index, texts, gold, gold if value > 0 else 1 - gold)
+
+    def _ordered(self, pair: Pair, rng: np.random.Generator) -> tuple[tuple[str, str], int]:
+        """The two sides in an order drawn at random, and the place of the chosen one."""
+        if rng.random() < 0.5:
+            return (pair.chosen, pair.rejected), 0
+        return (pair.rejected, pair.chosen), 1
 
     def _task(self, task_id: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Task:
         """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown."""
