@@ -186,13 +186,11 @@ def _expression(terms: Signed) -> str:
 
 
 def _task(task_id: str, terms: Signed) -> Task:
-    """The task of these terms."""
     answer, info = str(_running(terms)[-1]), {"terms": [[s, o] for s, o in terms]}
     return Task(id=task_id, prompt=f"<{_expression(terms)}>", answer=answer, info=info)
 
 
 def _terms(task: Task) -> Signed:
-    """The terms of a task."""
     return tuple((s, o) for s, o in task.info["terms"])
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from posttrain.verifier.math import numerals
 from posttrain.verifier.math.answer_values import (
     ChoiceAnswer,
     Items,
@@ -17,18 +18,6 @@ from posttrain.verifier.math.answer_values import (
     Value,
     WordAnswer,
     parts,
-)
-from posttrain.verifier.math.numerals import (
-    based,
-    clock,
-    constant,
-    contradicts,
-    exact,
-    number,
-    roundings,
-    sides,
-    vast,
-    worded,
 )
 from posttrain.verifier.math.spelling import closing
 from posttrain.verifier.math.units import changing, tail
@@ -117,9 +106,9 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         return choice
     if (worded_value := _in_words(text)) is not None:
         return (worded_value,)
-    if (time_or_based := clock(text) or based(text)) is not None:
+    if (time_or_based := numerals.clock(text) or numerals.based(text)) is not None:
         return (time_or_based,)
-    plain_number = number(text)
+    plain_number = numerals.number(text)
     # With a comma there are two readings, a number with thousands and a list.
     if isinstance(plain_number, TooLarge) or (plain_number is not None and "," not in text):
         product = _PRODUCT_OR_UNIT.fullmatch(text)
@@ -132,7 +121,7 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
     items = _plus_minus(text, depth) or _union(text, depth) or _items(text, depth)
     if values := tuple(v for v in (plain_number, items) if v is not None) or _value_with_unit(text, depth):
         return values
-    return (_word_answer(text) or (TooLarge(text) if vast(text) else Other(text)),)
+    return (_word_answer(text) or (TooLarge(text) if numerals.vast(text) else Other(text)),)
 
 
 def _in_words(text: str) -> Number | WordAnswer | None:
@@ -145,7 +134,7 @@ def _in_words(text: str) -> Number | WordAnswer | None:
     words = plain.split()
     # The longest beginning that spells a number counts: `twenty five` is no 20 with a noun `five`.
     for end in range(min(len(words), 12), 0, -1):
-        value, rest = worded(" ".join(words[:end])), " ".join(words[end:])
+        value, rest = numerals.worded(" ".join(words[:end])), " ".join(words[end:])
         if value is None:
             continue
         if not rest:
@@ -158,11 +147,11 @@ def _in_words(text: str) -> Number | WordAnswer | None:
 
 def _approximation(text: str, depth: int) -> tuple[Value, ...]:
     """The first side of `12\\pi\\approx 37.7` or `12\\pi (\\approx 37.7)`; the other if that is a name or empty."""
-    pieces = roundings(text)
+    pieces = numerals.roundings(text)
     if len(pieces) < 2 or depth >= DEPTH:
         return ()
     # `12 \approx 43` holds two answers, of which one may be right by luck. As words it equals no number.
-    if contradicts([p for piece in pieces for p in sides(piece, _equals(piece))]):
+    if numerals.contradicts([p for piece in pieces for p in numerals.sides(piece, _equals(piece))]):
         return (WordAnswer(text),)
     if not pieces[0]:
         return read(pieces[1], depth + 1)
@@ -235,15 +224,16 @@ def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
     split = (text[: equals[-1]], text[equals[-1] + 1 :]) if equals else _member(text)
     if split is None or not split[0].strip():
         return ()
-    chain = sides(text, equals)
-    if equals and contradicts(chain):
+    chain = numerals.sides(text, equals)
+    if equals and numerals.contradicts(chain):
         return (WordAnswer(text),)
     name, first_side = split[0].strip(), split[0].partition("=")[0].strip()
     variable = _SIMPLE.fullmatch(first_side) is not None
     # A left side of numbers (`3+4=7`) only repeats the question. The right side of `x^2=3` is not the answer.
-    simple = variable or constant(name) or based(name) is not None
+    simple = variable or numerals.constant(name) or numerals.based(name) is not None
     # In `1/3=0.333` the last side only rounds an exact one: both are readings.
-    values = (*read(split[1], depth + 1), *(read(more, depth + 1) if equals and (more := exact(chain)) else ()))
+    more = numerals.exact(chain) if equals else None
+    values = (*read(split[1], depth + 1), *(read(more, depth + 1) if more else ()))
     return tuple(Named(first_side if variable else name, simple, v) for v in values)
 
 

@@ -123,7 +123,10 @@ def spelled(text: str) -> str:
     """
     if len(text) > LONGEST:
         return ""
-    text = _stripped(_last_line(_conclusion(text)))
+    # The answer stands after the last arrow or `therefore`.
+    if arrows := list(_ARROW.finditer(text)):
+        text = text[arrows[-1].end() :]
+    text = _stripped(_last_line(text))
     # `_ascii` may have made a full stop or a dollar sign of another character.
     text = _stripped(_ascii(text))
     text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
@@ -147,12 +150,6 @@ def spelled(text: str) -> str:
     # Other spaces may mean something: `1 1/2` is a mixed number, `2 h` is two hours.
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
     return _unwrapped(text.strip())
-
-
-def _conclusion(text: str) -> str:
-    """The text after the last arrow or `therefore`."""
-    arrows = list(_ARROW.finditer(text))
-    return text[arrows[-1].end() :] if arrows else text
 
 
 def _last_line(text: str) -> str:

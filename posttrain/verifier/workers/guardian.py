@@ -44,7 +44,8 @@ def main(parent: int) -> None:
     spec = json.loads(take(requests) or b"{}")
     # A crash of a process with gigabytes of address space would write them to the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit_memory(spec["memory"])
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse it; the other limits still hold
+        resource.setrlimit(resource.RLIMIT_AS, (spec["memory"] << 20, spec["memory"] << 20))
     # Cached: if `preload` makes it here, every fork inherits it. Else each answering process makes its own.
     make = functools.cache(functools.partial(_handler, spec["maker"], spec["argument"]))
     if spec["preload"]:
@@ -121,12 +122,6 @@ def give(pipe: int, reply: dict[str, Any]) -> None:
     unsent = memoryview(LENGTH.pack(len(body)) + body)
     while unsent:
         unsent = unsent[os.write(pipe, unsent) :]
-
-
-def _limit_memory(mebibytes: int) -> None:
-    """Limits the address space of this process."""
-    with contextlib.suppress(ValueError, OSError):  # some systems refuse it; the other limits still hold
-        resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
 
 
 def die_with(parent: int) -> None:

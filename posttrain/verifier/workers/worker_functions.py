@@ -95,7 +95,10 @@ def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
     def answer(request: Any) -> dict[str, Any]:
         sent, at = request
         attempts = [Attempt(task=a, turns=b, stop=c, state=d, ids=e) for a, b, c, d, e in sent]
-        return reply_of(_verdict(judge, attempts[0])) if at is None else _batch_reply(judge, attempts, StepNumber(*at))
+        if at is not None:
+            return _batch_reply(judge, attempts, StepNumber(*at))
+        args, kwargs = judge.arguments(attempts[0])
+        return reply_of(_call(judge, args, kwargs, judge.read))
 
     return answer
 
@@ -103,12 +106,6 @@ def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
 def _attempt_parts(a: Attempt) -> tuple[Any, ...]:
     """Returns the parts of an attempt that the worker gets."""
     return (a.task, a.turns, a.stop, a.state, a.ids)
-
-
-def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
-    """The verdict on one attempt."""
-    args, kwargs = judge.arguments(attempt)
-    return _call(judge, args, kwargs, judge.read)
 
 
 def _batch_reply(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
