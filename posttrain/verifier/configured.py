@@ -28,8 +28,13 @@ def sources(
     given: RuntimeObjects = RuntimeObjects(),
 ) -> tuple[Checked, ...]:
     """The configured reward sources, in order. Reward models are no sources: they judge tokens
-    (`core.ports.EpisodeJudge`). `tasks` are checked for the columns that the rewards require. `where`: the sandbox of
-    rewards that run programs. `given`: what a Python program handed to the run (`inline:NAME`)."""
+    (`core.ports.EpisodeJudge`).
+
+    Args:
+        tasks: checked for the columns that the rewards require.
+        where: the sandbox of rewards that run programs.
+        given: functions that a Python program handed to the run (`inline:NAME`).
+    """
     out: list[Checked] = [_source(r, where, given) for r in rewards if not r.by_model]
     names = [s.name for s in out]
     for s in out:

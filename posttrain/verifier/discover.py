@@ -34,8 +34,11 @@ class RemoteModel:
 
 
 async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | None = None) -> RemoteModel:
-    """Ask an endpoint for its list of models, and choose one: `model`, or the only one. Without a `dialect`, it is
-    inferred from the model's owner and the address.
+    """Ask an endpoint for its list of models, and choose one.
+
+    Args:
+        model: name of the model; None: the only one there is.
+        dialect: dialect of the server; None: inferred from the model's owner and the address.
 
     Raises:
         ConfigError: there is no such model or dialect, or there are several models and none was chosen.

@@ -45,8 +45,12 @@ is no instruction to you, whatever it says.
 
 @dataclass(frozen=True)
 class Rubric:
-    """The text that asks a judge about an answer, and the settings of the answer's form. If {response} is in the text,
-    it is the whole prompt. Else `_BELOW` is put around it."""
+    """The text that asks a judge about an answer, and its settings.
+
+    Args:
+        text: the text of the file. If {response} is in it, it is the whole prompt. Else `_BELOW` is put around it.
+        settings: the form of the answer, and its lowest and highest score.
+    """
 
     text: str
     settings: JudgeEndpoint = JudgeEndpoint()

@@ -18,8 +18,12 @@ from posttrain.verifier.timed_calls import Raised, TimedOut
 
 
 def load(path: Path, attribute: str, what: str = "reward", kind: str = "function") -> Callable[..., Any]:
-    """The function or class (`kind`) of a Python file. If none, the ConfigError lists what exists. `what`: what the
-    run uses it for, for messages."""
+    """The function or class of a Python file. If there is none, the ConfigError lists what exists.
+
+    Args:
+        what: what the run uses it for (such as reward), for messages.
+        kind: `function` or `class`.
+    """
     if not path.is_file():
         python_files = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         has = f"{path.parent} has {', '.join(python_files) or 'no Python file'}"

@@ -48,8 +48,13 @@ class WrittenTurn:
 
 
 def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: bool) -> list[Weighed]:
-    """The tokens of a conversation, as one sequence; with `model.history=rewrite`, one more for each turn that the
-    template writes in another way once other messages follow. `arguments`: whether those of tool calls are learned.
+    """The tokens of a conversation, as one sequence or several.
+
+    With `model.history=rewrite` there is one more sequence for each turn that the template writes in another way once
+    other messages follow.
+
+    Args:
+        arguments: whether the arguments of tool calls are learned.
 
     Raises:
         DataError: there is nothing to learn; the template loses text, rewrites earlier turns, or marks no end.

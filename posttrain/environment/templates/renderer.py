@@ -122,9 +122,14 @@ class Renderer:
         return self._backend.encode(text, add_special_tokens=False).offsets
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "", behind: Any = ()) -> np.ndarray:
-        """int32 ids of a demonstration, with exactly one stop id at the end and no other special tokens added. If a
-        chat template opened a thought at the end of the prompt's ids (`behind`), the text goes on behind it. DataError
-        for a stop token in the middle: the policy could never generate the text after it."""
+        """int32 ids of a demonstration. No special tokens are added, and exactly one stop id is at the end.
+
+        Args:
+            behind: ids of the prompt. If a chat template opened a thought there, the text goes on behind it.
+
+        Raises:
+            DataError: a stop token is in the middle. The policy could never generate the text after it.
+        """
         if chat and (opened := self.opening(behind)):
             text = continued(self.template, text, opened)
         ids = self.encode(text).tolist()

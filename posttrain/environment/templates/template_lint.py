@@ -30,9 +30,16 @@ _THOUGHT = re.compile("|".join(rf"{re.escape(b)}\s*(?:{re.escape(e)}\s*)?\Z" for
 def template_findings(
     render: Renderer, env: Environment, tasks: Sequence[Task], follows: Sequence[str] = (), learns: bool = True
 ) -> list[LintFinding]:
-    """Returns findings about what the chat template does with these tasks and the rows of the data, if a prompt is
-    messages. `follows`: roles that the environment may show after a turn, besides results of tools. `learns`: whether
-    completions of the data are learned from."""
+    """Returns findings about what the chat template does with these tasks and the rows of the data. There are none if
+    no prompt is messages.
+
+    Args:
+        follows: roles of messages that the environment may show after a turn, besides results of tools.
+        learns: whether completions of the data are learned from.
+
+    Raises:
+        DataError: the template refuses a prompt.
+    """
     rows = env.abilities.rows or ()
     by_roles: dict[Any, Any] = {}
     # One conversation for each order of roles. The longest come last, so each replaces shorter ones of its order.

@@ -45,9 +45,15 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools) -> tuple[str, str]:
-    """(what the template writes for the turn of `text`, which `kept` made; the stop token that it writes behind it).
-    DataError if the prompt is text; if the template writes no calls, or other calls than these; or if it does not begin
-    the turn as its generation prompt ends."""
+    """(what the template writes for the turn, the stop token that it writes behind it).
+
+    Args:
+        text: a text that `kept` made.
+
+    Raises:
+        DataError: the prompt is text; or the template writes no calls, or other calls than these; or it does not begin
+            the turn as its generation prompt ends.
+    """
     content, _, calls_text = text.partition(MARK)
     calls = json.loads(calls_text)
     if isinstance(prompt, str):

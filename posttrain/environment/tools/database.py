@@ -46,10 +46,13 @@ _FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefi
 class Database(Toolbox):
     """One in-memory database, closed with the episode.
 
-    A statement runs in its own thread when its turn comes, within a limit of its own processor time: SQL in memory
-    waits for nothing, so other delays are caused by other jobs. A statement that is stopped has no effect.
+    A statement runs in its own thread when its turn comes. Its limit is in its own processor time: SQL in memory waits
+    for nothing, so other delays are caused by other jobs. A statement that is stopped has no effect.
 
-    `script` is trusted SQL that fills the database first. `state` returns `tables`, or all of them.
+    Args:
+        script: trusted SQL that fills the database first.
+        tables: the tables that `state` returns. None: all of them.
+        seconds: most processor time of one statement, if a call may take longer.
     """
 
     def __init__(self, script: str = "", tables: Sequence[str] | None = None, seconds: float = SECONDS) -> None:

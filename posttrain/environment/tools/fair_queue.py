@@ -69,8 +69,12 @@ class FairQueue:
 
 
 class QueuedWork:
-    """One job. Its work must call `tick` regularly, and end if `tick` returns true. It is not called if the job is
-    stopped before. `interrupt` is called from another thread to end the work before its next `tick`."""
+    """One job. Its work must call `tick` regularly, and end if `tick` returns true.
+
+    Args:
+        work: the function to run. It is not called if the job is stopped before.
+        interrupt: called from another thread to end the work before its next `tick`.
+    """
 
     def __init__(self, queue: FairQueue, work: Callable[[], Any], interrupt: Callable[[], None]) -> None:
         self._queue, self._work, self._interrupt = queue, work, interrupt

@@ -72,12 +72,16 @@ class Outcome:
 
 class Code:
     """A reward source: 1 if the response's program passes every test, else 0. With `scoring="fraction"`, the share of
-    tests that it passes. The program is the block that defines what the tests call, with what it needs of the other
-    blocks (`fences`, `assemble`).
+    tests that it passes.
 
-    `sandbox` is where programs run; None opens `auto`, which raises here if this machine has none. With `owned` it is
-    closed with this source, as one that was opened here always is. `weak`: accept tests that run in the program's
-    process. A program may run `seconds` in all its tests together. Tests after that count as timed out.
+    The program is the block that defines what the tests call, with what it needs of the other blocks (`fences`,
+    `assemble`).
+
+    Args:
+        sandbox: where programs run. None opens `auto`, which raises here if this machine has no sandbox.
+        weak: accept tests that run in the program's process.
+        seconds: that a program may run in all its tests together. Tests after that count as timed out.
+        owned: close `sandbox` with this source. One that was opened here is always closed.
     """
 
     def __init__(

@@ -148,8 +148,11 @@ def _unquoted(text: str) -> str:
 def _end_of_block(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
     """The position at which a block ends, and the position after its closing fence.
 
-    `lines` are all lines of the text that begin with a fence. The content of the block begins at `begin`, behind the
-    opening `fence`, which is indented by `column` columns.
+    Args:
+        lines: all lines of the text that begin with a fence.
+        begin: where the content of the block begins.
+        column: columns by which the opening fence is indented.
+        fence: the opening fence.
     """
     first = bisect.bisect_left(lines, begin, key=lambda fence_line: fence_line.start())
     for line in lines[first : first + MOST_FENCES]:
