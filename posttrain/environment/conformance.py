@@ -138,6 +138,7 @@ def as_asked(task: Task) -> str:
 
 def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
     """Checks that tasks repeat under the same seed, and that another seed changes training tasks only."""
+    # New objects, so that nothing comes from a cache.
     again, other = replace(env), replace(env, seed=env.seed + 1)
     repeated, reseeded = ([e.train.task(i) for i in range(len(train))] for e in (again, other))
     unchanged = list(again.heldout) == list(held) == list(other.heldout) and repeated == list(train)
@@ -165,8 +166,11 @@ def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
 
 
 async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:
-    """Checks the demonstrations of one style: all right, which score 1, or all wrong (`wrong` is 1), which score less.
-    Documents have no prompt, so only their alphabet is checked."""
+    """Checks the demonstrations of one style, all right (`wrong` is 0) or all wrong (1).
+
+    Right ones must score 1. Wrong ones must score 0, or less than 1 if the verifier gives partial credit. Documents
+    have no prompt, so only their alphabet is checked.
+    """
     name = f"style {style}, wrong={wrong:g}"
     for i, task in enumerate(tasks):
         prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)

@@ -57,6 +57,7 @@ class Writable:
         if all(self._writes(c) for c in set(text)) or not (self.everything or self._drops or self._ids(text) is None):
             return text
         shown = "".join(c if self._writes(c) else self.stand_in for c in text)
+        # Even if each character has a token, the tokenizer may refuse the whole text.
         if self._ids(shown) is None or (shown != text and not self.stand_in):
             raise DataError(
                 f"this tokenizer has no tokens for {text!r:.80}, and none that could stand in for them. What tools and"

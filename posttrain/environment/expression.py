@@ -35,7 +35,8 @@ def evaluate(text: str) -> Expression:
     Raises:
         ExpressionError: other text; more than 200 characters, 12 digits in a number or 20 levels; division by zero.
     """
-    # Checked first. All further work is linear in the length, and digits and depth have bounds of their own.
+    # The length is checked first. All further work is linear in it, and the parser bounds the digits and the depth, so
+    # no answer can take much time or overflow the stack.
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"more than {MAX_CHARACTERS} characters")
     parser = _ExpressionParser(_tokens(text.translate(_SPELLINGS)))

@@ -37,7 +37,8 @@ class GeneratedTasks(SingleTurn):
 
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
-        # One generator draws all of them in order, so a smaller held-out set is the beginning of a larger one.
+        # One generator draws all held-out tasks in order, so a smaller held-out set is the beginning of a larger one.
+        # Each training task has its own generator, so that task i does not need the tasks before it.
         rng, tasks = generator(HELDOUT_SEED, f"{self.name}/heldout"), dict[Hashable, Task]()
         for i in range(self.heldout_count):
             task = self._new(rng, f"{self.name}-heldout-{i + 1}", tasks)
@@ -49,7 +50,7 @@ class GeneratedTasks(SingleTurn):
         return frozenset(self.key(t) for t in self.heldout)
 
     def _new(self, rng: np.random.Generator, task_id: str, taken: Collection[Hashable]) -> Task:
-        """A task whose key is not in `taken`."""
+        """A task whose key is not in `taken`. ConfigError after `TRIES` draws."""
         for _ in range(TRIES):
             task = self.draw(rng, task_id)
             if task is not None and self.key(task) not in taken:

@@ -18,7 +18,10 @@ class ScriptEnded(IndexError):
 
 class ScriptedPolicy:
     """A `Talk` whose policy says `turns` in order. `stop` is the stop reason of all turns, or one for each turn.
-    `seen` holds what the environment showed. `seats` has the turns of the other seats, by name."""
+
+    `seen` holds what the environment showed. `seats` has the turns of the other seats, by name. ScriptEnded if the
+    environment asks for more turns than the script has.
+    """
 
     format: str | None = "hermes"
 

@@ -117,7 +117,8 @@ class SingleTurn(ABC):
 
     @property
     def alphabet(self) -> str:
-        """Every character in prompts, gold answers and demonstrations, for a character tokenizer; else of bytes."""
+        """Every character in prompts, gold answers and demonstrations, for a character tokenizer. Empty: a model that
+        is built on the spot gets a tokenizer of bytes."""
         return ""
 
     def verify(self, attempt: Attempt) -> Verdict:
@@ -261,6 +262,8 @@ class SingleTurn(ABC):
         """See `core.abilities.Together`."""
         sources = [s for s in self.rewards if isinstance(s, BatchSource) and s.batched]
         by_source = await asyncio.gather(*(s.batch(attempts, at) for s in sources))
+        # `by_source` has an entry for each source, with the verdicts on all attempts. The caller gets an entry for each
+        # attempt.
         verdicts = [tuple(self._as_paid(judged[i]) for judged, _ in by_source) for i in range(len(attempts))]
         return verdicts, merge(*(logged for _, logged in by_source))
 

@@ -69,8 +69,12 @@ class Log:
     extras: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
 
     def metric(self, name: str, value: float) -> None:
-        """TRL's `log_metric`: the mean of a step's calls is recorded, without values that are not finite. ValueError
-        for a name that does not match `NAME`, or for too many names."""
+        """TRL's `log_metric`: the mean of a step's calls is recorded. NaN and infinite values are left out: a mean with
+        one of them says nothing.
+
+        Raises:
+            ValueError: the name does not match `NAME`, or there are too many names.
+        """
         key, x = f"metric/{_checked_name('log_metric', name)}", float(value)
         if key not in self.gauges and len(self.gauges) >= MOST_NAMES:
             raise ValueError(f"log_metric({name!r:.80}): a call may log at most {MOST_NAMES} different names")
@@ -78,7 +82,8 @@ class Log:
             self.gauges[key] = self.gauges.get(key, Gauge(0.0, 0.0)) + Gauge(x, 1.0)
 
     def extra(self, column: str, values: Iterable[Any]) -> None:
-        """TRL's `log_extra`: one value for each answer. ValueError for another number of them, or for such a name."""
+        """TRL's `log_extra`: one value for each answer. Raises ValueError for another number of values, or for a name
+        that does not match `NAME`."""
         _checked_name("log_extra", column)
         listed = list(values)
         if len(listed) != self.count:

@@ -47,8 +47,9 @@ def answers(task: Task) -> tuple[str, ...]:
     if task.answer is None:
         raise DataError(f"task {task.id!r} has no answer to compare with")
     listed = task.answer if isinstance(task.answer, list | tuple) else [task.answer]
-    numbers_or_text = [x for x in listed if isinstance(x, str | int | float) and not isinstance(x, bool)]
-    if not listed or len(numbers_or_text) < len(listed) or not all(str(x).strip() for x in listed):
+    if not listed or not all(
+        isinstance(x, str | int | float) and not isinstance(x, bool) and str(x).strip() for x in listed
+    ):
         raise DataError(
             f"the answer {task.answer!r:.80} of task {task.id!r} is not one that some responses equal and others do"
             " not: give text or a number, or a list of them; for true and false, the word that you ask for"

@@ -52,13 +52,7 @@ def sources(
 def _source(reward: Reward, where: SandboxSettings, given: RuntimeObjects) -> Checked:
     """One configured reward: a verifier by its name, or a function in a thread or in worker processes."""
     if is_inline(reward.function):
-        name, function = reward.function.removeprefix(INLINE), given.reward(reward.function)
-        if reward.workers:
-            raise ConfigError(
-                f"reward {name!r} was handed as a Python object, which cannot go to a worker process: it runs in this"
-                " process (workers=0). For worker processes put it into a file and name it path.py:function"
-            )
-        return _local(function, name, reward)
+        return _handed(reward, given)
     if reward.judge_url:
         from posttrain.verifier.judge_endpoint import RubricJudge  # a client of http, which most runs do without
 
@@ -89,3 +83,15 @@ def _local(function: RewardFunction, name: str, reward: Reward) -> FunctionSourc
     """A function in a thread of this process."""
     local_source = source(function, name=name, weight=reward.weight, timeout=reward.timeout or TIMEOUT)
     return local_source if reward.resolution is None else replace(local_source, resolution=reward.resolution)
+
+
+def _handed(reward: Reward, given: RuntimeObjects) -> FunctionSource:
+    """A function that a Python program handed to the run. It runs in a thread of this process."""
+    name = reward.function.removeprefix(INLINE)
+    function = given.reward(reward.function)
+    if reward.workers:
+        raise ConfigError(
+            f"reward {name!r} was handed as a Python object, which cannot go to a worker process: it runs in this"
+            " process (workers=0). For worker processes put it into a file and name it path.py:function"
+        )
+    return _local(function, name, reward)

@@ -47,6 +47,7 @@ async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | 
     if dialect is not None and dialect not in get_args(Dialect):
         raise ConfigError(f"--dialect {dialect}: {nearest(dialect, get_args(Dialect))}")
     answer = await endpoint.get("/models")
+    # Whatever answers at the address is foreign: the form is checked before anything is read from it.
     listed = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(listed, list) or not all(isinstance(c, dict) and isinstance(c.get("id"), str) for c in listed):
         raise EndpointError(
@@ -55,8 +56,10 @@ async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | 
     by_name: dict[str, dict[str, Any]] = {c["id"]: c for c in listed}
     if model is None:
         if len(by_name) != 1:
-            names = ", ".join(sorted(by_name)[:20])
-            raise ConfigError(f"{endpoint.url} serves {len(by_name)} models; say which with --model: {names}")
+            raise ConfigError(
+                f"{endpoint.url} serves {len(by_name)} models; say which with --model:"
+                f" {', '.join(sorted(by_name)[:20])}"
+            )
         model = next(iter(by_name))
     if model not in by_name:
         raise ConfigError(f"--model {model}: {endpoint.url} has no such model; {nearest(model, sorted(by_name)[:20])}")

@@ -3,6 +3,8 @@
 The text is only parsed and never evaluated. The time is linear in its length, and no response makes them raise.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections import Counter
@@ -35,7 +37,8 @@ def answer_format(task: Task, text: str) -> Verdict:
 
 def tool_call(task: Task, text: str) -> Verdict:
     """Tool-N1 (2505.00024): 1 if there is a thought and the last `<tool_call>` is a JSON list with exactly the wanted
-    calls, in any order, else 0. Arguments are compared as JSON: 1 is neither "1" nor 1.0.
+    calls, else 0. The order of the calls does not matter, but the number of each does. Arguments are compared as JSON:
+    1 is neither "1" nor 1.0. The order of their keys does not matter.
 
     The wanted calls are the task's column `calls`, else its answer: a list of `{"name", "arguments"}`, or its JSON.
     """
@@ -43,6 +46,7 @@ def tool_call(task: Task, text: str) -> Verdict:
     marks = [tag[0] for tag in tags(text)]
     if "<think>" not in marks or "</think>" not in marks[marks.index("<think>") :]:
         return Verdict.value(0.0, "no_thought", "there is no <think>...</think>")
+    # Only text outside thoughts is searched: a call inside a thought was considered and not made.
     _, begin_tag, rest = spoken(text).rpartition(BEGIN)
     inside, end_tag, _ = rest.partition(END)
     if not begin_tag or not end_tag:

@@ -49,7 +49,10 @@ class Patience:
             raise ConfigError(f"{self}: tries >= 1, connect and answer > 0 seconds, 0 <= first <= longest")
 
     def pause(self, failed: int, asked: float | None) -> float:
-        """Seconds to wait before the next try, after so many failed ones. `asked`: those of `Retry-After`."""
+        """Seconds to wait before the next try.
+
+        `failed`: tries that failed so far. `asked`: the seconds of the server's `Retry-After`, None without it.
+        """
         # At most 64 doublings: a much higher power of two is no float.
         seconds = min(self.longest, self.first * 2 ** min(failed - 1, 64)) * random.uniform(0.5, 1)
         return seconds if asked is None else min(self.longest, max(seconds, asked))
@@ -68,8 +71,8 @@ class Endpoint:
             first call. While it is down, one call at a time tries it, once, and the others fail at once. None: never.
 
     Raises:
-        ConfigError: the address is not http(s) or holds a key, or the key is missing, none, or would be sent in the
-            clear.
+        ConfigError: the address is not http(s) or holds a key, the environment variable is empty, or its key would be
+            sent to another machine in the clear.
     """
 
     def __init__(
@@ -167,6 +170,8 @@ class Endpoint:
         failed = 0
         # With many requests at once the wait for a place may be long, so it counts in no time limit.
         async with self._places:
+            # While the server is down, one call at a time asks it, and only once. The others fail at once and do not go
+            # through all their tries.
             if self._down and self._trying:
                 raise EndpointError(self._down, self.role)
             self._trying = True
@@ -205,7 +210,8 @@ class Endpoint:
         plain: bool,
     ) -> Any:
         """One try. Raises _TransientError where another try may succeed, and EndpointError for a refusal."""
-        # httpx limits each read alone, so a server that sends one byte a second would never be late.
+        # httpx limits each read alone, so a server that sends one byte a second would never be late. Therefore a limit
+        # of the whole try is put around it.
         limits = httpx2.Timeout(None, connect=patience.connect)
         # Escaped, so that half of a surrogate pair in a text can be sent too.
         sent = None if body is None else json.dumps(body, separators=(",", ":")).encode()
@@ -243,7 +249,7 @@ class Endpoint:
         if 300 <= answer.status < 400:
             return f"it redirects to {answer.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
         no_key = "no key was sent; name an environment variable that holds one"
-        key_note = f" ({f'the key in {self.key_env}' if self.key_env else no_key})"
+        key_note = f" (the key in {self.key_env})" if self.key_env else f" ({no_key})"
         return _server_message(answer) + (key_note if answer.status in (401, 403) else "")
 
     def _open(self) -> httpx2.AsyncClient:

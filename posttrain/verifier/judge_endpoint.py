@@ -71,8 +71,14 @@ class RubricJudge:
         settings = reward.judge
         name = settings.name or ("heldout_judge" if reward.measured else "judge")
         patience = Patience(answer=reward.timeout or TIMEOUT, tries=4, longest=10.0)
-        limits: dict[str, Any] = {"patience": patience, "connections": settings.parallel, "silent": SILENT}
-        endpoint = Endpoint(reward.judge_url, name, key_env=settings.key_env, **limits)
+        endpoint = Endpoint(
+            reward.judge_url,
+            name,
+            key_env=settings.key_env,
+            patience=patience,
+            connections=settings.parallel,
+            silent=SILENT,
+        )
         resolution = RESOLUTION if reward.resolution is None else reward.resolution
         return RubricJudge(name, reward.weight, Rubric.of(settings), endpoint, resolution)
 
@@ -85,8 +91,9 @@ class RubricJudge:
         return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution, by_model=True)
 
     def gauges(self) -> Gauges:
-        """All requests of the run; and since the last call, seconds of a judgement, repeated tries, and the shares of
-        verdicts that were known from before (`cached`) and that failed."""
+        """The number of all requests of the run. Since the last call: seconds of a judgement, repeated tries, and two
+        shares of the verdicts: those that were known from before (`cached`), and those that failed."""
+        # Requests run in a thread of their own, and gauges are read in the run's.
         with self._lock:
             taken, self._counts = self._counts, {}
         return {f"verifier/{self.name}/{n}": Gauge(*x) for n, x in {**taken, CALLS: (self.calls, 1)}.items()}
@@ -97,8 +104,10 @@ class RubricJudge:
         self._kept.clear()
 
     async def _verdict(self, prompt: str) -> Verdict:
-        """The verdict about a question, or about an equal one that was judged or is being judged."""
-        # Tasks and not verdicts, so that equal questions at the same time wait for one request. A prompt may be long.
+        """The verdict about a question. If an equal question was judged, or is being judged, it has the same
+        verdict."""
+        # `_kept` holds asyncio tasks and not verdicts, so that equal questions that are asked at the same time wait for
+        # one request. Its keys are hashes, because a prompt may be long.
         key = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=16).digest()
         judging = self._kept.get(key)
         # A failure is not kept: the endpoint may be up again.
@@ -122,9 +131,12 @@ class RubricJudge:
         try:
             model = self._model = self._model or await self._look_up()
             for draw in range(DRAWS):
+                # Checked for each draw, because each is a request that costs.
                 if self.calls >= self.settings.calls:
-                    most = f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it"
-                    return Verdict.failed("calls", most)
+                    return Verdict.failed(
+                        "calls",
+                        f"{self.name} was asked {self.calls:,} times, the most that judge.calls allows; raise it",
+                    )
                 self.calls += 1
                 text = _text_of(await self.endpoint.post(*self._request(model, prompt, draw)))
                 if (read := self.rubric.read(text)) is not None:

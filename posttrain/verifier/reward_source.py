@@ -83,7 +83,8 @@ def graded(right: bool, said: object, wanted: object, *, kind: str = "wrong") ->
 
 
 def as_verdict(value: Any) -> Verdict:
-    """The verdict for a value that a reward function returned: a number of any library, and no truth value."""
+    """The verdict for a value that a reward function returned. Numbers of any library are accepted. Text and truth
+    values are not numbers here."""
     if value is None:
         return Verdict.abstain()
     if isinstance(value, Verdict):

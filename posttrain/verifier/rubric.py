@@ -98,7 +98,8 @@ class Rubric:
     def prompt(self, attempt: Attempt) -> str:
         """The text that the judge reads about an attempt. The policy's text is put in last, and names in braces in it
         are not replaced."""
-        task, prompt_text = attempt.task, conversation(attempt.task.prompt)
+        task = attempt.task
+        prompt_text = conversation(task.prompt)
         # The marks around the answer contain a hash of all that is shown. A policy cannot write a text that contains
         # its own hash, so no answer can end its part early and speak to the judge.
         shown = f"{prompt_text}\0{attempt.turns}\0{attempt.state}".encode(errors="replace")
@@ -143,7 +144,7 @@ class Rubric:
         else:
             score, reason = _of_json(text)
         low, high = self.settings.low, self.settings.high
-        # It is not moved to the nearest bound, because such a judge did not follow the rubric.
+        # A score out of bounds is not moved to the nearest bound, because such a judge did not follow the rubric.
         if score is None or not low <= score <= high:
             return None
         return (score - low) / (high - low), reason

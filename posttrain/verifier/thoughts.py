@@ -19,7 +19,8 @@ _AFTER = re.compile(r"([\"'`])\1*")
 def tags(text: str) -> Iterator[re.Match[str]]:
     """The tags of thoughts in order, without quoted ones: those with the same one or two quotes on both sides."""
     for tag in _TAG.finditer(text):
-        # Four characters are enough to tell one or two quotes from the three of a fence of code.
+        # A tag between equal quotes is only mentioned. Four characters are enough to tell one or two quotes from the
+        # three of a fence of code.
         before = _BEFORE.search(text, max(0, tag.start() - 4), tag.start())
         after = _AFTER.match(text, tag.end(), tag.end() + 4)
         if before is None or after is None or before[0] != after[0] or len(before[0]) > 2:

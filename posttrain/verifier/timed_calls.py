@@ -11,9 +11,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 THREADS = 16
-"""The most synchronous calls that run at once in an event loop. The timeout of a call does not count its wait."""
+"""The most synchronous calls that run at once in an event loop. The timeout of a call begins when it runs, not while it
+waits."""
 
-# The keys are weak, so a semaphore is freed together with its loop.
+# Each event loop has its own semaphore. The keys are weak, so a semaphore is freed together with its loop.
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -22,8 +23,11 @@ class TimedOut(Exception):
 
 
 async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwargs: Any) -> Any:
-    """Call a sync or async function. Raises what it raises, or `TimedOut` after it has run for `timeout` seconds. A
-    sync one has a daemon thread of its own: if it hangs, neither the loop nor the end of the process waits for it."""
+    """Call a sync or async function. Raises what it raises, or `TimedOut` after it has run for `timeout` seconds.
+
+    A sync function runs in a daemon thread of its own. If it hangs, neither the loop nor the next call nor the end of
+    the process waits for it. With a shared thread pool they would.
+    """
     if is_async(function):
         return await _within(timeout, function(*args, **kwargs))
     slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(THREADS))

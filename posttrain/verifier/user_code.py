@@ -43,9 +43,14 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
 
 
 def named_object(word: str, setting: str, kind: Any, read: Callable[[Path], ModuleType], wanted: str) -> Any:
-    """The object that `path.py:NAME` names, or what it returns where it is a function without arguments: of this kind,
-    a type or a tuple of types, `wanted` in words. `setting` stands before the word in messages, such as `algorithm=`.
-    `read` imports the file."""
+    """The object that `path.py:NAME` names, or what it returns where it is a function without arguments.
+
+    Args:
+        setting: what stands before the word in messages, such as `algorithm=`.
+        kind: the type that the object must have, or a tuple of types.
+        read: imports the file.
+        wanted: the type in words, for messages.
+    """
     name, _, attribute = word.rpartition(":")
     path, named = Path(name).expanduser(), f"{setting}{word}"
     if not path.is_file():
@@ -111,6 +116,7 @@ def where(error: BaseException, function: Any = None) -> str:
     if isinstance(error, Raised) and error.__cause__ is not None:
         error = error.__cause__
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    # The deepest frame may lie in a library; the user looks for the line of their own file.
     frames = traceback.extract_tb(error.__traceback__)
     function_code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     frames = [f for f in frames if function_code is not None and f.filename == function_code.co_filename] or frames

@@ -87,13 +87,13 @@ class FunctionSource:
 
     async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
         """One verdict for each attempt, from one call. Where the call fails, all of them failed."""
-        log, count = batch_functions.Log(len(attempts)), len(attempts)
+        log = batch_functions.Log(len(attempts))
         try:
             kwargs = batch_functions.keywords(self.function, attempts, at, log)
             returned = await call(self.function, self.timeout, **kwargs)
-            verdicts = log.all_written(batch_functions.verdicts(returned, count))
+            verdicts = log.all_written(batch_functions.verdicts(returned, len(attempts)))
         except Exception as error:
-            verdicts = [failed_call(error, self.function, self.timeout)] * count
+            verdicts = [failed_call(error, self.function, self.timeout)] * len(attempts)
         return [self._judged(v) for v in verdicts], log.gauges
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -137,7 +137,9 @@ def form(function: RewardFunction, name: str) -> Form:
             " episodes. What it left behind is in 'state'"
         )
     kinds = {p.kind for p in parameters.values()}
-    # The names decide first: `prompts` or `completions` is TRL's form, whatever else fits.
+    keywords = inspect.Parameter.VAR_KEYWORD in kinds
+    # The names decide first: `prompts` or `completions` is TRL's form, even of a function that could also be
+    # called with two arguments.
     if set(parameters) & set(batch_functions.ALWAYS):
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
             raise ConfigError(
@@ -146,7 +148,8 @@ def form(function: RewardFunction, name: str) -> Form:
         return "trl"
     if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
         return "ours"
-    if inspect.Parameter.VAR_KEYWORD in kinds and not _takes_two(function):
+    # `def reward(**columns)` names no argument and can only be called by keyword.
+    if keywords and not _takes_two(function):
         return "trl"
     raise ConfigError(
         f"reward {name!r} has the signature {inspect.signature(function)}, which is neither of the two understood: "

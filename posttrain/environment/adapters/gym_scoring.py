@@ -67,6 +67,8 @@ def scored(data: Any, request: ScoringRequest) -> Verdict:
         raise
     except Exception as error:
         try:
+            # The same scorer on an answer that is known to be right: if it raises there as well, the answer is
+            # not to blame.
             data.score_answer(request.gold, request.entry)
         except Exception as gold_error:
             return Verdict.failed(
@@ -103,6 +105,7 @@ async def verdict(pool: WorkerPool, request: ScoringRequest) -> Verdict:
     try:
         scored_answer = (await pool.ask(request)).one
         if scored_answer.kind in ("timeout", "memory", "crash") and scored_answer.score is not None:
+            # If the right answer ends the process too, the scorer is broken, and the answer is not to blame.
             scored_gold = (await pool.ask(request._replace(answer=request.gold))).one
             if scored_gold.state is State.FAILED or scored_gold.kind == scored_answer.kind:
                 return Verdict.failed(

@@ -168,8 +168,9 @@ class Gym(SingleTurn):
         tagged = _ANSWER.findall(attempt.text[: attempt.text.rfind("</answer>") + len("</answer>")])
         answer = (tagged[-1] if tagged else attempt.text).strip()
         (gold,) = self.gold(attempt.task) if self.knows_gold(attempt.task) else self.distractor(attempt.task)
-        args, seed = tuple(self.args.items()), self._seed(place["side"], place["chunk"])
-        return ScoringRequest(self.task, args, seed, entry, answer, gold)
+        return ScoringRequest(
+            self.task, tuple(self.args.items()), self._seed(place["side"], place["chunk"]), entry, answer, gold
+        )
 
     def gauges(self) -> Gauges:
         return merge(super().gauges(), self._pool.gauges() if "_pool" in vars(self) else {})
@@ -184,8 +185,10 @@ class Gym(SingleTurn):
     def knows_gold(self, task: Task) -> bool:
         return task.answer is not None
 
-    pays_parts = True
-    """Many scorers give a small score to a wrong answer, such as 0.01 if it is well-formed."""
+    @property
+    def pays_parts(self) -> bool:
+        """True, because many scorers give a small score to a wrong answer, such as 0.01 if it is well-formed."""
+        return True
 
     def gold(self, task: Task) -> tuple[str, ...]:
         if task.answer is None:

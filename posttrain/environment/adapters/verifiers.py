@@ -92,7 +92,9 @@ class Verifiers(SingleTurn):
 
     @cached_property
     def _tasks(self) -> Mapping[str, tuple[Task, ...]]:
-        return {s: tuple(self._task(s, i, row) for i, row in enumerate(rows)) for s, rows in self._sets.items()}
+        return {
+            side: tuple(self._task(side, i, row) for i, row in enumerate(rows)) for side, rows in self._sets.items()
+        }
 
     def _task(self, side: str, index: int, row: Mapping[str, Any]) -> Task:
         if isinstance(row["prompt"], str):
@@ -149,6 +151,7 @@ class Verifiers(SingleTurn):
         # While the recorded state is kept, no other object can have its id.
         self._ended[id(record)] = (record, state)
         while len(self._ended) > WAITING:
+            # The oldest one is judged from its record, if it is judged at all, so its own state ends here.
             _, oldest = self._ended.pop(next(iter(self._ended)))
             await self.inner.rubric.cleanup(oldest)
         return policy.stop(state)
@@ -175,9 +178,16 @@ class Verifiers(SingleTurn):
     def verify(self, attempt: Attempt) -> Verdict:
         return Verdict.abstain("its rubric judges")
 
-    vouches_for_gold = False
-    """The data has answers, but not the form in which the rubric wants them."""
-    pays_parts = True
+    # --- what is right ------------------------------------------------------------------------------------------------
+
+    @property
+    def vouches_for_gold(self) -> bool:
+        """False: the data has answers, but not the form in which the rubric wants them."""
+        return False
+
+    @property
+    def pays_parts(self) -> bool:
+        return True
 
     def knows_gold(self, task: Task) -> bool:
         """True if an episode has one turn and the data has the answer."""
@@ -234,13 +244,17 @@ def _loaded(env_id: str, args: dict[str, Any]) -> Any:
             f" or pip), or name its file: {PREFIX}path/{env_id}.py"
         ) from error
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{PREFIX}{env_id} with env.args {args} does not load: {why}") from error
+        raise ConfigError(
+            f"{PREFIX}{env_id} with env.args {args} does not load: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
 def _signals_stay() -> Iterator[None]:
-    """Keeps the package's environments from setting handlers of SIGINT and SIGTERM, which would end a run at once."""
+    """Keeps the package's environments from setting signal handlers when they are created.
+
+    Their handlers of SIGINT and SIGTERM would end a run without a checkpoint. They can be set in the main thread only.
+    """
     module = importlib.import_module("verifiers.envs.environment")
     real_signal: Any = module.signal  # type: ignore[attr-defined]
     members = {name: getattr(real_signal, name) for name in dir(real_signal) if not name.startswith("_")}

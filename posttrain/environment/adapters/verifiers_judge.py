@@ -74,8 +74,10 @@ async def rebuilt_state(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
 
 def _to_package(message: Mapping[str, Any]) -> dict[str, Any]:
     """One of our messages in the package's form."""
-    calls = [{"id": c["id"], **c["function"]} for c in message.get("tool_calls") or ()]
-    return {**message, **({"tool_calls": calls} if calls else {})}
+    converted = dict(message)
+    if converted.get("tool_calls"):
+        converted["tool_calls"] = [{"id": c["id"], **c["function"]} for c in converted["tool_calls"]]
+    return converted
 
 
 def environments(env: Any) -> Iterator[Any]:
@@ -135,7 +137,8 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
             return await call(function, SECONDS, *args, **kwargs)
         except Exception as error:
             raised.append(error)
-            # The package would turn an exception into 0, so it gets NaN.
+            # The package would turn an exception into 0. So the exception is kept in `raised`, and the package gets
+            # NaN.
             return float("nan")
 
     watched.__name__ = name

@@ -7,7 +7,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 from posttrain.core.content import content_of
 from posttrain.core.ports import Talk, Utterance
@@ -64,6 +64,7 @@ class PolicyClient:
                 f"task {self._task!r}: the environment has tools, and this model's chat template writes no tool calls"
                 " that are read here. Use a model whose template does (docs/guides/templates.md)"
             )
+        # Tools belong to the prompt, so they are shown with the first request only.
         self._talk.see([self._told(m) for m in new], schemas if not self._turns else ())
         turn = await self._talk.say(most)
         self._last = turn.stop
@@ -135,7 +136,7 @@ class PolicyClient:
             why = f"there is no tool {parsed.name!r}; there are: {', '.join(sorted(tools))}"
         if why:
             self._refused[call_id] = why
-            # No JSON, so the package answers with an error, whatever the tool is.
+            # These arguments are no JSON, so the package answers them with an error, whatever the tool is.
             return types.ToolCall(id=call_id, name="none", arguments=f"refused: {why}")
         assert isinstance(parsed, ToolCall)
         self._names[call_id] = parsed.name
@@ -158,6 +159,7 @@ def bounded(tool: Callable[..., Any], name: str, seconds: float) -> Callable[...
         try:
             return await call(tool, seconds, *args, **kwargs)
         except TimedOut:
+            # Tools are wrapped once for all episodes. The context variable has the client of the episode that called.
             _asking.get().timeouts += 1
             raise ToolTimeout(f"error: {name} took longer than {seconds:g} s and was stopped") from None
 
@@ -205,11 +207,16 @@ def from_package(message: Any) -> Message:
     """One of the package's messages in our form. DataError if its content is not text."""
     data = dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     converted = Message(role=data["role"], content=content_of(data.get("content") or ""))
-    further = {k: data[k] for k in ("reasoning_content", "tool_call_id") if data.get(k)}
+    if data.get("reasoning_content"):
+        converted["reasoning_content"] = data["reasoning_content"]
+    if data.get("tool_call_id"):
+        converted["tool_call_id"] = data["tool_call_id"]
     if data.get("tool_calls"):
-        functions = [(c["id"], {"name": c["name"], "arguments": c["arguments"]}) for c in data["tool_calls"]]
-        further["tool_calls"] = [{"id": i, "type": "function", "function": function} for i, function in functions]
-    return cast("Message", {**converted, **further})
+        converted["tool_calls"] = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+            for c in data["tool_calls"]
+        ]
+    return converted
 
 
 def _schema(tool: Any) -> dict[str, Any]:

@@ -53,9 +53,11 @@ async def unread(s: Subject) -> Answer:
     words = ", ".join(f"{kind} earns {x:.3g}" for kind, x in means.items())
     words += f" ({unjudged} of {len(judged)} could not be judged)" if unjudged else ""
     written = [(t, (s.completions[t.id],)) for t in tasks if t.id in s.completions]
-    judged = await s.judge_all(written, repeat=True)
-    real_rewards = [t.outcome for t in judged if t.outcome is not None] or list(s.earned)
+    real_rewards = [x for x in (t.outcome for t in await s.judge_all(written, repeat=True)) if x is not None] or list(
+        s.earned
+    )
     real_name, best_of = "your real answers", "your best"
+    # Without real answers, the answers of the data are compared. Their form was chosen so that they earn most.
     if not real_rewards:
         real_rewards = [t.outcome for t in s.gold.values() if t.outcome is not None]
         real_name, best_of = "the data's answers, in the form that earns most,", "the best"
@@ -135,15 +137,20 @@ async def surface(s: Subject) -> Answer:
     count = s.env.train.count
     training_pairs = pairs([s.env.train.task(i) for i in range(PAIRS if count is None else min(PAIRS, count))], "known")
     heldout_pairs = pairs(s.env.heldout[:PAIRS], "held")
-    counts = len(training_pairs), len(heldout_pairs)
-    if min(counts) < FEWEST:
-        return Mark.SKIP, f"{counts[0]} training and {counts[1]} held-out pairs: fewer than {FEWEST} tell nothing"
+    if min(len(training_pairs), len(heldout_pairs)) < FEWEST:
+        return (
+            Mark.SKIP,
+            f"{len(training_pairs)} training and {len(heldout_pairs)} held-out pairs: fewer than {FEWEST} tell nothing",
+        )
     best = surface_baselines(training_pairs, heldout_pairs)[0]
-    detail = f"of {counts[1]} held-out pairs the best single feature, the {best.feature}, tells {best.accuracy}"
+    detail = (
+        f"of {len(heldout_pairs)} held-out pairs the best single feature, the {best.feature}, tells {best.accuracy}"
+    )
     limit = TOO_MUCH
     if (utility := offered.utility) is not None:
-        utilities = [(utility(p.task, p.chosen), utility(p.task, p.rejected)) for p in heldout_pairs]
-        utility_score = Score.of([float(chosen > rejected) for chosen, rejected in utilities])
+        utility_score = Score.of(
+            [float(utility(p.task, p.chosen) > utility(p.task, p.rejected)) for p in heldout_pairs]
+        )
         detail += f"; the true utility tells {utility_score}"
         # Judgements with noise hide even the true utility. A feature that tells as much as it is suspicious.
         limit = min(limit, utility_score.low)

@@ -67,6 +67,8 @@ async def gold(s: Subject) -> Answer:
             f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
             f" {example.said} to {prompt_words(example.task.prompt)} ({example.scores[source]:g})"
         )
+    # `shape` is the name of the form in which right answers earn most; `shaped` writes a text in this form; `shaping`
+    # are the other sources.
     form = {"bare": "", WRITTEN: ", as the completions are written"}.get(s.shape, f", written {s.shaped('X')!r}")
     other_sources = f"; do not tell right answers from wrong ones: {', '.join(s.shaping)}" if s.shaping else ""
     return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{other_sources}"
@@ -153,7 +155,8 @@ async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tup
     for (task, kind, _), answer in zip(attempts, judged, strict=True):
         count = counts.setdefault(kind, VariantCount())
         count.tried += 1
-        # A graded reward may pay some forms in part, and that is no loss.
+        # Three outcomes: paid in full, paid in part, or paid like a wrong answer. A graded reward may pay some forms
+        # less, and that is no loss.
         deciding = set(s.deciding(task))
         if set(s.paid(answer)) == deciding:
             continue
@@ -212,8 +215,10 @@ async def declared(s: Subject) -> Answer:
 
 
 def _above_chance(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
-    """Fails if a text that does not depend on the question is paid more than chance allows."""
-    if over := [a for a in attacks if a.hits and a.share > s.chance(a.tried)]:
+    """Fails if a text that does not depend on the question is rewarded more often than chance allows."""
+    # One text for all tasks is right where it happens to be the answer, so a share of the tasks is allowed.
+    over = [a for a in attacks if a.hits and a.share > s.chance(a.tried)]
+    if over:
         return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
     best = attacks[0]
     return Mark.OK, (
@@ -294,8 +299,10 @@ async def demonstrations(s: Subject) -> Answer:
     detail = f"{same_row:.0%} of {min(len(rows), TASKS_EACH)} completions of the data are paid"
     # If a column was moved by one row, the completions fit the answers of the neighbouring rows.
     if (neighbour := max(row_before, row_after)) > max(0.5, 2 * same_row):
-        shifted = f"{detail}, and {neighbour:.0%} with the answer of the row before or after: a column is shifted"
-        return Mark.FAIL, shifted
+        return (
+            Mark.FAIL,
+            f"{detail}, and {neighbour:.0%} with the answer of the row before or after: a column is shifted",
+        )
     return (Mark.OK if same_row >= 0.5 else Mark.WARN), detail
 
 
@@ -307,12 +314,15 @@ async def _share_paid(s: Subject, rows: Sequence[Task], by: int) -> float:
 
 
 async def told(s: Subject) -> Answer:
-    """Looks for the answers in the prompts, and for those of other tasks, which stand there by chance only."""
+    """Looks for the answers in the prompts, and for those of other tasks to see how much is chance."""
     tasks = [t for t in s.tasks if t.answer is not None and s.core(t).strip()]
+    # The answer of the next task stands in a prompt by chance only. This share is subtracted.
+    contained = [
+        [bool(contains(replace(t, answer=s.core(b)), conversation(t.prompt)).score) for b in (t, o)]
+        for t, o in zip(tasks, tasks[1:] + tasks[:1], strict=True)
+    ]
     own_share, chance = (
-        sum(bool(contains(replace(t, answer=s.core(of)), conversation(t.prompt)).score) for t, of in pairs)
-        / max(1, len(tasks))
-        for pairs in (zip(tasks, tasks, strict=True), zip(tasks, tasks[1:] + tasks[:1], strict=True))
+        (sum(x) / max(1, len(contained)) for x in zip(*contained, strict=True)) if contained else (0.0, 0.0)
     )
     detail = f"the answer stands in {own_share:.0%} of {len(tasks)} prompts, and that of another task in {chance:.0%}"
     return (Mark.WARN if own_share - chance > 0.5 else Mark.OK if tasks else Mark.SKIP), detail

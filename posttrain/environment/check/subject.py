@@ -69,6 +69,7 @@ class Subject:
                 if j.verdict.kind == "outage":
                     raise EndpointError(f"{j.source} judges nothing: {j.verdict.why}", "judge")
         answerable = [t for t in tasks if env.knows_gold(t)]
+        # The form is found first, because `right` and `near` write in it.
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(answerable[:SHAPED])
         for turns, verdicts in ((subject.right, subject.gold), (subject.near, subject.wrong)):
@@ -210,8 +211,9 @@ class Subject:
     def part_paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
         """Sources that score this answer above 0 and higher than the wrong one, as a partly right answer."""
         wrong, scores = self.wrong[answer.task.id].scores, answer.scores
-        deciding = [s for s in self.deciding(answer.task) if s in scores and s in wrong]
-        return tuple(s for s in deciding if scores[s] > max(wrong[s], 0.0))
+        return tuple(
+            s for s in self.deciding(answer.task) if s in scores and s in wrong and scores[s] > max(wrong[s], 0.0)
+        )
 
     def chance(self, count: int) -> float:
         """The share of `count` tasks that an answer may get right by chance: that of the most common answer, plus three

@@ -68,12 +68,13 @@ class Arithmetic(SingleTurn):
         signed = math.comb(2 * self.max_operand + 1 + length, length) - unsigned
         return (unsigned if self.ops == "+" else signed) // 2
 
-    name = "arithmetic"
-    alphabet = "0123456789+-=;<>"
-    styles = ("document", "answer", "cot")
-    """`document`: number sequences and equations, no prompt; `answer`: the sum alone; `cot`: running sums."""
-    judged_style = "cot"
-    """A right chain of sums is preferred to one with an error."""
+    @property
+    def name(self) -> str:
+        return "arithmetic"
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789+-=;<>"
 
     @property
     def train(self) -> TaskSource:
@@ -94,7 +95,8 @@ class Arithmetic(SingleTurn):
         drawn: set[Signed] = set()
         tasks: list[Task] = []
         while len(tasks) < self.heldout_count:
-            # Else training could have no sum of a length left, and `_train` would draw for ever.
+            # If half of the sums of a length are held out, no more of that length are drawn. Otherwise training could
+            # have no sum of that length left, and `_train` would draw for ever.
             open_lengths = [n for n, left in room.items() if left]
             length = open_lengths[int(rng.integers(len(open_lengths)))]
             terms = self._draw(rng, length)
@@ -114,8 +116,10 @@ class Arithmetic(SingleTurn):
         return tuple((s, int(o)) for s, o in zip(signs, operands, strict=True))
 
     def verify(self, attempt: Attempt) -> Verdict:
-        wanted, number = attempt.task.answer, last_integer(attempt.text)
-        return graded(number == wanted, number, wanted, kind="no_integer" if number is None else "wrong")
+        number = last_integer(attempt.text)
+        return graded(
+            number == attempt.task.answer, number, attempt.task.answer, kind="no_integer" if number is None else "wrong"
+        )
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
         """`3+4=7;7+5=11` scores 1 for the first sum, 0 for the second. An extra sum scores 0, a missing one nothing.
@@ -144,6 +148,16 @@ class Arithmetic(SingleTurn):
     def hinted(self, task: Task) -> str:
         """`<3+4+5=12>`"""
         return f"{str(task.prompt)[:-1]}={task.answer}>"
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`document`: number sequences and equations, no prompt; `answer`: the sum alone; `cot`: running sums."""
+        return ("document", "answer", "cot")
+
+    @property
+    def judged_style(self) -> str:
+        """`cot`: a right chain of sums is preferred to one with an error."""
+        return "cot"
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). With probability `wrong` the result is off by a small amount. A chain of sums then has

@@ -54,10 +54,13 @@ class CalculatorEnv(GeneratedTasks):
             f"heldout={self.heldout_count}, but these settings have room for {room}; raise max_operand",
         )
 
-    name = "calculator"
-    alphabet = "0123456789+-*/()<>[]:?=;cal"
-    styles = ("tool",)
-    """`tool`: a request, then the answer."""
+    @property
+    def name(self) -> str:
+        return "calculator"
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789+-*/()<>[]:?=;cal"
 
     def _computation(self, rng: np.random.Generator) -> tuple[int, str, int, int]:
         a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
@@ -79,14 +82,17 @@ class CalculatorEnv(GeneratedTasks):
         return Stop.TURNS
 
     def _printed(self, task: Task, request: str) -> str:
+        # A function of task and request: siblings that ask the same are shown the same.
         rng = generator(HELDOUT_SEED, "calculator/tape", task.id, request)
         return "".join(f"{a}{op}{b}={value};" for a, op, b, value in (self._computation(rng) for _ in range(self.tape)))
 
     def verify(self, attempt: Attempt) -> Verdict:
         if is_request(attempt.text):
             return Verdict.value(0.0, "no_answer", f"the last turn is a request: {attempt.text[:80]!r}")
-        wanted, number = attempt.task.answer, last_integer(attempt.text)
-        return graded(number == wanted, number, wanted, kind="no_integer" if number is None else "wrong")
+        number = last_integer(attempt.text)
+        return graded(
+            number == attempt.task.answer, number, attempt.task.answer, kind="no_integer" if number is None else "wrong"
+        )
 
     def key(self, task: Task) -> Key:
         """Operator and operands. The operands are sorted unless their order matters."""
@@ -95,6 +101,11 @@ class CalculatorEnv(GeneratedTasks):
 
     def gold(self, task: Task) -> tuple[str, ...]:
         return (REQUEST + str(task.prompt).strip("<>"), str(task.answer))
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`tool`: a request, then the answer."""
+        return ("tool",)
 
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float

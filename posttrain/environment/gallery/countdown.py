@@ -44,12 +44,13 @@ class Countdown(GeneratedTasks):
         require(2 <= self.max_target <= 10**9, self.name, f"max_target={self.max_target}: must lie in 2..1000000000")
         require(bool(self.ops) and set(self.ops) <= set("+-*/"), self.name, f"ops={self.ops!r}: some of + - * /")
 
-    name = "countdown"
-    alphabet = "0123456789+-*/()<>,:;="
-    styles = ("document", "answer")
-    """`document`: equations over small numbers, no prompt; `answer`: an expression."""
-    judged_style = "answer"
-    """An expression that reaches the target is preferred to one that misses it."""
+    @property
+    def name(self) -> str:
+        return "countdown"
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789+-*/()<>,:;="
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
         """A task with its solution. None if the value of the drawn expression cannot be a target."""
@@ -103,6 +104,16 @@ class Countdown(GeneratedTasks):
     def distractor(self, task: Task) -> tuple[str, ...]:
         """The target itself: its value is right, but it is not one of the numbers."""
         return (str(task.info["target"]),)
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`document`: equations over small numbers, no prompt; `answer`: an expression."""
+        return ("document", "answer")
+
+    @property
+    def judged_style(self) -> str:
+        """`answer`: an expression that reaches the target is preferred to one that misses it."""
+        return "answer"
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). A false answer uses the right numbers and misses the target."""

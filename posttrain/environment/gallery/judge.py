@@ -69,10 +69,9 @@ class Judge(GeneratedTasks):
         # With such a gap the sides' scores in whole numbers (`_scored`) always differ, so no critique ends in a tie.
         require(1 / 8 <= self.gap <= 0.5, self.name, f"gap={self.gap:g}: must lie in 0.125..0.5")
 
-    name = "judge"
-    styles = ("verdict", "critique")
-    """`verdict`: the verdict alone. `critique`: an answer of one's own, the features of each side, its score, and the
-    verdict."""
+    @property
+    def name(self) -> str:
+        return "judge"
 
     @property
     def form(self) -> JudgeFormat:
@@ -118,7 +117,8 @@ class Judge(GeneratedTasks):
         # A task stores only this place in the endless source of the world.
         index = int(rng.integers(2**40))
         inner = task_at(self.judged_world, index)
-        # `wanted` is drawn first, so that half of the completions are good whatever the world writes.
+        # `wanted` is drawn first, and a completion that does not fit is refused (None), so that half of the completions
+        # are good whatever the world writes.
         if self.form.sides == 1:
             wanted = bool(rng.random() < 0.5)
             label = self._offered.draw(inner, "label", rng)
@@ -216,6 +216,7 @@ class Judge(GeneratedTasks):
 
     @property
     def pays_parts(self) -> bool:
+        # One order of two may pay half, and some forms pay -1 for a wrong verdict. So it need not earn exactly 0.
         return self.form.consistency or self.form.pays(None, 0) != 0
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -242,6 +243,14 @@ class Judge(GeneratedTasks):
             seats=(lambda task: {OTHER_ORDER: self.gold(self.exchanged(task, task.id))}) if form.consistency else None,
         )
 
+    # --- texts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`verdict`: the verdict alone. `critique`: an answer of one's own, the features of each side, its score, and
+        the verdict."""
+        return ("verdict", "critique")
+
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, judgement). A wrong critique ends in the verdict that does not follow from it."""
         self._check_style(style)
@@ -257,6 +266,7 @@ class Judge(GeneratedTasks):
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)
         sides = [f"{_answered(inner, t)}{self._levels(inner, t)}={s:.0f}" for t, s in zip(texts, scores, strict=True)]
         world_answer = [] if inner.answer is None else [str(inner.answer)]
+        # The features in the order in which they are weighed.
         initials = "".join(_initials(self._features(inner, "")).values()) + ";"
         principles = [initials] if self.form.principles else []
         final_scores: Scores = (

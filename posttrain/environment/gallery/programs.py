@@ -55,10 +55,13 @@ class Programs(GeneratedTasks):
         require(self.workers >= 1, self.name, f"workers={self.workers}: must be 1 or more")
         _ = self.contained  # raises here if no sandbox works, and not after the first stage
 
-    name = "programs"
-    alphabet = "0123456789+-*()x<>"
-    styles = ("document", "answer")
-    """`document`: expressions alone; `answer`: the program."""
+    @property
+    def name(self) -> str:
+        return "programs"
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789+-*()x<>"
 
     @cached_property
     def code(self) -> Code:
@@ -109,6 +112,11 @@ class Programs(GeneratedTasks):
         flat = "x" + str(task.prompt)[1:-1]
         return (flat if flat != task.answer else f"{flat}+1",)
 
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`document`: expressions alone; `answer`: the program."""
+        return ("document", "answer")
+
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion). A false one lacks parentheses, has a wrong operator or digit, or exchanged steps."""
         self._check_style(style)
@@ -131,6 +139,7 @@ class Programs(GeneratedTasks):
                 changed[i] = (steps[i][0], int(rng.integers(1, 10)))
             else:
                 changed[i], changed[i - 1] = changed[i - 1], changed[i]
+            # Some changes compute the same function, such as another order of two sums. Then another change is drawn.
             if line(tuple(changed)) != line(steps):
                 return written(tuple(changed))
 

@@ -81,11 +81,16 @@ class Replies(GeneratedTasks):
         require(1 <= self.annotators <= 1000, self.name, f"annotators={self.annotators}: must lie in 1..1000")
         require(2 <= self.ranked <= 8, self.name, f"ranked={self.ranked}: must lie in 2..8")
 
-    name = "replies"
-    alphabet = "0123456789,<>? " + "".join(sorted(set("".join((*POLITE, *FILLERS)))))
-    styles = ("reply",)
-    """`reply`: the best reply, or with `wrong` one of any lower quality, as those that are judged."""
-    pays_parts = True
+    @property
+    def name(self) -> str:
+        return "replies"
+
+    @property
+    def alphabet(self) -> str:
+        letters = sorted(set("".join((*POLITE, *FILLERS))))
+        return "0123456789,<>? " + "".join(letters)
+
+    # --- tasks -------------------------------------------------------------------------------------------------------
 
     def draw(self, rng: np.random.Generator, name: str) -> Task:
         numbers = [int(n) for n in rng.choice(self.max_number + 1, size=self.numbers, replace=False)]
@@ -116,6 +121,10 @@ class Replies(GeneratedTasks):
         why = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
         return Verdict.value(score, kind, "" if score == 1.0 else why)
 
+    @property
+    def pays_parts(self) -> bool:
+        return True
+
     def gold(self, task: Task) -> tuple[str, ...]:
         return (best_reply(task),)
 
@@ -129,6 +138,7 @@ class Replies(GeneratedTasks):
         """A reply of any quality: half of them are right, polite and long to different degrees."""
         numbers: list[int] = task.info["numbers"]
         ordered = sorted(numbers)
+        # Half of the replies are right; a wrong one ends in another number of the task.
         last = ordered[-1] if rng.random() < 0.5 else ordered[int(rng.integers(len(ordered) - 1))]
         in_order = rng.random() < 0.5
         core = "<".join(map(str, [*(n for n in ordered if n != last), last])) if in_order else str(last)
@@ -137,6 +147,11 @@ class Replies(GeneratedTasks):
         rng.shuffle(words)
         words_before = int(rng.integers(len(words) + 1))
         return " ".join([*words[:words_before], core, *words[words_before:]])
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`reply`: the best reply, or with `wrong` one of any lower quality, as those that are judged."""
+        return ("reply",)
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, completion)."""

@@ -134,6 +134,7 @@ class Shop(GeneratedTasks, ToolWorld):
         if kind != "buy":
             info |= {"errand": ERRANDS[int(rng.integers(len(ERRANDS)))], "day": DAYS[int(rng.integers(len(DAYS)))]}
             parts.append(f"{info['errand']} {info['day']}")
+            # The hours are sorted, so the first is the earliest.
             calendar[f"{info['day']} {free[info['day']][0]}"] = info["errand"]
         return Task(id=name, prompt=f"<{','.join(parts)}>", answer={"cart": cart, "calendar": calendar}, info=info)
 

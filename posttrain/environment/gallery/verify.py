@@ -60,9 +60,9 @@ class VerifySteps(GeneratedTasks):
         require(0 < self.wrong < 1, self.name, f"wrong={self.wrong:g}: must lie between 0 and 1")
         require(bool(self.separator), self.name, "separator is empty: give the text that ends a step")
 
-    name = "verify"
-    styles = ("verdict", "critique")
-    """`verdict`: the verdict alone. `critique`: the steps that are checked, as they should be, and the verdict."""
+    @property
+    def name(self) -> str:
+        return "verify"
 
     @property
     def form(self) -> VerifyFormat:
@@ -149,17 +149,23 @@ class VerifySteps(GeneratedTasks):
 
     @cached_property
     def _abilities(self) -> Abilities:
-        form, better = self.form, lambda task: int(task.info["good"])
         judging = Judging(
             sides=1,
             prompt=self.asked,
-            read=form.read,
-            ends=form.ends,
+            read=self.form.read,
+            ends=self.form.ends,
             regraded=self.regraded,
-            better=better,
+            better=lambda task: int(task.info["good"]),
             separator=self.separator,
         )
         return replace(super()._abilities, judging=judging)
+
+    # --- texts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`verdict`: the verdict alone. `critique`: the steps that are checked, as they should be, and the verdict."""
+        return ("verdict", "critique")
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
         """(prompt, verification). A wrong one ends in the verdict that does not follow."""
@@ -172,8 +178,9 @@ class VerifySteps(GeneratedTasks):
         inner, world = task_at(self.verified_world, task.info["index"]), self.verified_world
         rng = np.random.default_rng(0)  # the right answer does not depend on what is drawn
         solution: Any = world.demonstrate(inner, world.judged_style, rng, 0.0)[1]
-        shown, right_steps = (
-            [s.removesuffix(self.separator) for s in steps_of_text(text, self.separator)]
-            for text in (task.info["beginning"], solution)
-        )
+        shown, right_steps = (self._bare(t) for t in (task.info["beginning"], solution))
         return self.form.critique(shown, right_steps)
+
+    def _bare(self, text: str) -> list[str]:
+        """The steps of a text without the separators at their ends."""
+        return [s.removesuffix(self.separator) for s in steps_of_text(text, self.separator)]

@@ -48,6 +48,7 @@ def read_last_characters(text: str) -> Scores | None:
     >>> read_last_characters("<answer>[[B]]</answer>"), read_last_characters("<answer>[[B]]</answer>" + 80 * ".")
     ((0.0, 1.0), None)
     """
+    # The same verdict twice is one verdict. If both verdicts occur, there is none.
     return _side(sorted(set(_ANSWER.findall(spoken(text)[-LAST:]))))
 
 

@@ -166,6 +166,8 @@ class JudgedData:
         best = max(w.value for w in group)
         if judged.kind == "label" and not best:
             return None
+        # A completion of the row itself, if it is as good as the best one of its prompt. Else the first best one of
+        # another row.
         values = dict(zip(judged.completions, judged.values, strict=True))
         return next((t for t, v in values.items() if v == best), next(w.completion for w in group if w.value == best))
 

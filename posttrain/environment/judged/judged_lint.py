@@ -57,14 +57,16 @@ def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
     shares: dict[str, list[float]] = {}
     for row, chosen, rejected in pairs:
         longer = 0.5 if len(chosen) == len(rejected) else float(len(chosen) > len(rejected))
-        # Pairs of one prompt are not independent, so the share of each prompt comes first.
+        # The share is computed for each prompt first. Pairs of one prompt are not independent, so an interval over
+        # single pairs would be too narrow.
         shares.setdefault(row.key, []).append(longer)
     score = Score.of([sum(x) / len(x) for x in shares.values()])
     warns = len(shares) >= FEW and not score.low <= 0.5 <= score.high
     seen = f"the chosen side is the longer one in {score} of {len(pairs)} pairs ({len(shares)} prompts)"
+    learned = "length" if score.mean > 0.5 else "brevity"
     advice = (
-        f"a model can learn {'length' if score.mean > 0.5 else 'brevity'} in place of quality: compare held-out pairs"
-        " of equal length too, or use a loss that takes the mean over tokens"
+        f"a model can learn {learned} in place of quality: compare held-out pairs of equal length too, or use a loss"
+        " that takes the mean over tokens"
     )
     return LintFinding("length bias", seen, warns=warns, advice=advice if warns else "")
 
@@ -93,8 +95,11 @@ def contradictory(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
 
 
 def across_the_split(pairs: Sequence[tuple[PromptRow, str, str]], held: Set[str]) -> LintFinding:
-    """Held-out pairs whose completions are also trained on. Two completions of together `LONG` characters or more are
-    compared without their prompts. Shorter ones have to follow the same prompt, apart from case and white space."""
+    """Held-out pairs whose completions are also trained on.
+
+    Two completions of together `LONG` characters or more are compared without their prompts, because they are hardly
+    equal by chance. Shorter ones have to follow the same prompt, apart from case and white space.
+    """
 
     def same(row: PromptRow, chosen: str, rejected: str) -> tuple[str, ...]:
         texts = (written(chosen), written(rejected))

@@ -14,8 +14,16 @@ from posttrain.system.errors import ConfigError
 def inner_world(
     env: str, words: str, seed: int, *, heldout: int, more: Mapping[str, Scalar] | None = None, hint: str = ""
 ) -> SingleTurn:
-    """The environment that `words` name: its name, then its settings, separated by spaces; and `more` settings. `env`:
-    whose setting `world` this is, and `hint`: the end of the ConfigError where there is no such environment."""
+    """The environment that `words` name: its name, then its settings, separated by spaces.
+
+    Args:
+        env: the environment whose setting `world` this is, for the error.
+        more: further settings of the world.
+        hint: text at the end of the error's message.
+
+    Raises:
+        ConfigError: there is none of that name, or a setting is wrong.
+    """
     from posttrain.environment.make import environment
 
     name, *pairs = words.split() or [""]

@@ -162,7 +162,8 @@ class Taste:
 
     def _good(self, value: float, rng: np.random.Generator) -> bool:
         """Whether the annotator calls a completion of this utility good, after the annotator's errors."""
-        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Always two draws.
+        # P(value + temperature * logistic noise >= good) is sigmoid((value - good) / temperature). Both random numbers
+        # are always drawn, so that a change of `noise` or `temperature` does not change the draws of the other.
         drawn, flipped = rng.logistic(), rng.random() < self.noise
         return bool(value + self.temperature * drawn >= self.good) != flipped
 

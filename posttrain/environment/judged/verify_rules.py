@@ -57,8 +57,11 @@ class VerifyFormat:
     """The verdicts: the step is right, it is not."""
 
     def critique(self, answer_steps: Sequence[str], right_steps: Sequence[str]) -> str:
-        """The text before the verdict: the right form of each step that is checked. With `every`, a word behind each
-        says whether the answer has the same step.
+        """Returns the text that is written before the verdict.
+
+        It has the right form of each step that is checked. With `every`, a word behind each says whether the answer
+        has the same step.
+
         >>> FORMATS["thinkprm"].critique(["3+4=7", "7+5=13", "13+1=14"], ["3+4=7", "7+5=12", "12+1=13"])
         '3+4=7 ok 7+5=12 no'
         >>> FORMATS["genprm"].critique(["3+4=7", "7+5=13"], ["3+4=7", "7+5=12"])

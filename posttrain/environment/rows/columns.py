@@ -45,10 +45,12 @@ class Columns:
     """Which split of the data set is read, if it has several."""
 
     def with_fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The row with a column for each name with dots, such as `reward_model.ground_truth`, that is none itself."""
+        """The row with a column for each field of an object that a name with dots means (`reward_model.ground_truth`).
+        A column that has the whole name itself stays."""
         inner_columns: dict[str, Any] = {}
         for setting in fields(self):
             name = getattr(self, setting.name) if setting.name.endswith("_column") else ""
+            # If a part is missing the value is None, and the reader reports a missing column, as for any other name.
             if "." in name and name not in row:
                 value: Any = row
                 for part in name.split("."):

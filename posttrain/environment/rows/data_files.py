@@ -54,6 +54,7 @@ def json_rows(path: Path) -> Rows:
         return
     for number, line in read_untrusted.read_lines(path, LONGEST_ROW, DataError):
         place = f"{path}:{number}"
+        # These bytes are a byte-order mark only at the beginning of a file. Elsewhere they are text.
         line = line.removeprefix(MARK) if number == 1 else line
         if line.strip():
             yield place, _bounded(place, _object(place, _parse(place, line.rstrip(b"\r\n"))))

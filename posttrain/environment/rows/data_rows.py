@@ -39,7 +39,8 @@ def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> Data
         # All rows of one set are of one kind, so the first rows of two sets are compared.
         _same_kind(data_sets[0].rows[0], data_set.rows[0], columns)
         for row in data_set.rows:
-            # A second set with the same id gets its number, again and again where a row has that id too.
+            # Ids are unique within a set. Two sets may have the same id, so the second one gets the number of its set,
+            # again and again where a row has that id too.
             row_id = row.task.id
             while row_id in used_ids:
                 row_id = f"{row_id}@{number}"
@@ -74,7 +75,8 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
         row_id = row.task.id
         if not row_id:
             repeats[row.key] = repeats.get(row.key, 0) + 1
-            # A made id depends on the prompt alone. Rows with equal prompts get numbers.
+            # A made id depends on the prompt alone, so it does not change with the order of the file. Only rows with
+            # equal prompts get numbers, in their order.
             row_id = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
             row = replace(row, task=replace(row.task, id=row_id))
         if row_id in places:
@@ -110,7 +112,7 @@ def _together(path: str, rows: list[PromptRow], unfit: list[tuple[str, Place]], 
         unfit = [*unfit, *(("unpaired", r.place) for r in unpaired.values())]
     if kind == "steps" and not columns.zero_label:
         _zero_is_clear(rows, columns)
-    lines = [*_left_out_words(unfit, len(rows) + len(unfit))]
+    lines = list(_left_out_words(unfit, len(rows) + len(unfit)))
     if other_kind := also_judged(rows[0], columns):
         lines.append(
             f"rows are read as judged by {kind}, and their columns could be read as {other_kind} too: say which with"

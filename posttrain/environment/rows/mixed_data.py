@@ -59,7 +59,8 @@ class MixedTasks:
         """(list, how many of it were drawn before) of a draw."""
         total = sum(self.weights)
         while len(self._places) <= index:
-            # Of n draws a list should have w / total * n. The one that is furthest behind is drawn next.
+            # Of n draws a list should have w / total * n. The list that is furthest behind is drawn next. All places
+            # are kept, because each depends on those before it.
             n = len(self._places) + 1
             due = [w / total * n - self._drawn.get(i, 0) for i, w in enumerate(self.weights)]
             which = due.index(max(due))

@@ -72,6 +72,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     def _held(self) -> frozenset[str]:
         """The digests of the held-out prompts: the smallest ones, of each data set its share."""
         if self.mixed:
+            # Each set has a share by its weight, and at least one prompt, so every set is evaluated.
             total = sum(w for _, w in self.mixed)
             counts = [max(1, round(self.heldout_count * w / total)) for _, w in self.mixed]
             each = zip(self._sets, counts, strict=True)
@@ -181,7 +182,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     @property
     def _verifies(self) -> bool:
         """True where this is a class of the user with a verdict of its own."""
-        return (type(self).verify, type(self).verdict) != (PromptsEnv.verify, PromptsEnv.verdict)
+        own_class = type(self)
+        return own_class.verify is not PromptsEnv.verify or own_class.verdict is not PromptsEnv.verdict
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """The verdicts of the user's rewards. The user's own class may give a verdict before them."""
@@ -301,7 +303,8 @@ def read_tasks(
     given: RuntimeObjects = RuntimeObjects(),
     cls: type[PromptsEnv] = PromptsEnv,
 ) -> PromptsEnv:
-    """The environment that reads `env.prompts` and is judged by `env.rewards`. `cls`: a class of the user's."""
+    """The environment that reads `env.prompts` and is judged by `env.rewards`. Stages that only read rows need none.
+    `cls`: a class of the user's that plays them in its own way."""
     if not config.prompts:
         raise ConfigError(
             f"env.name={config.name!r} needs env.prompts: a JSONL file, or a data set (local folder or hub id)"
@@ -325,6 +328,7 @@ def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
     try:
         source.check([r.task for r in rows])
     except (ConfigError, DataError) as error:
+        # The whole list was refused. The rows are checked one by one to find the one that is to blame.
         for row in rows:
             try:
                 source.check([row.task])

@@ -8,10 +8,10 @@ with plain turns, reasoning and tool calls. If the test passes, the template nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from posttrain.core.content import content_of, text_of
 from posttrain.core.types import Message
@@ -47,8 +47,6 @@ WEATHER: dict[str, Any] = {
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class TurnEnding:
@@ -69,6 +67,7 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
+        # A token without a text ends no turn that could be found in a text.
         self.stops = tuple(s for s in stops if s)
         # Longer names first: with a shield inside a shorter name, a longer one around it would not be found.
         specials = (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1)
@@ -127,6 +126,7 @@ class Chat:
     def _shielded(self, message: Message) -> Message:
         """A message with `SHIELD` inside the names of special tokens. An assistant's message stays as it is."""
         content = message.get("content")
+        # A policy may say special tokens, so an assistant's message stays as it is.
         if message["role"] == "assistant" or content is None or not self._specials:
             return message
         if isinstance(content, str) and not any(s in content for s in self._specials):
@@ -137,43 +137,48 @@ class Chat:
         """The text that the template writes after any turn of the assistant if `new` messages follow, with a message in
         place of the turn. DataError if it refuses the messages."""
         before = self.render(history, generate=True, tools=tools)
-
+        problems: list[DataError] = []
         # Some templates refuse results of tools without calls before them. Others accept only one call in a turn, or
-        # none. So the first number of calls is used that renders.
-        def ending(call_count: int) -> TurnEnding:
-            text = self._suffix(history, before, new, call_count, tools)
-            return TurnEnding(text, self._turn("" if call_count else PROBE, call_count, new))
-
-        return _first(ending, _call_counts(new))
+        # none. The first number of calls that renders is used. If all fail, the error of the first one is raised,
+        # because that number matches the messages.
+        for call_count in _call_counts(new):
+            try:
+                return TurnEnding(
+                    self._suffix(history, before, new, call_count, tools),
+                    self._turn("" if call_count else PROBE, call_count, new),
+                )
+            except DataError as error:
+                problems.append(error)
+        raise problems[0]
 
     def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after the turn `said` if `new` messages follow, and the turn as a message.
         DataError if it refuses the messages, or changes text before or in the turn."""
         before = self.render(history, generate=True, tools=tools)
-
-        def ending(call_count: int, turn: Message) -> TurnEnding:
-            text = self._suffix(history, before, new, call_count, tools)
-            whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
-            self._keeps(before, whole, said, call_count, new)
-            return TurnEnding(text, turn)
-
-        return _first(lambda counted: ending(*counted), self._turns(said, new))
+        problems: list[DataError] = []
+        for call_count in _call_counts(new):
+            turns = [self._turn(said, call_count, new)]
+            # A template may take reasoning as part of the text, or only in a field of its own.
+            for turn in turns if call_count else [*turns, self._structured(said)]:
+                try:
+                    text = self._suffix(history, before, new, call_count, tools)
+                    whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
+                    self._keeps(before, whole, said, call_count, new)
+                    return TurnEnding(text, turn)
+                except DataError as error:
+                    problems.append(error)
+        raise problems[0]
 
     def rewritten(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The whole conversation as the template writes it now, to be used as a new prompt."""
-        return _first(
-            lambda counted: TurnEnding(
-                self.render([*history, counted[1], *new], generate=True, tools=tools), counted[1]
-            ),
-            self._turns(said, new),
-        )
-
-    def _turns(self, said: str, new: Sequence[Message]) -> Iterator[tuple[int, Message]]:
-        """(number of calls, turn) of each form in which `said` may be a message of the history."""
-        for call_count in _call_counts(new):
-            yield call_count, self._turn(said, call_count, new)
-        # A template may take reasoning as part of the text, or only in a field of its own.
-        yield 0, self._structured(said)
+        problems: list[DataError] = []
+        turns = [self._turn(said, call_count, new) for call_count in _call_counts(new)]
+        for turn in [*turns, self._structured(said)]:
+            try:
+                return TurnEnding(self.render([*history, turn, *new], generate=True, tools=tools), turn)
+            except DataError as error:
+                problems.append(error)
+        raise problems[0]
 
     def end(self) -> str:
         """The text that the template writes after an assistant's last turn."""
@@ -204,8 +209,11 @@ class Chat:
     def _behind(
         self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> str:
-        """The text from the end of a turn on, its last stop token, of the first of `turns` that is rendered alike with
-        and without `new`. Some templates add an empty thought to a last turn without reasoning."""
+        """The text from the end of a turn on, for a template that may write the turn in its own form.
+
+        The turn ends at its last stop token. Of `turns`, the first one is used that is rendered alike with and without
+        `new`. Some templates add an empty thought to a last turn without reasoning, so not every turn is.
+        """
         first_reason = ""
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
@@ -224,10 +232,15 @@ class Chat:
         raise DataError(first_reason)
 
     def _keeps(self, before: str, whole: str, said: str, call_count: int, new: Sequence[Message]) -> None:
-        """DataError if the template changes the text that the policy saw, or the policy's turn. In a turn with calls,
-        which the template writes itself, only the reasoning is compared."""
+        """DataError if the template changes the text that the policy saw, or the policy's turn.
+
+        White space in and around the turn may differ. In a turn with calls only the reasoning is compared, because the
+        template writes the calls itself.
+        """
         if not whole.startswith(before):
             raise DataError(differs(before, whole))
+        # Compared without white space, because templates trim turns. The tokens of the turn stay the policy's in any
+        # case.
         after_prompt = squeezed(whole[len(before) :])
         reasoning_kept = not self._reasoned or squeezed(self._parsed(said).reasoning) in after_prompt
         if not (reasoning_kept if call_count else after_prompt.startswith(squeezed(said))):
@@ -238,14 +251,18 @@ class Chat:
             )
 
     def _turn(self, said: str, call_count: int, new: Sequence[Message]) -> Message:
-        """An assistant's turn as a message: its text, or its parsed parts and placeholders of calls."""
+        """An assistant's turn as a message: its text, or its parsed parts if `new` answers calls. The calls in it are
+        placeholders for those that the policy wrote."""
         if not call_count:
             return Message(role="assistant", content=said)
         # Templates may compare the ids of calls with those of results, so the placeholders have the ids of the results.
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
-        function = {"name": "probe_tool", "arguments": self._arguments}
+        placeholders = [
+            {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}
+            for i in ids[:call_count]
+        ]
         turn = self._structured(said)
-        turn["tool_calls"] = [{"id": i, "type": "function", "function": function} for i in ids[:call_count]]
+        turn["tool_calls"] = placeholders
         return turn
 
     def _parsed(self, said: str) -> Parsed:
@@ -324,6 +341,8 @@ class Chat:
                 continue
             body = whole[len(common(before, whole)) :]
             for name in FORMATS:
+                # The format is found by parsing what the template wrote, and not by its source: only the right parser
+                # reads the call back.
                 if any(parse(text, name).calls == wanted for text in self._without_end(body)):
                     return name
         return None
@@ -336,17 +355,6 @@ class Chat:
                 yield body[:at]
                 at = body.rfind(stop, 0, at)
         yield body
-
-
-def _first(ending: Callable[[T], TurnEnding], tries: Iterable[T]) -> TurnEnding:
-    """The first ending that can be made. If none can, the error of the first try, which matches the messages."""
-    problems: list[DataError] = []
-    for each in tries:
-        try:
-            return ending(each)
-        except DataError as error:
-            problems.append(error)
-    raise problems[0]
 
 
 def _call_counts(new: Sequence[Message]) -> Iterator[int]:

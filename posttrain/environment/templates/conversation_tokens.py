@@ -64,7 +64,7 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
     chat, messages = render.template, [_readable(render.template, m) for m in c.messages]
     if not c.learned:
         raise DataError("no message of the assistant counts: give one a weight above 0, or leave the row out")
-    # Messages behind the last learned one could make a template rewrite turns.
+    # Messages behind the last learned one are left out. They are not learned, but could make a template rewrite turns.
     whole = chat.render(messages[: c.learned[-1] + 1], generate=False, tools=tools)
     together: list[tuple[int, WrittenTurn]] = []
     apart: list[tuple[int, WrittenTurn]] = []
@@ -72,10 +72,13 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
         before = chat.render(messages[:i], generate=True, tools=tools)
         written = _written(chat, whole, before, messages[i], i == c.learned[-1])
         if isinstance(written, WrittenTurn):
+            # A turn whose prompt is a beginning of `whole` is part of the one sequence. Any other is a sequence
+            # of its own.
             (together if whole.startswith(written.before) else apart).append((i, written))
             continue
         alone = written
-        # Rendered as the last turn, it has the form that a rollout has.
+        # The template writes this turn in another way once messages follow. Rendered as the last turn, it has the form
+        # that a rollout has.
         if render.history == "rewrite" and i != c.learned[-1]:
             whole_until = chat.render(messages[: i + 1], generate=False, tools=tools)
             alone = _written(chat, whole_until, before, messages[i], True)
@@ -148,6 +151,7 @@ def _sequence(render: Renderer, whole: str, turns: Sequence[tuple[int, WrittenTu
         # Encoded apart, as in a rollout: no token may contain the end of the seen text and the start of the turn.
         seen_ids = render.encode(whole[at : len(turn.before)])
         said_ids = render.completion_ids(turn.said, chat=True)
+        # The stop token that the template wrote here replaces the usual one.
         end = render.encode(turn.stop)
         said_ids = np.array([*said_ids[: len(said_ids) - len(end)], *end], np.int32)
         ids += [seen_ids, said_ids]
@@ -171,6 +175,7 @@ def _weights(
         return weight_T
     spans = list(_argument_spans(render.template, messages, turn, tools))
     for t, (start, end) in enumerate(render.offsets(turn.said)[: len(ids)]):
+        # A token that overlaps with arguments only in part has the weight 0 too.
         if any(start < b and end > a for a, b in spans):
             weight_T[t] = 0.0
     return weight_T

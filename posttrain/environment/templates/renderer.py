@@ -133,6 +133,7 @@ class Renderer:
         if chat and (opened := self.opening(behind)):
             text = continued(self.template, text, opened)
         ids = self.encode(text).tolist()
+        # The text may have no stop token at its end, one, or several. All are removed, and one is added below.
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         if inside := [i for i in ids if i in self.stop_ids]:
@@ -259,6 +260,7 @@ class Renderer:
         """int32 [T] of a plain text, with the leading special tokens exactly once."""
         ids = self.encode(text)
         n = len(self.leading)
+        # The text may begin with the BOS token already.
         has_leading = n > 0 and tuple(ids[:n].tolist()) == self.leading
         return ids if has_leading or not n else np.concatenate([np.array(self.leading, np.int32), ids])
 
@@ -296,13 +298,16 @@ class RenderedDialogue:
             self._chat, self._tools = messages is not None, tools
             self._history = messages or []
             return self._renderer.prompt(content, self._task, tools)
-        name = _named(self._task)
         if (messages is not None) != self._chat:
-            raise InvariantError(f"{name}: a dialogue shows messages throughout or text throughout, not both")
+            raise InvariantError(
+                f"{_named(self._task)}: a dialogue shows messages throughout or text throughout, not both"
+            )
         if messages is None:
             return self._renderer.encode(self._renderer.writable.text(str(content)))
         if self._said is None:
-            raise InvariantError(f"{name}: messages were shown twice without a turn of the policy between them")
+            raise InvariantError(
+                f"{_named(self._task)}: messages were shown twice without a turn of the policy between them"
+            )
         return self._observe([self._renderer.written(m) for m in messages], self._said)
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -326,7 +331,9 @@ class RenderedDialogue:
             else:
                 ending = render.template.between(history, new, tools)
         self._history, self._said = [*history, ending.turn, *new], None
-        # If the policy ended its turn, it has already said the stop token with which the template's text begins.
+        # The text that a template writes after a turn begins with the stop token. If the policy ended its turn, it has
+        # already said this token, so it is left out here. Behind a turn that was cut off, the token is part of the
+        # observation.
         turn_ended = not self.restarted and said and said[-1] in render.stop_ids
         if turn_ended and ending.text.lstrip().startswith(render.decode(said[-1:])):
             return render.encode(ending.text.lstrip())[1:]

@@ -63,6 +63,7 @@ def continued(chat: Chat, completion: str, opened: str) -> str:
     the closing tag, where it has no thought, as the template writes such a turn."""
     begin = opened.strip()
     if completion.lstrip().startswith(begin):
+        # The prompt has the line break behind the tag already.
         after_tag = completion.lstrip()[len(begin) :]
         return after_tag.lstrip("\n") if opened.endswith("\n") else after_tag
     return completion if dict(THOUGHTS)[begin] in completion else closing(chat, opened)[0] + completion

@@ -116,7 +116,8 @@ def _forms(words: str) -> tuple[str, ...]:
 
 
 def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
-    """The messages that the template leaves out if one of this role follows a turn; none if it refuses them."""
+    """The messages that the template leaves out if one of this role follows a turn. Empty if it refuses the messages,
+    which other checks report."""
     tool_fields = {"name": "probe_tool", "tool_call_id": "call00000"} if role == "tool" else {}
     for arguments in ({"city": "a b"}, '{"city": "a b"}'):
         call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}

@@ -22,8 +22,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 LARGEST = 16 << 20
 """The most characters that a template may write."""
 SPEC = Spec(f"{__name__}:handler", cpu=2, wall=60.0, memory=1024, preload=True, quiet=True, most=8 * LARGEST)
-"""The limits of a rendering. Real templates take a few milliseconds. `most` bounds the reply: JSON, in which nearly
-every character has 6 bytes at most."""
+"""The limits of a rendering. Real templates take a few milliseconds. `most` bounds the reply in bytes. It is JSON, in
+which nearly every character has 6 bytes at most."""
 LONGEST_ERROR = 1000
 """The most characters of a template's own error message that are passed on."""
 
@@ -51,8 +51,9 @@ def apply(
         arguments = {"tools": tool_list} if tool_list else {}
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate, **arguments)
     source = tokenizer.get_chat_template(None, tool_list)
-    tokens = tokenizer.special_tokens_map.items()
-    special_tokens = {name: str(token) for name, token in tokens if not isinstance(token, list)}
+    special_tokens = {
+        name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)
+    }
     reply = _ask(pickle.dumps((source, special_tokens, conversation, tool_list, generate)), len(messages))
     if "text" not in reply:
         raise RefusedError(reply.get("error", "it wrote nothing"))

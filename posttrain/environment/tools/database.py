@@ -65,7 +65,8 @@ class Database(Toolbox):
         # and ends transactions.
         self._connection = c = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         c.executescript(script)
-        # The script is trusted and may do more than the policy, so it runs first. The authorizer refuses the pragmas.
+        # The order matters. The script is trusted and may do more than the policy, so it runs first. The pragmas come
+        # before the authorizer, which refuses them.
         c.execute(f"PRAGMA max_page_count = {max(1, MOST_BYTES // 4096)}")  # a page has 4096 bytes
         c.execute(f"PRAGMA hard_heap_limit = {HEAP}")
         self._state = self._read()
@@ -86,6 +87,7 @@ class Database(Toolbox):
         try:
             return await job.run(seconds)
         except (ToolError, InterruptedError):
+            # The error is the statement's own and not of being stopped.
             if not job.stopped:
                 raise
             undone = in_transaction and not self._connection.in_transaction
@@ -139,7 +141,8 @@ class Database(Toolbox):
         return self._state
 
     def _read(self) -> dict[str, list[list[Any]]]:
-        """The state, read within `SECONDS`, because the policy may have made tables that are slow to read."""
+        """The state. It is read in the statement's thread and within `SECONDS`, because the policy may have made tables
+        that are slow to read."""
         with self._guard:
             self._reading = time.thread_time() + SECONDS
         try:
@@ -169,7 +172,8 @@ class Database(Toolbox):
 
 
 def _fetched(cursor: sqlite3.Cursor, most: int) -> list[Sequence[Any]]:
-    """The first rows of a query. MemoryError where they are larger than a whole database: a column may be computed."""
+    """The first rows of a query, at most `most`. MemoryError where they are larger than a whole database: a column may
+    be computed, of any size."""
     rows: list[Sequence[Any]] = []
     size = 0
     for row in itertools.islice(cursor, most):

@@ -40,10 +40,11 @@ class FairQueue:
         return bool(self._waiting)
 
     def ask(self, used: float) -> Future[None]:
-        """A future that is done when the caller, which has used so much processor time, may run; at the end it must
-        call `leave`. A cancelled future never gets a turn."""
+        """A future that is done when the caller may run. `used`: its processor time so far. Once the future is done,
+        the caller must call `leave` at the end. A cancelled future never gets a turn."""
         turn: Future[None] = Future()
         with self._lock:
+            # The number breaks ties in order of arrival, and futures cannot be compared.
             heapq.heappush(self._waiting, (used, next(self._number), turn))
         self._next()
         return turn
@@ -95,12 +96,15 @@ class QueuedWork:
         self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def run(self, seconds: float) -> Any:
-        """Run the work; returns what it returned or raises what it raised. After `seconds` of its own processor time,
-        or if this coroutine is cancelled, it is stopped. It has ended when this returns, so that `stopped` is final."""
+        """Run the work; returns what it returned or raises what it raised. After `seconds` of its own processor time it
+        is stopped. The work has ended when this returns, so that `stopped` is final. If this coroutine is cancelled,
+        the work is stopped as well and ends soon after.
+        """
         await self._start()
         try:
             while not self.done.done():
-                # The remaining time on an idle processor. A job that waited for its turn has used less by then.
+                # The wait lasts as long as the remaining time would on an idle processor. Then the clock is read again,
+                # because a job that waited for its turn has used less.
                 if (seconds_left := seconds - self.used()) <= 0:
                     self.stop()
                 await asyncio.wait([self.done], timeout=None if seconds_left <= 0 else max(seconds_left, 0.005))
@@ -172,19 +176,19 @@ class QueuedWork:
 
     def _body(self, loop: asyncio.AbstractEventLoop) -> None:
         """The thread of the job: it runs the work, gives its place back, and sets the result in the event loop."""
+        result, error = None, None
         with self._lock:
             self._thread = threading.get_ident()
-        outcome: tuple[Any, BaseException | None]
         try:
             if self.stopped:
                 raise InterruptedError("stopped before it began")
-            outcome = (self._work(), None)
+            result = self._work()
         except BaseException as raised:
-            outcome = (None, raised)
+            error = raised
         with self._lock:
             self._thread, self._ended = None, True
             had_turn, self._holds = self._holds, False
         if had_turn:
             self._queue.leave()
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
-            loop.call_soon_threadsafe(resolve, self.done, *outcome)
+            loop.call_soon_threadsafe(resolve, self.done, result, error)

@@ -14,7 +14,8 @@ from posttrain.sandbox.sandbox_types import ProgramLimits, SandboxBroken
 AT_ONCE = 64
 """The most interpreters at once. Each takes about 30 MiB."""
 SHARE = 0.8
-"""The share of a call's seconds for which code may run: it is stopped, and kept, before the call times out."""
+"""The share of a call's seconds for which the code may run. It is less than 1 so that the code is stopped before the
+call times out, and the interpreter is kept."""
 LOST = "the interpreter was ended; what was defined before is gone"
 
 

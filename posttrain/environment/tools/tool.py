@@ -98,6 +98,8 @@ class Toolbox:
     @functools.cached_property
     def tools(self) -> Mapping[str, Tool]:
         """The tools by name, in the order of their definition."""
+        # Base classes come first, so that a subclass adds its tools behind theirs. `getattr` below finds the overriding
+        # method.
         members = [item for cls in reversed(type(self).__mro__) for item in vars(cls).items()]
         names = [name for name, f in members if getattr(f, "is_tool", False)]
         return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(names)}
@@ -200,6 +202,7 @@ async def _answered(tools: Mapping[str, Tool], call: ToolCall | Malformed, secon
 async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str, Kind]:
     """(text, kind) of the result of a call with checked arguments."""
     values = {name: getattr(arguments, name) for name in type(arguments).model_fields}
+    # The clock is a context variable, because calls of other episodes run at the same time and have other clocks.
     outer_clock = _clock.set(None)
     try:
         async with asyncio.timeout(seconds) as clock:

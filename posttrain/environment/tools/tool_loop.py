@@ -48,7 +48,8 @@ class Loop:
         try:
             for turns_left in reversed(range(self.turns)):
                 turn = await talk.say()
-                # A thought that the prompt opened belongs to the turn. A turn that was cut off may end inside a call.
+                # A thought that the prompt opened belongs to the turn when it is parsed. A turn that was cut off may
+                # end inside a call, so its calls are not run.
                 calls = parse(turn.opened + turn.text, format).calls if turn.stop.finished else ()
                 if not calls:
                     return turn.stop
@@ -60,6 +61,7 @@ class Loop:
                     timeouts += results[-1].kind == "timeout"
                     if timeouts >= self.limits.tool_timeouts:
                         return Stop.TOOLS
+                # After the last turn the policy does not speak again, so the results are not shown.
                 if turns_left:
                     talk.see(_messages(results) if chat else self.show(results))
             return Stop.TURNS

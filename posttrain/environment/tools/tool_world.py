@@ -17,7 +17,8 @@ from posttrain.environment.tools.tool_loop import Loop, bracketed
 
 @dataclass(frozen=True, kw_only=True)
 class ToolWorld(SingleTurn):
-    """A subclass defines `box`, and `show` if its prompts are text. Its `verify` reads `attempt.state`."""
+    """A subclass defines `box` in addition to what every environment defines, and `show` if its prompts are text. Its
+    `verify` reads `attempt.state`."""
 
     turns: int = 8
     """The largest number of turns of the policy, the answer included."""

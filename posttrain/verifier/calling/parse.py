@@ -122,6 +122,7 @@ def _llama(text: str) -> Found:
     announced = "<|python_tag|>" in text
     before, _, body = text.partition("<|python_tag|>") if announced else ("", "", text)
     stripped = body.strip()
+    # Without the token only the JSON itself shows whether it is a call, because an answer may be JSON too.
     if not announced and not _calls_a_tool(stripped):
         return text, []
     calls: list[ToolCall | Malformed] = []
@@ -144,9 +145,11 @@ def _llama(text: str) -> Found:
 
 
 def _calls_a_tool(text: str) -> bool:
-    """Returns whether a text without an announcing token is meant as a call, well-formed or not: a JSON object with a
-    name and arguments, or the type `function`. `{"name": "Ann", "age": 3}` is an answer. If the JSON cannot be read,
-    its first key decides."""
+    """Returns whether a text without an announcing token is meant as a call, well-formed or not.
+
+    It is if it begins with a JSON object that has a name and arguments (under either key), or the type `function`.
+    `{"name": "Ann", "age": 3}` is an answer. If the JSON cannot be read, its first key decides.
+    """
     if not text.startswith("{"):
         return False
     try:
@@ -161,6 +164,7 @@ def _pythonic(text: str) -> Found:
     body = text.strip()
     marked = body.startswith("<|python_start|>")
     body = body.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    # A list without a call in it, such as `[1, 2]`, is an answer.
     if not marked and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body):
         return text, []
     return "", _read(body, read_data.python_calls)
@@ -257,7 +261,8 @@ _TO = re.compile(r"to=functions\.(\S+?)(?=\s|<|$)")  # `to=functions.search`
 
 
 def _harmony(text: str) -> Parsed:
-    """A turn of messages in several channels. The prompt may have written the header of the first message."""
+    """A turn of messages in several channels. A message that is addressed to functions.NAME is a call. The prompt may
+    have written the header of the first message."""
     reasoning, content, calls = [], [], list[ToolCall | Malformed]()
     # A message is a header (channel, recipient), the mark, and a body. A piece without both marks is plain text.
     for message in re.split(r"<\|start\|>assistant|<\|end\|>|<\|call\|>", text):

@@ -69,7 +69,8 @@ def _end(text: str, begin: int, marks: re.Pattern[str]) -> int:
                 raise Unreadable(f"brackets nest deeper than {DEEPEST}")
         elif mark[0] in "]})":
             depth -= 1
-        # The outermost bracket is closed, or the first mark is all of the value. A number may be longer than one.
+        # Here the outermost bracket is closed, or the value has no brackets and its first mark is all of it. A number
+        # may be longer than one mark, so the end is at least `DIGITS` characters behind `begin`.
         if depth <= 0:
             return max(mark.end(), begin + DIGITS)
     return begin + LONGEST
@@ -130,6 +131,7 @@ def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The calls of a Python list such as `[f(a=1), g(b="x")]`: names and literals only, nothing is evaluated."""
     if len(text) > LONGEST:
         raise Unreadable(f"longer than {LONGEST} characters")
+    # Only for its check of the nesting, because `ast.parse` recurses.
     _end(text, 0, _PYTHON_MARKS)
     try:
         tree = ast.parse(text.strip(), mode="eval").body

@@ -39,7 +39,8 @@ _CODE = re.compile(r"(?:def|class)\s+\w+\s*[(:]|@\w|import\s+\w|from\s+[\w.]+\s+
 # A word of prose (`don't`), and what may stand between two words: spaces with punctuation and Markdown (`, **`).
 _WORD = r"[^\W\d_][\w'’-]*"
 _GAP = r"[*_`\"”)]*[,;:.!?]*[*_`\"”]*\s+[*_`\"“(]*"
-# Three words in a row with only punctuation and Markdown between them. `for x in` matches, but seldom fails to parse.
+# Three words in a row with only punctuation and Markdown between them. `for x in` matches too, but only lines that a
+# syntax error names are tested.
 _SENTENCE = re.compile(rf"{_WORD}(?:{_GAP}{_WORD}){{2}}")
 # Two words (`Hello world`), or one word with a stop after it (`Solution:`). Group 1: the first word.
 _PHRASE = re.compile(rf"\W*({_WORD})(?:{_GAP}{_WORD}\W*|.*[:.!?。：！？]\W*)")
@@ -55,15 +56,19 @@ class Part:
         self.tree = parsed(self.source)
 
     def defines(self, names: Iterable[str], imports: bool) -> bool:
-        """Returns whether the block defines one of the names; with `imports`, also by an import."""
+        """Returns whether the block defines one of the names. With `imports`, an import counts too. A block that does
+        not parse is searched for the text of a definition."""
         # A block that is cut off does not parse, and still counts as the last version of the program. Otherwise an
         # earlier version, which the policy gave up, would be judged.
         if self.tree is None:
             text = textwrap.dedent(self.source)
-            definition = r"^(?:async\s+)?(?:def|class)\s+{}\b"
-            return any(re.search(definition.format(re.escape(name)), text, re.MULTILINE) for name in names)
-        statements = [s for name, s in bound(self.tree.body) if name in names]
-        return any(imports or not isinstance(s, ast.Import | ast.ImportFrom) for s in statements)
+            return any(
+                re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", text, re.MULTILINE) for name in names
+            )
+        return any(
+            name in names and (imports or not isinstance(s, ast.Import | ast.ImportFrom))
+            for name, s in bound(self.tree.body)
+        )
 
     @property
     def reads(self) -> bool:
@@ -104,7 +109,7 @@ def _defining(parts: list[Part], wanted: list[str]) -> Part | None:
 
 def _reading(parts: list[Part]) -> Part | None:
     """The last block that reads input. If it only defines functions, the first later block that uses them."""
-    # Output and shell sessions are seldom marked as Python.
+    # Output and shell sessions are seldom marked as Python, so other blocks count only where none is.
     marked = [p for p in parts if p.marked] or parts
     readers = [p for p in marked if p.reads]
     if not readers:
@@ -181,6 +186,7 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
             # `x: int` declares a name and gives it no value.
             if not (isinstance(s, ast.AnnAssign) and s.value is None):
                 yield from ((n.id, s) for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name))
+        # What a function or a class binds inside is not a name of the module.
         for inner in ("body", "orelse", "finalbody"):
             if not isinstance(s, _DEFINITION):
                 yield from bound(getattr(s, inner, []))
@@ -273,6 +279,7 @@ def parsed(source: str) -> ast.Module | None:
     """The syntax tree of a source; None if Python cannot compile it."""
     try:
         tree = ast.parse(source)
+        # `missing` also fails for sources that only the parser accepts, such as two arguments with one name.
         missing(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

@@ -46,7 +46,8 @@ MOST_BLOCKS = 64
 MOST_SECONDS = 2.0
 """The most seconds of that search. If it takes longer, the last block is the program."""
 _STATEMENT = re.compile(
-    # An indented or empty line, a comment, a closing bracket, a string; `def f(`, `class A:`; `import math`.
+    # An indented or empty line, a comment, a decorator, a closing bracket, a string; `def f(`, `class A:`;
+    # `import math`.
     r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$"
     r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"  # `from a import b`, `for x in y:`
     # `else:`, `return x`, `print(`.
@@ -63,11 +64,12 @@ _NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d+
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one test: `kind` is '' if it passed. `seconds`: for which the program ran."""
+    """The result of one test: `kind` is '' if it passed, else the kind of failure."""
 
     kind: str = ""
     why: str = ""
     seconds: float = 0.0
+    """The seconds for which the program ran."""
 
 
 class Code:
@@ -97,9 +99,11 @@ class Code:
     ) -> None:
         if scoring not in ("all", "fraction"):
             raise ConfigError(f"reward code: scoring={scoring!r} is neither all nor fraction")
-        self.name, self.weight = name, weight
+        self.name = name
+        self.weight = weight
         self.scoring: Scoring = scoring
-        self.weak, self.seconds = weak, seconds
+        self.weak = weak
+        self.seconds = seconds
         self._owned = owned or sandbox is None
         self._new_gauges: Gauges = {}
         self.sandbox = sandbox or open_sandbox()
@@ -133,8 +137,8 @@ class Code:
     async def program(self, tests: Sequence[Test], text: str) -> str:
         """The program of a response. If it could be one of several blocks, or has words around it, `assemble` finds it
         in the sandbox."""
-        # A single fenced block, or code without words around it, is the program as it stands, but for the prompts of an
-        # interpreter (`>>> `).
+        # A single fenced block, or code without words around it, is the program as it stands. Most responses are like
+        # that, and need no process here. From a session of the interpreter (`>>> `) the prompts have to be removed.
         blocks = blocks_of(text)
         only, one_block = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
         if one_block and (only.kind != "bare" or all(_STATEMENT.match(line) for line in only.body.split("\n"))):
@@ -142,7 +146,8 @@ class Code:
         # `blocks_of` does not search so long a text: it is one bare block.
         if len(text) > LONGEST:
             return last_of(blocks)
-        # Only names go into the sandbox with the blocks. The policy's text may crash the parser there.
+        # Only names go into the sandbox with the blocks. What is parsed there is a policy's text, which may crash the
+        # parser or make it run very long.
         request = {"bare": only.kind == "bare", "wanted": sorted(wanted_names(tests))}
         request["blocks"] = [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]]
         usual = self.sandbox.limits
@@ -157,7 +162,8 @@ class Code:
         return assembled if isinstance(assembled, str) else last_of(blocks)
 
     async def _run_tests(self, tests: Sequence[Test], program: str) -> Verdict:
-        """The verdict of all tests, run one after another. `seconds` limits the time for which the program ran."""
+        """The verdict of all tests, run one after another. `seconds` limits the time for which the program ran in them,
+        without the time that it waited for a place in the sandbox."""
         outcomes: list[Outcome] = []
         spent = 0.0
         for test in tests:
@@ -167,6 +173,7 @@ class Code:
                 self._new_gauges = merge(self._new_gauges, {"queue": Gauge(self.sandbox.waiting, 1)})
                 outcomes.append(await self.outcome(program, test))
                 spent += outcomes[-1].seconds
+            # The score is 0 from the first failure on, so the other tests need not run.
             if outcomes[-1].kind and self.scoring == "all":
                 break
         return self._score(tests, outcomes)
@@ -186,7 +193,9 @@ class Code:
         return Verdict.value(score, first_failure[1].kind, "; ".join([why, *notes]))
 
     async def outcome(self, program: str, test: Test) -> Outcome:
-        """Run one test in a fresh process. Output is cut, but not that of a right answer."""
+        """Run one test in a fresh process, whose output limit is large enough for the expected output."""
+        # The limit is large enough for every right answer. Longer output is cut, so that a program cannot fill our
+        # memory.
         limits, room = self.sandbox.limits, test.room
         limits = replace(limits, output=max(limits.output, room)) if isinstance(test, InputTest) else limits
         limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
@@ -202,7 +211,9 @@ class Code:
 
     async def _weak(self, program: str, test: WeakTest) -> tuple[Ran, Outcome]:
         """Run the test's statements after the program, then call a function whose name the program cannot know."""
-        # Only a program that came to its end defines the function, whose name and value it cannot know.
+        # The function is defined behind the test's statements, so it exists only if they came to their end. After an
+        # early `sys.exit(0)` it cannot be called. Its name and its value are random, so that the program cannot define
+        # it itself.
         name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
         program_and_test = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
         ran = await self.sandbox.run(program_and_test, call=Call(name))
@@ -254,11 +265,13 @@ def _print_outcome(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
     """The outcome of a run with input: whether it printed the wanted lines."""
     if ran.why != "ok":
         return _failed_run(ran)
+    # The output was cut at the limit. The part that is left could look like a right answer.
     if ran.cut and len(ran.stdout) >= limits.output:
         return Outcome("output", "printed more than is kept")
     printed, expected = _lines(ran.said), _lines(test.wanted)
-    pairs = zip(printed, expected, strict=False)
-    if len(printed) == len(expected) and all(_alike(*lines, test.tolerance) for lines in pairs):
+    if len(printed) == len(expected) and all(
+        _alike(*lines, test.tolerance) for lines in zip(printed, expected, strict=True)
+    ):
         return Outcome()
     wanted = f", wanted {test.wanted[:80]!r}" if test.public else ""
     return Outcome("wrong", f"printed {ran.said[:80]!r}{wanted}")
@@ -277,6 +290,7 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
     """
     if said == wanted or not tolerance:
         return said == wanted
+    # The pattern has one group, so `split` returns text at even places and numbers at odd ones.
     one, other = _NUMBER.split(said), _NUMBER.split(wanted)
     return len(one) == len(other) and all(
         a == b

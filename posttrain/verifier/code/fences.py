@@ -71,7 +71,9 @@ def blocks_of(text: str) -> list[Block]:
     if len(text) > LONGEST:
         return [Block("bare", "", text)]
     blocks = _marked_blocks(text)
-    if answers := [b for b in blocks if b.kind == "answer"]:
+    # Answer tags are found by the same walk as fences, so a tag inside a block of code is text of that block.
+    answers = [b for b in blocks if b.kind == "answer"]
+    if answers:
         text = answers[-1].body
         blocks = [b for b in _marked_blocks(text) if b.kind != "answer"]
     if blocks:
@@ -95,7 +97,9 @@ def _marked_blocks(text: str) -> list[Block]:
             block, at = _tag_block(text, opening)
             blocks += [block] if block else []
             continue
-        # Behind `>` the block is in a quotation. Behind white space or a list mark it is indented.
+        # `prefix` is the text before the fence in its line. With `>` the block is in a quotation, which is searched
+        # again without its marks. With white space or a list mark the block is indented, and its lines lose that
+        # indentation.
         place = opening.start("fence" if opening["fence"] else "tildes")
         line = text.rfind("\n", 0, place) + 1
         prefix = text[line:place]
@@ -106,6 +110,7 @@ def _marked_blocks(text: str) -> list[Block]:
         column = len(prefix) if BEFORE.fullmatch(prefix) else 0
         end, at = _end_of_block(text, lines, opening.end(), column, fence)
         body = text[opening.end() : end]
+        # A line loses at most `column` columns, so the indentation inside the program stays.
         body = re.sub(rf"^[ \t]{{0,{column}}}", "", body, flags=re.MULTILINE) if column else body
         blocks.append(Block("fence", opening["language"] or opening["mark"] or "", body))
     return blocks
@@ -154,8 +159,10 @@ def _end_of_block(text: str, lines: list[re.Match[str]], begin: int, column: int
         column: columns by which the opening fence is indented.
         fence: the opening fence.
     """
+    # All lines with a fence were found once. The search begins at the first of them inside the block.
     first = bisect.bisect_left(lines, begin, key=lambda fence_line: fence_line.start())
     for line in lines[first : first + MOST_FENCES]:
+        # As in CommonMark: the closing fence is of the same character and at least as long.
         cannot_close = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
         if cannot_close or len(line["indent"].expandtabs(4)) > column + DEEPER:
             continue

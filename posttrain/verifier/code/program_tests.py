@@ -121,6 +121,7 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
             " run where the program can deceive it; rewrite it as {'function', 'args', 'expected'}, or accept such"
             " tests with weak=True"
         )
+    # A verdict names the first test that failed. Public tests come first, because their wanted answer may be shown.
     return tuple(sorted(tests, key=lambda t: not t.public))
 
 
@@ -176,6 +177,7 @@ def _of_data_set(column: Any, shared: Mapping[str, Any], where: str) -> Any:
         isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in column
     ):
         return column
+    # A later source replaces an earlier one: what is said of all tests, then the test's metadata, then the test itself.
     return [_data_set_test(t, {**shared, **_object(t.get("metadata")), **t}, wrapped, where) for t in column]
 
 
@@ -198,7 +200,8 @@ def _lines(text: Any) -> str:
 
 
 def _call_test(name: Any, arguments: Any, wanted: Any, wrapped: bool, where: str) -> CallTest:
-    """A test that calls a function. `arguments` is a list, or a text with one in JSON on each line, as the output."""
+    """A test that calls a function. `arguments` is a list, or a text with one argument in JSON on each line; then the
+    output is JSON too."""
     if isinstance(arguments, str):
         arguments = [_json(line, where) for line in arguments.split("\n") if line.strip()]
         wanted = _json(wanted, where) if isinstance(wanted, str) else wanted
@@ -296,6 +299,7 @@ def _from_assert(statement: ast.stmt) -> CallTest | None:
         return _from_difference(left, right, less=isinstance(op, ast.Lt))
     if not isinstance(op, ast.Eq | ast.Is):
         return None
+    # `assert 3 == f(1)` is the same test.
     for call_node, value_node in ((left, right), (right, left)):
         call, wanted = _call(call_node), _literal(value_node)
         if call is not None and wanted is not None:

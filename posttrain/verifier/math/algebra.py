@@ -46,7 +46,8 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
     """Answers (gold, response) with a verdict, and (gold, None) with 1 if the gold answer can be read. RuntimeError if
     the algebra fails a pair that it must find equal, and so would judge wrongly."""
     all(equal(g, s) for g, s in _SAME)  # sympy loads parts of itself late, and builds them from text
-    # From here on it cannot. What was parsed is forgotten, so that the self-test runs as every request will.
+    # Only after the first pairs: from here on sympy cannot build its own parts from text. What was parsed before is
+    # forgotten, so that the second self-test runs as every request will.
     _forbid_eval()
     parsed.cache_clear()
     equal.cache_clear()
@@ -57,6 +58,7 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
 
 def answer(gold: str, response: str | None) -> Verdict:
     """Returns the verdict on a response, or, where `response` is None, 1 if the gold answer can be read."""
+    # The gold answer is read here as it was in the trainer, so that the request is plain text.
     wanted = gold_of(gold)
     if wanted is None:
         return Verdict.failed("gold", f"there is no answer in {gold[:80]!r}")
@@ -116,12 +118,14 @@ def parsed(text: str) -> Any:
         )
         imaginary = sympy.Symbol("i", real=True)
         return expression.xreplace({imaginary: sympy.I}) if imaginary in expression.free_symbols else expression
+    # The grammar raises exceptions of many kinds for what it does not accept.
     except Exception:
         return None
 
 
 def _rounding(text: str) -> int:
-    """How many digits a decimal of at least `ROUNDED` digits, which also equals what it rounds, has after its point."""
+    """How many digits a decimal of at least `ROUNDED` digits has after its point: it also equals what it rounds. 0 for
+    all other text."""
     decimal = _ROUNDED.fullmatch(text)
     return len(decimal[1]) if decimal else 0
 
@@ -189,7 +193,8 @@ def same_values(one: Any, two: Any, seed: str, rounding: int = 0) -> bool | None
 
 
 def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -> dict[Any, Any]:
-    """A value for each letter. Over the points, two letters are below and above 1 (absolutely) in all combinations."""
+    """A value for each letter. Over the `POINTS` points, two letters are below and above 1 (in absolute value) in all
+    four combinations."""
     import sympy
 
     values: dict[Any, Any] = {}

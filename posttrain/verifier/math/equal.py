@@ -144,7 +144,8 @@ def _choice(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
 def _clock(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     """Compares two values of which at least one is a time of day."""
     if isinstance(gold, TimeOfDay) and isinstance(said, TimeOfDay):
-        # Either both have the same hour as written, and one side may leave out am or pm; or the same hour of the day.
+        # Two times are equal in either of two ways. Both have the same hour as written, and one side may leave out am
+        # or pm: `2:30` is `2:30 pm`. Or they have the same hour of the day: `2 pm` is `14:00`.
         same_half = gold.half == said.half or not (gold.half and said.half)
         gold_hour, said_hour = (c.hour % 12 + 12 * (c.half == "pm") if c.half else c.hour for c in (gold, said))
         same_hour = gold_hour == said_hour and bool(gold.half or said.half)
@@ -184,6 +185,7 @@ def _named(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
                 return same
         elif gold.simple and said.simple:
             return False
+        # Where a left side is an expression (`x^2=3`) the two are compared as equations.
         return None if algebra is None else algebra(text_of(gold), text_of(said))
     named, other = (gold, said) if isinstance(gold, Named) else (said, gold)
     assert isinstance(named, Named)
@@ -202,6 +204,7 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
         if len(items.items) == 1 and items.left in ("{", "["):
             return equal(items.items[0], other, algebra) if items is gold else equal(other, items.items[0], algebra)
         letters = "".join(_text(v) for v in items.items)
+        # `A, B, D` and `ABD` name the same choices, in any order.
         if items.left in ("", "{") and _LETTERS.fullmatch(letters) and isinstance(other, Other | WordAnswer):
             return sorted(letters) == sorted(_text(other).upper())
         if not isinstance(other, Other):
@@ -211,6 +214,7 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     brackets = {gold.left + gold.right, said.left + said.right}
     if len(gold.items) != len(said.items):
         return False
+    # Bare lists and sets have no order.
     if brackets <= {"", "{}"}:
         return _matched(gold.items, said.items, algebra)
     if len(brackets) == 1 or brackets in ({"", "()"}, {"", "[]"}):
@@ -234,7 +238,8 @@ _COMPARED: dict[type[Value], Callable[[Any, Any, Algebra | None], bool | None]] 
 
 def _matched(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> bool | None:
     """Returns whether each gold item matches a different item of the answer, in any order."""
-    # No other assignment need be tried, because equality is transitive but for rounding.
+    # Each item takes the first equal one that is left. No other assignment need be tried, because equality is
+    # transitive but for rounding.
     left_over = list(said)
     undecided = False
     for item in gold:

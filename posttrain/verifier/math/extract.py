@@ -197,9 +197,10 @@ def _at_the_end(text: str) -> Found | None:
         return Found(line.strip("*_"))
     if _CUT.search(whole):
         return None
-    # The last of three or more numbers with commas between them would be a wrong reading.
+    # Three numbers or more with commas between them are one list; the last of them alone would be a wrong reading.
     if (several := _SEVERAL.search(whole[-LONGEST_LINE:])) is not None:
         return Found(several[0].strip())
+    # (end, begin, text) of the formula or the number that ends last.
     candidate = max(_candidates(text), default=None)
     if (
         candidate is None
@@ -234,7 +235,9 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
         return None
     several = any(b.text.strip() != last.text.strip() for b in boxes)
     joined = [last.text]
-    # Boxes that only a comma, `and` or `or` parts, in less than 24 characters, belong to one answer.
+    # From the last box backwards: boxes that only a comma, `and` or `or` parts belong to one answer. A box equal to the
+    # next one says the same answer twice and ends the walk.
+    # `_BETWEEN` matches less than 24 characters, so boxes further apart are never joined.
     for one, two in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
         apart = two.start - one.end > 24 or _BETWEEN.fullmatch(text, one.end, two.start) is None
         if one.text.strip() == two.text.strip() or apart:
@@ -264,6 +267,7 @@ def _after_hashes(text: str) -> str | None:
     # With text below it, the line counts where it holds a value alone, or where nothing below could be an answer.
     if (value and not prose(line)) or not any(c.isdigit() or c in "$\\" for c in rest):
         return line
+    # A number with one word, such as `5 apples`, is a value too.
     plain = _PLAIN.match(line)
     return line if plain and re.fullmatch(r"[ ]?[^\W\d_]+", line[plain.end() :]) else None
 

@@ -15,7 +15,7 @@ from posttrain.core.redact_secrets import redacted
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.system.errors import ConfigError, DataError
-from posttrain.verifier.math.grade import Gold, gold_of, grade
+from posttrain.verifier.math.grade import Gold, Grade, gold_of, grade
 from posttrain.verifier.workers.worker_pool import WorkerAnswer, WorkerPool
 from posttrain.verifier.workers.worker_process import Spec
 
@@ -42,7 +42,7 @@ class MathSource:
         verdict_or_gold = self._without_algebra(attempt.task, attempt.text)
         if isinstance(verdict_or_gold, Verdict):
             return Judged(self.name, self.weight, verdict_or_gold)
-        # Most answers are settled above.
+        # Most answers are settled above. Only the others wait for a process, and the event loop goes on meanwhile.
         try:
             verdict = (await asyncio.wrap_future(self._ask(verdict_or_gold, attempt.text))).one
         except RuntimeError as error:
@@ -61,7 +61,8 @@ class MathSource:
         gold = gold_of(str(task.answer))
         if gold is None:
             return Verdict.failed("gold", f"the answer {str(task.answer)[:80]!r} of task {task.id!r} says nothing")
-        graded = grade(gold, text)
+        # None: our own rules leave it open, and the algebra has to compare.
+        graded: Grade | None = grade(gold, text)
         return gold if graded is None else graded.verdict
 
     def _ask(self, gold: Gold, text: str | None) -> Future[WorkerAnswer]:
@@ -73,7 +74,8 @@ class MathSource:
         cannot be read, and what is wrong with each."""
         unreadable: list[tuple[Task, str]] = []
         open_questions: dict[str, tuple[list[Task], Future[WorkerAnswer]]] = {}
-        # All questions are sent before an answer is waited for, so that the workers share them.
+        # First all questions are sent to the algebra, so that its workers share them. Then their answers are waited
+        # for. Equal gold answers are asked once.
         for task in tasks:
             if task.answer is None:
                 raise ConfigError(
@@ -117,9 +119,10 @@ def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = N
         raise ConfigError(
             "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"
         )
-    # The kernel counts whole seconds. The wall-clock limit is far longer, because a busy machine is not the fault of a
-    # response: a verdict beyond that limit is `failed` and not 0.
+    # The kernel counts whole seconds of processor time. The wall-clock limit is far longer, because a busy machine is
+    # not the fault of a response: a verdict beyond that limit is `failed` and not 0.
     cpu = max(1, round(timeout or SECONDS))
-    maker = "posttrain.verifier.math.algebra:handler"
-    spec = Spec(maker, cpu=cpu, wall=4.0 * cpu + 30, memory=2048, preload=True, quiet=True)
+    spec = Spec(
+        "posttrain.verifier.math.algebra:handler", cpu=cpu, wall=4.0 * cpu + 30, memory=2048, preload=True, quiet=True
+    )
     return MathSource(weight, WorkerPool(spec, workers or WORKERS, "math", witness=WITNESS))

@@ -20,7 +20,8 @@ _DECIMAL = re.compile(rf"([-+]?)({_D})")
 _SCIENTIFIC = re.compile(
     rf"([-+]?)(?:({_D})(?: ?\\times ?| ?\\cdot ?|\*|x))?10\^(?:\{{([-+]?\d+)\}}|(\d+))|([-+]?)({_D})[eE]([-+]?\d+)"
 )
-# `\frac{3}{-4}`, `3/-4`, `3:4`. Groups: 1, 2 and 4 or 7 the signs before and inside, 3 or 6 and 5 or 8 the parts.
+# `\frac{3}{-4}`, `3/-4`, `3:4`. Groups: 1 the sign before it, 2 and 4 or 7 the signs inside it, 3 or 6 the numerator,
+# 5 or 8 the denominator.
 _FRACTION = re.compile(rf"([-+]?)(?:\\frac\{{([-+]?)({_D})\}}\{{([-+]?)({_D})\}}|({_D})[/:]([-+]?)({_D}))")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")  # `0.1\overline{6}`
 _MIXED = re.compile(r"([-+]?)(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))")  # `1\frac{1}{2}`, `1 1/2`
@@ -47,6 +48,7 @@ _BASES = {word: n for n, word in enumerate(_NAMED_BASES.split(), 2)}
 
 def number(text: str) -> Number | TooLarge | None:
     """A number with an optional currency, percent sign, unit or round brackets around it."""
+    # The first bracket has to close at the very end: `(1)(2)` is a product.
     if text.startswith("(") and text.endswith(")") and closing(text, 0) == len(text) - 1:
         return number(text[1:-1])
     if (currency := _CURRENCY.fullmatch(text)) is not None:
@@ -80,7 +82,8 @@ def _split_words(text: str) -> tuple[str, tuple[Fraction, str] | None]:
     spaced = body.endswith(" ") or rest.startswith(("\\text", "^\\circ"))
     body, rest = body.strip().rstrip(",."), rest.strip()
     plain = _TEXT.sub(r"\1", rest).strip()
-    # Directly behind a digit a letter is a variable (`2h`), and only the name of a unit may stand there (`2cm`).
+    # Words may follow a space, a text command or a degree sign. Directly behind a digit a letter is a variable (`2h`),
+    # and only the name of a unit may stand there (`2cm`).
     if not body or not plain or not (spaced or (unit(plain) and _LETTER.match(plain) is None)):
         return text, None
     return body, tail(plain)
@@ -105,7 +108,8 @@ def _bare(text: str) -> Number | TooLarge | None:
         value = _signed(m[1], _signed(m[2] or "", above)) if below else Fraction(0)
         return Number(_signed(m[4] or m[7] or "", value / below)) if below else None
     if (m := _SCIENTIFIC.fullmatch(text)) is not None:
-        # A policy may write thousands of digits. Zeros at the front go before the cut, or `10^{0000000005}` would be 1.
+        # Cut before it is converted: a policy may write thousands of digits, and nine are far above the limit anyway.
+        # Zeros at the front go first, or `10^{0000000005}` would be 10^0.
         power = int(re.sub(r"^([-+]?)0+(?=\d)", r"\1", m[3] or m[4] or m[7])[:9])
         if abs(power) > MOST_DIGITS:
             return TooLarge(text)
@@ -205,6 +209,7 @@ def _value(words: list[str]) -> Fraction | None:
     """The number that words without a sign spell: with a decimal point, as a fraction, or whole; else None."""
     if not words:
         return None
+    # `three point one four`: each word after the point is one digit.
     if "point" in words:
         at = words.index("point")
         whole, digits = _whole(words[:at]), words[at + 1 :]
@@ -238,6 +243,7 @@ def _whole(words: list[str]) -> Fraction | None:
         scale_place = next((i for i, word in enumerate(words) if word in _GREAT), None)
         group = words if scale_place is None else words[:scale_place]
         value = _group(group)
+        # `one thousand and five`: `and` may stand before a later group.
         if value is None and group and group[0] == "and" and total:
             value = _group(group[1:])
         scale = 1 if scale_place is None else _GREAT[words[scale_place]]

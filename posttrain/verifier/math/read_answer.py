@@ -161,7 +161,8 @@ def _approximation(text: str, depth: int) -> tuple[Value, ...]:
 
 
 def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
-    """`(C) 12`, `\\textbf{(C)}\\ 12`, `C) 12`: the letter of a choice and its value; None for a product."""
+    """`(C) 12`, `\\textbf{(C)}\\ 12`, `C) 12`: the letter of a choice and its value, or a product. None if it is
+    neither."""
     match = _LETTER.fullmatch(text) or _BARE_LETTER.fullmatch(text)
     if match is None or depth >= DEPTH or _OPERATION.match(match[match.lastindex or 0]):
         return None
@@ -199,7 +200,8 @@ def _value_with_unit(text: str, depth: int) -> tuple[Value, ...]:
     if in_sum and (not written or len(words) == 1):
         return ()
     factor, unit_name = factor_and_unit
-    # Other words (`12 apples`) count only in a text command behind what a unit could follow (`2\pi`, `3/4`).
+    # Words that are neither a unit nor change the value (`12 apples`) count only in a text command behind numbers and
+    # operations alone, as `2\pi` and `3/4`: a unit could follow those.
     if factor == 1 and not unit_name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
         return ()
     return tuple(_scaled(v, factor, unit_name) for v in read(match[1], depth + 1))
@@ -270,6 +272,7 @@ def _relation(text: str, depth: int) -> Named | None:
     ends = [read(low or "-\\infty", depth + 1), read(high or "\\infty", depth + 1)]
     if not all(ends) or not (low or high):
         return None
+    # An end that is not given is infinite, and open.
     left, right = ("[" if below in ("\\le", "\\ge") else "("), ("]" if above in ("\\le", "\\ge") else ")")
     return Named(name, True, Items(left, right, (ends[0][0], ends[1][0])))
 

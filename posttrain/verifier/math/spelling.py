@@ -96,7 +96,7 @@ _PLAIN = (
     (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
 )
 """Notation of programs."""
-# The text of a group may have one level of braces inside it.
+# A regular expression cannot count braces, so the text of a group may have one level of braces inside it.
 _GROUP = r"((?:[^{}]|\{[^{}]*\})*)"
 # `{1\over 2}`, `{n\choose k}`. Groups: what stands before the command, the command, what stands after it.
 _INFIX = re.compile(rf"\{{{_GROUP}\\(over|choose)(?![A-Za-z]){_GROUP}\}}")
@@ -139,7 +139,7 @@ def spelled(text: str) -> str:
     for pattern, replacement in _PLAIN:
         text = pattern.sub(replacement, text)
     text = _ORDINAL.sub(_cardinal, text)
-    # `\over` takes all of the group around it, which may be the whole text.
+    # `\over` takes all of the group around it. The whole text may be that group, so it is put in braces first.
     if "\\over" in text or "\\choose" in text:
         text = _INFIX.sub(lambda m: rf"{{\{_PREFIX[m[2]]}{{{m[1]}}}{{{m[3]}}}}}", f"{{{text}}}")
     text = _SHORT_FRACTION.sub(lambda m: rf"\{m[1]}{_in_braces(m[2], m[3])}{_in_braces(m[4], m[5])}", text)
@@ -147,7 +147,8 @@ def spelled(text: str) -> str:
     text = _POWER.sub(r"\1\2", text)
     text = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\\text{\1}", text)
     text = re.sub(r"\s+", " ", text)
-    # Other spaces may mean something: `1 1/2` is a mixed number, `2 h` is two hours.
+    # Only spaces around operators and brackets are removed. Other spaces may mean something: `1 1/2` is a mixed number,
+    # `2 h` is two hours.
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
     return _unwrapped(text.strip())
 
@@ -219,7 +220,7 @@ def _stripped(text: str) -> str:
     # Delimiters may be nested, with punctuation between them: `**$5$.**`.
     while previous != text:
         previous = text
-        # The punctuation of `\,` is a part of the command.
+        # The punctuation of `\,` is a part of the command. Removed alone, it would leave a backslash.
         ends_with_space = text.rstrip().endswith((r"\,", r"\;", r"\:"))
         text = text.rstrip()[:-2] if ends_with_space else text.strip().rstrip(".,;:").strip()
         for left, right in _DELIMITERS:
@@ -241,8 +242,8 @@ def _unwrapped(text: str) -> str:
 
 
 def closing(text: str, at: int) -> int:
-    """The position at which the bracket at `at` is closed, by any of its family (`[` may end with `)`); -1 if it is
-    not."""
+    """The position at which the bracket at `at` is closed, by any closing bracket of its family (`[` may end with `)`);
+    -1 if it is not closed."""
     stack: list[str] = []
     for bracket in re.compile(r"[()\[\]{}]").finditer(text, at):
         if bracket[0] in "([{":

@@ -58,7 +58,8 @@ def unit(text: str) -> str:
     text = text.removesuffix("$") if "^" in text else text
     if text in _ALIASES:
         return _ALIASES[text]
-    # Symbols of one or two letters keep their case: `m` is a metre, and `M` may be anything.
+    # Symbols of one or two letters keep their case: `m` is a metre, and `M` may be anything. Longer names may be
+    # written in capitals (`METERS`).
     if text.lower() in _ALIASES and len(text) > 2:
         return _ALIASES[text.lower()]
     above, *below = _PER.split(text)
@@ -88,6 +89,7 @@ def tail(words: str) -> tuple[Fraction, str] | None:
     """
     factor, rest = Fraction(1), words.strip()
     rest = rest[1:-1].strip() if rest.startswith("(") and rest.endswith(")") else rest
+    # `5 million dollars`: the words that multiply come first, and what is left is the unit.
     while (first_word := rest.split(" ", 1)[0]).lower() in SCALES:
         factor, rest = factor * SCALES[first_word.lower()], rest[len(first_word) :].strip()
         # A policy may write `million` a thousand times, and the product would be very long.

@@ -90,7 +90,9 @@ class Box:
 
 def boxes_of(text: str) -> tuple[list[Box], bool]:
     """The complete outermost boxes, in the order of their ends, and whether a box is never closed."""
-    # For each open brace: the position of its command, that of its content, and whether it belongs to a box.
+    # One entry of the stack for each open brace: the position of its command, the position of its content, and whether
+    # it belongs to a box. `open_boxes` counts the boxes on the stack. A box is reported only if no other box is around
+    # it.
     stack: list[tuple[int, int, bool]] = []
     open_boxes, boxes = 0, list[Box]()
     if "\\boxed" not in text and "\\fbox" not in text:

@@ -59,6 +59,7 @@ def main(parent: int) -> None:
         if child == 0:
             os._exit(_answer_all(requests, replies, guardian, make, spec["cpu"]))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        # The answering process led a group of its own, so this ends whatever it started and left behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
         if code == FINISHED:
@@ -125,8 +126,11 @@ def give(pipe: int, reply: dict[str, Any]) -> None:
 
 
 def die_with(parent: int) -> None:
-    """End this process when the parent is gone, even if it was killed and this process hangs. On Linux the kernel does
-    that. Elsewhere a thread checks every second, which code in C that hangs can block."""
+    """End this process when the parent is gone, even if the parent was killed and this process hangs.
+
+    On Linux the kernel does that. Elsewhere a thread checks every second. Code in C that hangs can block that thread,
+    and then only the limit on processor time is left.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:

@@ -12,8 +12,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 PLACE_SECONDS = 120.0
 """Seconds that the cluster may take to begin an actor, or to carry a request and its reply."""
 Told = tuple[dict[str, Any] | None, tuple[type[WorkerError], str, str, bool] | None, bool, tuple[int, ...]]
-"""The answer of an actor: (reply, parts of the error that its worker raised, whether the worker can be asked again, ids
-of the processes there)."""
+"""The answer of an actor: (reply or None, parts of the error that its worker raised or None, whether the worker can be
+asked again, ids of the processes there)."""
 
 
 class WorkerActor:

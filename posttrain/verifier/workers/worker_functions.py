@@ -1,4 +1,7 @@
-"""Reward functions in worker processes: a call can be killed, and what a module keeps is one worker's."""
+"""Reward functions in worker processes. They are written and called as in a thread, but a call can be killed.
+
+Each worker loads the file for itself. So what a function keeps in its module is one worker's, and gone with it.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,7 @@ class PooledSource:
         except Exception as error:
             answer = WorkerAnswer((Verdict.failed("worker", f"{type(error).__name__}: {error}"),))
         verdicts = list(answer.verdicts)
+        # Where the worker did not answer there is one verdict for the whole request.
         if len(verdicts) != len(attempts):
             why = f"{verdicts[0].why} (one call for {len(attempts)} answers)"
             verdicts = [Verdict.failed(verdicts[0].kind or "worker", why)] * len(attempts)
@@ -80,9 +84,11 @@ class PooledSource:
 
 def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, timeout: float) -> PooledSource:
     """`file:attribute` in a pool. `timeout`: most seconds of processor time of a call. Its limit in wall-clock time is
-    twice that and 20 s more, since a worker may have to wait for a core."""
-    name = f"{file.resolve()}:{attribute}"
-    spec = Spec(f"{__name__}:handler", name, cpu=max(1, round(timeout)), wall=2 * timeout + 20)
+    twice that and 20 s more."""
+    # Twice the processor time and more, since a worker may have to wait for a core.
+    spec = Spec(
+        f"{__name__}:handler", f"{file.resolve()}:{attribute}", cpu=max(1, round(timeout)), wall=2 * timeout + 20
+    )
     return PooledSource(local, WorkerPool(spec, workers, local.name))
 
 
@@ -117,12 +123,12 @@ def _batch_reply(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNum
 
 
 def _call(judge: FunctionSource, args: Any, kwargs: Any, read: Callable[[Any], T]) -> T | Verdict:
-    """What `read` makes of the function's return value; a failed verdict where the function raises, also SystemExit.
-    Runs in the main thread of the worker."""
+    """Returns what `read` makes of the function's return value; a failed verdict where the function raises. SystemExit
+    is handled like other exceptions. MemoryError is raised to the caller."""
     try:
         returned = judge.function(*args, **kwargs)
         return read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)
-    # On a MemoryError the worker ends with its own exit code (`OUT_OF_MEMORY`).
+    # On a MemoryError the worker ends with its own exit code (`OUT_OF_MEMORY`), because it reached its memory limit.
     except (MemoryError, KeyboardInterrupt):
         raise
     except BaseException as error:

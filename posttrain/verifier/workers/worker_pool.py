@@ -106,6 +106,8 @@ class _PoolState:
             return
         with self.lock:
             running = list(self.workers)
+        # Outside of the lock, which a thread needs to forget its worker. The thread that waits for a worker gets a
+        # WorkerError when it ends.
         for worker in running:
             worker.end()
 
@@ -117,6 +119,7 @@ class WorkerPool:
     def __init__(self, spec: Spec, size: int, name: str, witness: Any = None) -> None:
         self.name = name
         self._shared = _PoolState(spec, size, name, witness)
+        # It runs once: when the pool is closed, when it is garbage-collected, or when the program ends.
         self._finalizer = weakref.finalize(self, _PoolState.close, self._shared)
 
     def submit(self, request: Any) -> Future[WorkerAnswer]:
@@ -129,7 +132,8 @@ class WorkerPool:
         return call.future
 
     async def ask(self, request: Any) -> WorkerAnswer:
-        """The verdicts on the attempts of a request. One that is cancelled while it waits is never run."""
+        """The verdicts on the attempts of a request, without blocking the event loop. A request that is cancelled
+        while it waits is never run."""
         return await asyncio.wrap_future(self.submit(request))
 
     def gauges(self) -> Gauges:
@@ -182,7 +186,8 @@ def _answer(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAns
         return _ask(shared, held, request)
     except WorkerError as error:
         fault = error
-    # The machine may have ended the worker. A request that used up its processor time would do so again.
+    # What ended the worker may have been the machine and not the request, such as a kernel without free memory. A
+    # request that used up its processor time would do so again.
     if fault.kind in ("crash", "memory", "lost"):
         try:
             return _ask(shared, held, request)
@@ -191,6 +196,7 @@ def _answer(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAns
     if shared.threads.closed:
         return _failed_answer("worker", "the pool was closed")
     kind = KINDS[fault.kind]
+    # These kinds do not show that the judged text is to blame.
     if fault.kind in ("start", "wall", "lost"):
         return _failed_answer(kind, fault.why)
     if shared.witness is None:

@@ -61,7 +61,9 @@ class WorkerError(Exception):
 
     def __init__(self, kind: str, why: str, killed: bool = False) -> None:
         super().__init__(why)
-        self.kind, self.why, self.killed = kind, why, killed
+        self.kind = kind
+        self.why = why
+        self.killed = killed
 
 
 class EndedError(WorkerError):
@@ -137,7 +139,8 @@ class WorkerProcess:
         before that, the next one must not find the rest of the request, so the whole worker is ended. EndedError if the
         answering process ended: ask again. WorkerError if the worker has, and is no longer `usable`."""
         try:
-            # The time of a request begins when there is a process to answer it.
+            # The time of a request begins when there is a process to answer it, so that a slow
+            # start counts against nobody.
             self._read_pending(time.monotonic() + self.spec.start)
             deadline = time.monotonic() + self.spec.wall
             self._send(request, deadline)
@@ -153,7 +156,8 @@ class WorkerProcess:
         return reply
 
     def end(self) -> None:
-        """Kill both processes and all that they started. A caller that waits gets a WorkerError, in any thread."""
+        """Kill both processes and everything they started. A caller that waits for an answer gets a WorkerError. Any
+        thread may call this."""
         self.usable = False
         # The guardian first, or it would fork another process in place of the one that was killed.
         for group in (self.process.pid, self.pid):
@@ -284,7 +288,8 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
 
 def confine(cpu: int, spent: float) -> None:
     """Runs in the worker: the kernel kills this process once it has used `cpu` seconds more than `spent`."""
-    # The kernel counts from the start of the process, in whole seconds, so each request sets a new limit.
+    # The kernel counts processor time from the start of the process, in whole seconds. So each request sets a new
+    # limit: the time used so far, rounded up, and `cpu` seconds for the request.
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     wanted = int(spent) + 1 + cpu
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
