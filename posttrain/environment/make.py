@@ -87,6 +87,7 @@ def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
         _complete(config.name, thing)
         return thing(**checked(config.name, thing, config.args), **common)
     if isinstance(thing, SingleTurn):
+        # The object keeps its own rewards, and the rewards of the configuration are added behind them.
         common = {**common, "rewards": (*thing.rewards, *common["rewards"])}
         return replace(thing, **checked(config.name, type(thing), config.args), **common)
     if config.rewards or config.args or config.measured:

@@ -30,8 +30,8 @@ def think_format(task: Task, text: str) -> Verdict:
 
 def answer_format(task: Task, text: str) -> Verdict:
     """1 if the response is `<think>thought</think><answer>answer</answer>` and nothing else, else 0 (DeepSeek-R1)."""
-    rest = re.fullmatch(r"<answer>(.*)</answer>", _after_thought(text), re.DOTALL)
-    inside = rest[1] if rest else ""
+    enclosed = re.fullmatch(r"<answer>(.*)</answer>", _after_thought(text), re.DOTALL)
+    inside = enclosed[1] if enclosed else ""
     return _form(text, inside.strip() != "" and "<answer>" not in inside and "</answer>" not in inside)
 
 

@@ -262,9 +262,9 @@ class Endpoint:
                     f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role
                 )
             self._loop, self._places = loop, asyncio.Semaphore(self._connections)
-            key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            authorization = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             self._client = httpx2.AsyncClient(
-                headers={"Content-Type": "application/json", **key},
+                headers={"Content-Type": "application/json", **authorization},
                 limits=httpx2.Limits(max_connections=self._connections, max_keepalive_connections=64),
                 trust_env=self._proxied,
             )

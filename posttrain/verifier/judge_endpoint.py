@@ -113,7 +113,8 @@ class RubricJudge:
         # A failure is not kept: the endpoint may be up again.
         if judging is not None and judging.done():
             lost = judging.cancelled() or judging.exception() or judging.result().state is State.FAILED
-            judging = None if lost else judging
+            if lost:
+                judging = None
         self._count("cached", float(judging is not None))
         if judging is None:
             judging = self._kept[key] = asyncio.create_task(self._ask(prompt))

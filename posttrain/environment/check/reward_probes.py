@@ -40,10 +40,12 @@ async def gold(s: Subject) -> Answer:
     """Compares right answers with wrong ones: all of them must be judged, and paid more, on every task."""
     if not s.gold:
         return NOTHING_KNOWN
-    if broken := [j for t in s.gold.values() if (j := t.failed)]:
+    broken = [t.failed for t in s.gold.values() if t.failed is not None]
+    if broken:
+        first = broken[0]
         return Mark.FAIL, (
-            f"{len(broken)} of {len(s.gold)} right answers could not be judged: {broken[0].source}"
-            f" {broken[0].verdict.kind}: {broken[0].verdict.why}"
+            f"{len(broken)} of {len(s.gold)} right answers could not be judged: {first.source} {first.verdict.kind}:"
+            f" {first.verdict.why}"
         )
     if not s.sources:
         if reads_no_answer := _text_alone(s):
@@ -88,9 +90,10 @@ def _text_alone(s: Subject) -> Answer | None:
         )
     all_ = ", ".join(f"{name} ({d.lowest:.3g} to {d.highest:.3g})" for name, d in graded.items())
     other_columns = any(d.on_task for d in graded.values())
+    what = "other columns" if other_columns else "the text alone"
     return Mark.SKIP, (
-        f"{all_} read{'s' * (len(graded) == 1)} {'other columns' if other_columns else 'the text alone'}: with another"
-        " answer of the task the same is paid. So no text is right or wrong here, and what compares them is left out"
+        f"{all_} read{'s' * (len(graded) == 1)} {what}: with another answer of the task the same is paid. So no text is"
+        " right or wrong here, and what compares them is left out"
         + ("; give the rows a column completion that is right" if other_columns else "")
     )
 

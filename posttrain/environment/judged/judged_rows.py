@@ -65,8 +65,9 @@ def kind_of(data: Mapping[str, Any], c: JudgedColumns) -> str:
     def has(column: str) -> bool:
         return data.get(column) is not None
 
-    # The most certain sign comes first: a column `label` beside a completion may mean something else.
     side_columns = [c.chosen_column, c.rejected_column]
+    # The signs come in order, the most certain one first. Only a pair has columns such as `chosen`. A column `label`
+    # beside a completion may mean something else.
     if any(has(x) for x in side_columns):
         if missing := [x for x in side_columns if not has(x)]:
             present = next(x for x in side_columns if x not in missing)
@@ -102,7 +103,8 @@ def also_judged(row: PromptRow, c: JudgedColumns) -> str:
     """Another kind of judgement that the row's columns could mean; '' if there is none, or if the settings say it."""
     if row.judged is None or c.judged != "auto":
         return ""
-    # The columns of the pair are left out. A demonstration beside a pair was taken out of `info`.
+    # The kind is found again without the columns of the pair. A demonstration beside a pair was taken out of `info`, so
+    # an empty completion stands for it.
     has_completion = row.completion is not None or row.task.info.get(c.completion_column) is not None
     other_columns = {k: v for k, v in row.task.info.items() if k not in (c.chosen_column, c.rejected_column)}
     with placed(row.place):
@@ -133,7 +135,8 @@ def _pair(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
     for name in names:
         _required(data, name)
     shared = sides(_prompt(data, c), [(n, data[n]) for n in names], c.prompt_column)
-    if shared.completions[0] == shared.completions[1]:
+    chosen, rejected = shared.completions
+    if chosen == rejected:
         raise UnfitRow("identical", f"{names[0]!r} and {names[1]!r} are the same text")
     margin, weight = (
         number(n, data[n]) if n and data.get(n) is not None else None for n in (c.margin_column, c.weight_column)
@@ -157,7 +160,8 @@ def _ranking(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
     columns = [n for n in (c.scores_column, c.ranks_column) if data.get(n) is not None]
     if len(columns) > 1:
         raise DataError(f"there are {columns[0]!r} and {columns[1]!r}; give one of them")
-    # Without numbers the first completion of the list is worth most. A lower rank is better.
+    # Without numbers the order of the list is the judgement: the first completion is worth most. A lower rank is
+    # better, so ranks are negated.
     values = tuple(float(len(completions) - i) for i in range(len(completions)))
     if columns:
         numbers = _each(data, columns[0], len(completions), number)
@@ -175,7 +179,8 @@ def _ranking(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
 
 def _label(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
     """A row with one completion that is good or bad."""
-    shared, good = _single(data, c), data.get(c.label_column)
+    shared = _single(data, c)
+    good = data.get(c.label_column)
     if not isinstance(good, bool) and good not in (0, 1):
         raise DataError(f"{c.label_column!r} is {kind_words(good)}, wanted true or false, 1 or 0")
     judged = JudgedRow("label", shared.completions, (float(good),))
@@ -184,7 +189,8 @@ def _label(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
 
 def _rating(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
     """A row with one completion and a number for each attribute."""
-    shared, by_attribute = _single(data, c), data.get(c.ratings_column)
+    shared = _single(data, c)
+    by_attribute = data.get(c.ratings_column)
     if by_attribute is None:
         by_attribute = {a: data[a] for a in c.rated if data.get(a) is not None}
     if not isinstance(by_attribute, Mapping) or not by_attribute:
@@ -193,6 +199,8 @@ def _rating(data: Mapping[str, Any], c: JudgedColumns) -> PromptRow:
             " (env.args.attributes)"
         )
     ratings = {without_halves(c.ratings_column, str(a)): number(str(a), v) for a, v in by_attribute.items()}
+    # Completions can be compared by an attribute if it is the only one, or if `attribute` names it. Otherwise the row
+    # is read without a value, and no pair can be made of it.
     compared = c.attribute or (next(iter(ratings)) if len(ratings) == 1 else "")
     if compared and compared not in ratings:
         raise DataError(f"env.args.attribute={compared!r} is not among the ratings {', '.join(ratings)}")
@@ -333,7 +341,8 @@ def _step(name: str, value: Any) -> str:
 
 def _chance(name: str, value: Any) -> float:
     """The chance of a right answer after a step, in [0, 1]."""
-    if not 0 <= (chance := number(name, value)) <= 1:
+    chance = number(name, value)
+    if not 0 <= chance <= 1:
         raise DataError(f"{name!r} is {chance:g}, wanted a chance from 0 to 1 (env.args.values_column)")
     return chance
 

@@ -27,7 +27,8 @@ UNSPACED = (
 
 
 class UnfitRow(Exception):
-    """A row that teaches nothing. `finding` is the word by which such rows can be left out (`JudgedColumns`)."""
+    """A row that teaches nothing. `finding` is the word by which such rows can be left out (`JudgedColumns`). Where
+    they are not, `judged_rows.read_row` raises a DataError with the row's place and this message."""
 
     def __init__(self, finding: str, why: str) -> None:
         super().__init__(
@@ -54,9 +55,13 @@ def sides(
     the last message must begin with the prompt, or with a role of `CONTINUES` and so continue it. A prompt that is text
     must be one of the user's messages in these turns. Turns that all completions share belong to the prompt.
 
-    `prompt` is the row's own, if it has one, and `column` the name of its column. DataError where a completion is
-    empty, no text, or of neither form, or there is no prompt; UnfitRow where the completions begin with different
-    prompts, or whole texts are identical.
+    Args:
+        prompt: the row's own; None where it has none.
+        column: the name of the prompt's column, for messages.
+
+    Raises:
+        DataError: a completion is empty, no text, or neither of these forms; there is no prompt.
+        UnfitRow: the completions begin with different prompts, or whole texts are identical.
     """
     texts = [without_halves(name, _not_empty(name, value)) for name, value in completions if isinstance(value, str)]
     if not texts:
@@ -148,17 +153,25 @@ def _from_messages(
                 " completion is one message after a conversation that is the same on all sides. If the messages"
                 f" {at} were judged, end the conversations with them",
             )
+    # Messages that begin with such a role continue the row's prompt. Other conversations have to begin with the prompt.
     if first[0]["role"] in CONTINUES:
-        if prompt is None:
-            raise DataError(
-                f"{first_name!r} begins with a message of the {first[0]['role']}, and there is no column {column!r}"
-                " (env.args.prompt_column): give the prompt, or whole conversations"
-            )
-        prompt_messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-        return SharedPrompt((*prompt_messages, *first), texts)
+        return SharedPrompt(_continued(prompt, first, column, first_name), texts)
     if prompt is not None:
         _same_prompt(prompt, first, column, first_name)
     return SharedPrompt(first, texts)
+
+
+def _continued(
+    prompt: str | tuple[Message, ...] | None, first: tuple[Message, ...], column: str, name: str
+) -> tuple[Message, ...]:
+    """The prompt and then the turns that all completions share, `first`."""
+    if prompt is None:
+        raise DataError(
+            f"{name!r} begins with a message of the {first[0]['role']}, and there is no column {column!r}"
+            " (env.args.prompt_column): give the prompt, or whole conversations"
+        )
+    prompt_messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+    return (*prompt_messages, *first)
 
 
 def _split_last(name: str, value: Any) -> tuple[tuple[Message, ...], str]:

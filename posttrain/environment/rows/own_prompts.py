@@ -230,7 +230,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     @property
     def abilities(self) -> Abilities:
         """Those of the base class, and the rows, their judgements and tools. All completions are taken as right."""
-        base, judged = super().abilities, self._judged
+        base = super().abilities
+        judged = self._judged
         texts = base.demonstrations and replace(
             base.demonstrations, false=False, conversation=lambda task, style: self._conversations.get((task.id, style))
         )

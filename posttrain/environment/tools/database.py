@@ -115,7 +115,8 @@ class Database(Toolbox):
             return f"{changed if cursor.rowcount < 0 else cursor.rowcount} rows changed"
         lines = [" | ".join(column[0] for column in cursor.description)]
         lines += [" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS]]
-        lines += [f"(more than {MOST_ROWS} rows; the rest is not shown)"] if len(rows) > MOST_ROWS else []
+        if len(rows) > MOST_ROWS:
+            lines.append(f"(more than {MOST_ROWS} rows; the rest is not shown)")
         return "\n".join(lines)
 
     def _over(self) -> bool:

@@ -156,8 +156,10 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
 
 def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
     """(block, index of the statement) of a block's last statement that defines a name, as `import *` may; else None."""
+    if part.tree is None:
+        return None
     # Only definitions are taken: the guard of a script (`if __name__ == ...`) holds calls and tests of its own.
-    for i, statement in reversed(list(enumerate(part.tree.body if part.tree is not None else []))):
+    for i, statement in reversed(list(enumerate(part.tree.body))):
         defines = isinstance(statement, _PROVIDING) and not _guarded(statement)
         if defines and any(n in (name, "*") for n, _ in bound([statement])):
             return block, i

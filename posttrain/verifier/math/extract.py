@@ -189,8 +189,8 @@ def _at_the_end(text: str) -> Found | None:
         return Found(next(g for g in correct[-1].groups() if g))
     # One line without prose is the answer as it stands (`10-3`), and so is one of words without a number (`Tuesday`).
     whole = text.strip()
-    wordy = not any(c.isdigit() or c == "$" for c in whole)
-    if len(whole) <= LONGEST_LINE and "\n" not in whole and (not prose(whole) or wordy):
+    no_number = not any(c.isdigit() or c == "$" for c in whole)
+    if len(whole) <= LONGEST_LINE and "\n" not in whole and (not prose(whole) or no_number):
         return Found(whole)
     line = whole.rpartition("\n")[2].strip()
     if _ALONE.fullmatch(line):

@@ -74,7 +74,8 @@ class RayWorker:
         with contextlib.suppress(Exception):
             self._ray.kill(self._actor, no_restart=True)
 
-    kill = end
+    def kill(self) -> None:
+        self.end()
 
     def _answer(self, ref: Any) -> dict[str, Any]:
         """Waits for a call of the actor and returns its reply. Raises the error that its worker raised."""
