@@ -40,7 +40,11 @@ STAND_INS = "?_.#-*0ax "
 
 
 class Writable:
-    """Replaces the characters that a tokenizer cannot encode. `encode` may raise any Exception for what it cannot."""
+    """Replaces the characters that a tokenizer cannot encode.
+
+    Args:
+        encode: text to ids, with nothing added. It may raise any Exception if it cannot encode the text.
+    """
 
     def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
         self._encode = encode

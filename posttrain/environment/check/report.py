@@ -78,6 +78,7 @@ async def check(
     lint = env.abilities.lint
     results += [_linted(f, "judged data may teach something else") for f in (lint() if lint is not None else ())]
     results += [_linted(f, "the policy may be shown, or learn, something else than the data says") for f in found]
+    # Without a source of verdicts there is nothing to probe; what is known of the data is still worth telling.
     if not env.abilities.judges:
         return CheckReport(env.name, len(env.heldout) + (env.train.count or 0), (), tuple(results))
     progress("gold")

@@ -216,10 +216,12 @@ class Subject:
         )
 
     def chance(self, count: int) -> float:
-        """The share of `count` tasks that an answer may get right by chance: that of the most common answer, plus three
-        standard deviations (once in 700 tries) and 0.02."""
+        """The largest share of `count` tasks that an answer may get right by chance: the share of the most common
+        answer, plus three standard deviations and 0.02."""
         counts = Counter(self.core(t) for t in self.known)
         share = counts.most_common(1)[0][1] / counts.total() if counts else 0.0
+        # Of `count` tries, each right with probability `share`, a result three standard deviations above the mean
+        # happens about once in 700.
         return share + 3 * math.sqrt(share * (1 - share) / max(1, count)) + 0.02
 
     async def attack(self, say: Callable[[Task], Mapping[str, str]], tasks: Sequence[Task]) -> list[Attack]:

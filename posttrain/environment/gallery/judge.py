@@ -131,7 +131,8 @@ class Judge(GeneratedTasks):
         if abs(value) < self.gap:
             return None
         texts, gold = self._ordered(pair, rng)
-        # The judge of the world may err. Then `gold`, the side that was judged better, is not the side that truly is.
+        # The judge of the world may err. Then `gold`, the side that was judged better, is not the side that is truly
+        # better.
         return self._task(name, index, texts, gold, gold if value > 0 else 1 - gold)
 
     def _ordered(self, pair: Pair, rng: np.random.Generator) -> tuple[tuple[str, str], int]:

@@ -41,6 +41,7 @@ def biases(groups: Sequence[Group], read: Callable[[str], Scores | None]) -> Gau
             first.append(float(side == 0))
             if lengths[0] != lengths[1]:
                 longer_side = int(lengths[1] > lengths[0])
+                # A difference, because the longer side may be the better one in more than half of the pairs.
                 longer.append(float(side == longer_side) - float(best == longer_side))
     both_right = [a and b for each in orders.values() if len(each) == 2 for a, b in zip(*each, strict=False)]
     gauges = {

@@ -96,6 +96,7 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
 def row_of(data: Mapping[str, Any], c: Columns) -> PromptRow:
     """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
     column = _prompt_column(data, c)
+    # A row may have several of these columns. A prompt is read before messages, and both are read before a text.
     if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
         text = without_halves(c.text_column, text)
         conversation = LearnedConversation(text, (1.0,))

@@ -62,8 +62,15 @@ noncharacter of Unicode, so no text contains it."""
 
 
 class Chat:
-    """One chat template. `stops`: texts of the tokens that end a turn. Messages of users, tools and systems are text
-    even if they contain the names of special tokens, which `SHIELD` splits."""
+    """One chat template.
+
+    Messages of users, tools and systems are text even if they contain the names of special tokens. Such a name is split
+    by `SHIELD`, and `Renderer.encode` splits the text there.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        stops: texts of the tokens that end a turn.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -184,6 +191,7 @@ class Chat:
         """The text that the template writes after an assistant's last turn."""
         history = [Message(role="user", content="hi")]
         before = self.render(history, generate=True)
+        # Several turns are tried, for the templates that `_suffix` names.
         for content in (PROBE, THOUGHT, THOUGHT_ON):
             whole = self.render([*history, Message(role="assistant", content=content)], generate=False)
             if (at := whole.find(PROBE, len(common(before, whole)))) >= 0:

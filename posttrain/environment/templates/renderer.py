@@ -36,8 +36,8 @@ class Renderer:
 
     Args:
         tokenizer: a transformers tokenizer.
-        stop_ids: ids of the tokens that end a turn, if any does. Demonstrations end with the first one, unless the chat
-            template itself writes another of them.
+        stop_ids: ids of the tokens that end a turn. Demonstrations end with the first one, unless the chat template
+            itself writes another of them. If empty, no token ends a turn.
         context: most tokens of a sequence. A prompt must leave room for at least one more. None: not checked.
         history: what to do if the chat template rewrites earlier turns (`RenderedDialogue`).
     """
@@ -62,9 +62,14 @@ class Renderer:
         self._proofs: dict[tuple[str, bool], str] = {}
 
     def prompt(self, prompt: Content, task: str = "", tools: Tools = ()) -> np.ndarray:
-        """int32 [T] of a first prompt: text with the leading special tokens exactly once, or rendered messages.
-        DataError with the task if it is empty, longer than the context, or cannot be written."""
-        with placed(_named(task)):
+        """int32 [T] of a first prompt. Plain text gets the leading special tokens exactly once. Messages are rendered
+        by its chat template with the generation prompt.
+
+        Raises:
+            DataError: the prompt is empty, longer than the context, or has characters without a token; or it is
+                messages and there is no template. The error names the task.
+        """
+        try:
             is_text = isinstance(prompt, str)
             ids = self.text_ids(prompt) if is_text else self.encode(self.chat(prompt, generate=True, tools=tools))
         return self.fits(ids, task)

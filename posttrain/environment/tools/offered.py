@@ -64,7 +64,8 @@ class OfferedTools:
 
     def check(self, task: Task) -> None:
         """DataError if a tool cannot start from the task's column of its name."""
-        # Python starts empty and reads no column.
+        # Python starts empty and reads no column. The other tools are made here once, so that a bad row is found before
+        # training.
         for name in self.names:
             if name != "python":
                 self._toolbox(name, task)
