@@ -69,7 +69,7 @@ class Renderer:
             DataError: the prompt is empty, longer than the context, or has characters without a token; or it is
                 messages and there is no template. The error names the task.
         """
-        try:
+        with placed(_named(task)):
             is_text = isinstance(prompt, str)
             ids = self.text_ids(prompt) if is_text else self.encode(self.chat(prompt, generate=True, tools=tools))
         return self.fits(ids, task)

@@ -293,4 +293,5 @@ FORMATS: dict[str, Callable[[str], Found]] = {
     "coder": _tool_call_format(lambda t: _call_with_tags(t, _CODER, _CODER_ARG, _CODER_SHAPE)),
     "harmony": lambda text: (lambda p: (p.content, list(p.calls)))(_harmony(text)),
 }
-"""Each format's function: text without thoughts -> (text outside the calls, calls). `parse` calls `_harmony`."""
+"""Each format's function: text without thoughts -> (text outside the calls, calls). `parse` calls `_harmony` itself,
+because there the thoughts are a channel."""

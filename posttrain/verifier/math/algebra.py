@@ -212,8 +212,8 @@ def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -
 def _zero(expression: Any, point: dict[Any, Any]) -> bool | None:
     """Returns whether the value at a point is 0. A rational value is compared exactly. None if there is no value."""
     try:
-        # Others are evaluated with more and more digits up to `maxn`; sympy gives a part precision 1 where none of its
-        # digits is significant even then, and such a part is 0.
+        # Rational values are computed exactly. Others are evaluated with more and more digits up to `maxn`; sympy gives
+        # a part precision 1 where none of its digits is significant even then, and such a part is 0.
         if expression.is_rational_function() and (value := expression.xreplace(point).doit()).is_Rational:
             return bool(value == 0)
         value = expression.evalf(15, subs=point, maxn=DIGITS)

@@ -314,7 +314,10 @@ def contradicts(pieces: list[str]) -> bool:
 
 
 def exact(pieces: list[str]) -> str | None:
-    """The last exact number before a decimal that ends the chain: `1/3` of `1/3=0.333`; None if there is none."""
+    """The last exact number before a decimal that ends the chain: `1/3` of `1/3=0.333`.
+
+    None if the chain does not end with a decimal, or no exact number differs from that decimal.
+    """
     last = number(pieces[-1])
     if not isinstance(last, Number) or last.decimals is None:
         return None

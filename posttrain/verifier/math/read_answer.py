@@ -195,7 +195,8 @@ def _value_with_unit(text: str, depth: int) -> tuple[Value, ...]:
     factor_and_unit = tail(words)
     if factor_and_unit is None:
         return (WordAnswer(text),) if changing(words) else ()
-    # In `12+3x` and `2 - 5 m` a unit would belong to the last term alone. A written one of several letters does not.
+    # In `12+3x` and `2 - 5 m` what looks like a unit belongs to the last term alone. A written unit of several
+    # letters is one of the whole sum.
     in_sum = any(c in "+-" and _outside(match[1], i) for i, c in enumerate(match[1]) if i)
     if in_sum and (not written or len(words) == 1):
         return ()
@@ -231,7 +232,8 @@ def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
         return (WordAnswer(text),)
     name, first_side = split[0].strip(), split[0].partition("=")[0].strip()
     variable = _SIMPLE.fullmatch(first_side) is not None
-    # A left side of numbers (`3+4=7`) only repeats the question. The right side of `x^2=3` is not the answer.
+    # A left side of numbers (`3+4=7`) only repeats the question. Any other expression (`x^2=3`) is a statement, and its
+    # right side is not the answer.
     simple = variable or numerals.constant(name) or numerals.based(name) is not None
     # In `1/3=0.333` the last side only rounds an exact one: both are readings.
     more = numerals.exact(chain) if equals else None

@@ -99,9 +99,11 @@ BeginWorker = Callable[[Spec], Worker]
 
 
 class WorkerProcess:
-    """A guardian process and the process it forks to answer (`pid`, once it is ready), used by one thread at a time.
-    The guardian runs no verifier. When the answering process ends, it kills what that process started, reports how it
-    ended, and forks the next one."""
+    """A guardian process and the process it forks to answer, used by one thread at a time.
+
+    The guardian runs no verifier. When the answering process ends, the guardian kills what that process started,
+    reports how it ended, and forks the next one. `pid` is the answering process, None until it is ready.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
