@@ -33,6 +33,7 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     credit. No constant answer may earn more than the share of the most common answer plus 0.02. All `claims` must hold.
     The user's rewards are left out.
     """
+    # A copy without the user's rewards, because the environment promises nothing about them.
     env = replace(env, rewards=())
     heldout, training = ([t for t in tasks if env.knows_gold(t)] for tasks in (env.heldout, _train(env, 200)))
     wrong_below = 1.0 if env.pays_parts else 0.0
@@ -120,7 +121,8 @@ def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
 def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
     """Checks that no training task is a held-out task."""
     keys, asked = {env.key(t) for t in held}, {as_asked(t) for t in held}
-    # `as_asked` finds equal tasks that `key` takes for different ones.
+    # Tasks are compared by the environment's own key, and by all that a policy or a reward can see of a task. The
+    # second finds equal tasks that `key` takes for different ones.
     shared = [t for t in train if env.key(t) in keys or (t.answer is not None and as_asked(t) in asked)]
     return Check(
         "held-out is disjoint from train",

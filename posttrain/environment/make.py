@@ -114,7 +114,8 @@ def _load_user_class(name: str) -> type[SingleTurn]:
 def _complete(name: str, cls: type[SingleTurn]) -> None:
     """ConfigError if a user's class is no dataclass, lacks methods, or misspells one."""
     attribute = cls.__name__
-    # `vars`, so that no base class counts: without the decorator on this class its new fields would be no settings.
+    # `vars` and not `getattr`, so that only the class itself counts and no base class. Without the decorator on this
+    # class, its new fields would be no settings, and would be ignored silently.
     if vars(cls).get("__annotations__") and "__dataclass_params__" not in vars(cls):
         raise ConfigError(
             f"env.name={name}: write @dataclass(frozen=True, kw_only=True) above class {attribute}; its fields are its"

@@ -144,7 +144,8 @@ class Gym(SingleTurn):
 
     @cached_property
     def _entry(self) -> Any:
-        """(side, chunk, item) -> the entry, which may have objects that no record can store. Tasks have this place."""
+        """(side, chunk, item) -> the entry that reasoning-gym generated. Tasks have this place in their info and not
+        the entry, which may contain objects that a record cannot store."""
 
         @lru_cache(maxsize=4096)
         def entry(side: str, chunk: int, item: int) -> Any:

@@ -157,8 +157,10 @@ class Verifiers(SingleTurn):
         return policy.stop(state)
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The verdicts of the rubric's functions, and its metrics with weight 0. One that raises has `failed`."""
-        # An episode that was judged before, or comes from a record, has no live state. It is rebuilt, if it can be.
+        """The verdicts of the rubric's functions with their weights, and its metrics with weight 0. A function that
+        raises gives `failed` and not 0."""
+        # There is no live state if the episode was judged before, or comes from a record. It is then rebuilt, if all of
+        # its entries could be stored.
         record, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
             if isinstance(attempt.state, Mapping) and (missing := attempt.state["lost"]):

@@ -53,7 +53,8 @@ def recordable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def rebuilt_state(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
-    """The state at the end of the episode, rebuilt from its record, without the environment's own set-up."""
+    """The state at the end of the episode, rebuilt from its record. It opens nothing: the environment's own set-up
+    (`setup_state`) does not run."""
     state = await env.init_state(row, PolicyClient(ScriptedPolicy(()), attempt.task.id).client(), MODEL, {})
     record = attempt.state if isinstance(attempt.state, Mapping) else {}
     conversation = record.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
@@ -90,7 +91,8 @@ def environments(env: Any) -> Iterator[Any]:
 
 
 def rubrics(rubric: Any, state: Mapping[str, Any]) -> Iterator[Any]:
-    """The single rubrics of a rubric or a group; of a group of environments, those of the one that played."""
+    """The single rubrics of a rubric, which may be a group. Of a group of environments, those of the environment that
+    played the episode: the group's own scoring would make a 0 of a function that raises."""
     info: Any = state.get("info") or {}
     route: Any = info.get("env_id") or ()
     yield from _of_route(rubric, (route,) if isinstance(route, str) else tuple(route))

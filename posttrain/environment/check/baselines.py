@@ -23,7 +23,8 @@ TASKS_EACH = 12
 """The number of tasks on which each kind of answer is tried."""
 TEMPLATE = "Thank you for your question. Let me think step by step. In conclusion, the answer is clear."
 CLOSE = 0.9
-"""From this share on, between the least that is paid (0) and the mean of real answers (1), an answer is as good."""
+"""An answer that reads nothing is as good as a real one from this share on, between the least that is paid (0) and the
+mean of real answers (1)."""
 
 
 def _unread_answers(task: Task, rng: random.Random) -> Mapping[str, str]:
@@ -85,7 +86,8 @@ async def paid_and_measured(s: Subject) -> Answer:
         paid, measured = answer.outcome, truth(answer.judged)
         if paid is not None and measured is not None:
             figures.setdefault(task.id, []).append((paid, measured, kind))
-    # Each figure is (paid, measured, kind of answer), sorted, so that `a` was paid more than `b`.
+    # Each figure is (paid, measured, kind of answer). They are sorted by what was paid, so `a` was paid more than `b`.
+    # Ties are left out.
     pairs = [(a, b) for each in figures.values() for a, b in combinations(sorted(each, reverse=True), 2) if a[0] > b[0]]
     if not pairs:
         return Mark.SKIP, "no two answers to one task were judged by both and paid differently"
@@ -152,7 +154,8 @@ async def surface(s: Subject) -> Answer:
             [float(utility(p.task, p.chosen) > utility(p.task, p.rejected)) for p in heldout_pairs]
         )
         detail += f"; the true utility tells {utility_score}"
-        # Judgements with noise hide even the true utility. A feature that tells as much as it is suspicious.
+        # Where judgements have noise, even the true utility does not tell all pairs. A feature that tells as much as it
+        # is suspicious, so the limit is lowered to it.
         limit = min(limit, utility_score.low)
     return Mark.WARN if best.accuracy.high > limit else Mark.OK, detail
 

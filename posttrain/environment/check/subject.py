@@ -209,7 +209,8 @@ class Subject:
         return tuple(s for s in self.deciding(answer.task) if s in scores and scores[s] >= right[s] - 1e-9)
 
     def part_paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
-        """Sources that score this answer above 0 and higher than the wrong one, as a partly right answer."""
+        """Sources that score this answer above 0 and higher than the wrong one, as a graded reward does for a partly
+        right answer."""
         wrong, scores = self.wrong[answer.task.id].scores, answer.scores
         return tuple(
             s for s in self.deciding(answer.task) if s in scores and s in wrong and scores[s] > max(wrong[s], 0.0)

@@ -63,7 +63,8 @@ class Arithmetic(SingleTurn):
     def _room(self, length: int) -> int:
         """The most multisets of this length that may be held out: half of all there are."""
         # There are C(max_operand + length, length) multisets of `length` numbers out of max_operand + 1. With signs
-        # there are 2 * (max_operand + 1) terms; multisets with only minus signs do not occur, as the first is positive.
+        # there are 2 * (max_operand + 1) terms to choose from. The first term is positive, so multisets with only minus
+        # signs do not occur and are subtracted.
         unsigned = math.comb(self.max_operand + length, length)
         signed = math.comb(2 * self.max_operand + 1 + length, length) - unsigned
         return (unsigned if self.ops == "+" else signed) // 2

@@ -184,7 +184,8 @@ class Judge(GeneratedTasks):
 
     @cached_property
     def _held(self) -> frozenset[Hashable]:
-        # With an odd number of held-out tasks the other order of the last pair is not in `heldout`.
+        # With an odd number of held-out tasks the other order of the last pair is missing in `heldout`, so the other
+        # orders of all of them are made here again.
         both = [self.exchanged(t, t.id) for t in self.heldout] if self.form.sides == 2 else []
         return frozenset(self.key(t) for t in (*self.heldout, *both))
 
@@ -261,7 +262,8 @@ class Judge(GeneratedTasks):
         return str(task.prompt), self.critique(task, false)
 
     def critique(self, task: Task, false: bool = False) -> str:
-        """The world's own answer, what each side answers, its features and score, and the verdict, perhaps false."""
+        """A judgement: the world's own answer, what each side answers, its features and score, and the verdict. A false
+        one ends in the verdict that does not follow."""
         inner = task_at(self.judged_world, task.info["index"])
         texts = task.info["completions"]
         scores = tuple(float(_scored(self._utility(inner, t))) for t in texts)

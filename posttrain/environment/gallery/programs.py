@@ -77,7 +77,8 @@ class Programs(GeneratedTasks):
     def draw(self, rng: np.random.Generator, name: str) -> Task:
         steps = self._drawn(rng)
         prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
-        # The steps are linear in x: a and b say what they compute. More than two inputs catch answers that are not.
+        # All steps are linear in x, so the two numbers a and b say what they compute. Two inputs are enough to tell
+        # linear functions apart. The other inputs catch answers that are not linear.
         a, b = line(steps)
         test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
         info = {"steps": [list(s) for s in steps], "tests": [test]}

@@ -36,7 +36,8 @@ BEST_POLITE = 2
 TOLERANCE = 6
 """A reply that is this many characters longer or shorter than wanted gets nothing for its length."""
 POLITE_SHARES = (0.3, 0.35, 0.25, 0.1)
-"""Shares of the written replies with 0, 1, 2 and 3 polite words. Judgements rarely show that there can be too many."""
+"""Shares of the written replies with 0, 1, 2 and 3 polite words. More than two are rare, so the judgements rarely show
+that there can be too many."""
 
 FILLER_SHARES = (0.6, 0.25, 0.15)
 """Shares of the written replies with 0, 1 and 2 fillers."""
@@ -48,8 +49,9 @@ class Replies(GeneratedTasks):
     the order as well, by `hi 3<7<11 ty`.
 
     The judges' taste is hidden from the policy and known to the environment. A reply is worth 0.4 if its last number is
-    right, up to 0.3 for politeness (two polite words are best, four are worth nothing), and up to 0.3 for a length near
-    that of the best reply. The reward is 0 up to 0.6, the best that a wrong reply can be worth, and rises to 1.
+    right, up to 0.3 for politeness (two polite words are best, four are flattery and worth nothing), and up to 0.3 for
+    a length near that of the best reply, which depends on the question. The reward is 0 up to a utility of 0.6, which
+    is the best that a wrong reply can be worth, and rises from there to 1 for the best reply.
 
     `noise`, `temperature` and `annotators` change the judgements alone. Two tasks are the same if they have the same
     numbers in any order and ask for the same.

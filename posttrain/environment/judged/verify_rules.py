@@ -50,7 +50,8 @@ class VerifyFormat:
     name: str
     paper: str
     every: bool
-    """True if all steps are checked, up to the first wrong one; False if the last one alone, after right ones."""
+    """True if all steps are checked in order, up to the first wrong one. False if only the last step is checked, and
+    the steps before it are taken as right."""
     read: Callable[[str], Scores | None]
     """The score in a text's verdict, 1 or 0; None where there is none."""
     ends: tuple[str, str]

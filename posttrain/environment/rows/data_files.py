@@ -126,7 +126,7 @@ def parquet(path: Path) -> Rows:
     try:
         batches = reader.ParquetFile(path).iter_batches(batch_size=ROWS_AT_ONCE)
         yield from _numbered(str(path), (row for batch in batches for row in batch.to_pylist()))
-    except DataError:
+    except DataError:  # of `_bounded`, which already says what is wrong and where
         raise
     except Exception as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error

@@ -156,7 +156,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return Loop(self.limits, self.turns)
 
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools in a conversation about this task: its row's, or the environment's."""
+        """JSON schemas of the tools in a conversation about this task: its row's, or the environment's. Text prompts
+        have none."""
         if self._offered is None:
             return task.tools
         return () if isinstance(task.prompt, str) else self._offered.box(task).schemas

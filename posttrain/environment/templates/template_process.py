@@ -69,8 +69,9 @@ def _ask(request: bytes, message_count: int) -> dict[str, Any]:
             except WorkerError as error:
                 if error.kind == "start":
                     raise DataError(f"the process that renders chat templates did not start: {error.why}") from None
-                # It may have been killed from outside: by the kernel without free memory, or with the thread that
-                # started it. Then the request is sent once more. A crash of the rendering, or a limit, would recur.
+                # The process may have been killed from outside: by the kernel without free memory, or with the thread
+                # that started it. The template is not to blame, and the request is sent once more. A crash of the
+                # rendering itself, or a limit, would happen again.
                 if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last:
                     continue
                 raise LimitError(
@@ -105,8 +106,8 @@ class _Server:
 
 _SERVER = _Server()
 atexit.register(_SERVER.end)
-# A forked child has a copy of the pipe to its parent's process, in which their requests would mix, and of a lock that
-# another thread may hold for ever.
+# A forked child has a copy of the pipe to the process of its parent. If both wrote to it, their requests would mix. A
+# lock that another thread held would stay locked in the child.
 os.register_at_fork(after_in_child=_SERVER.forget)
 
 

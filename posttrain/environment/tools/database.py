@@ -24,7 +24,8 @@ MOST_KEPT = 1000
 MOST_BYTES = 16 << 20
 """The most bytes of one database."""
 HEAP = 512 << 20
-"""The most bytes that SQLite may hold in this process. No other limit covers the memory of a query while it runs."""
+"""The most bytes that SQLite may hold in this process, over all databases. No other limit covers the memory that a
+query needs while it runs."""
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1 << 20,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 100_000,
@@ -61,8 +62,8 @@ class Database(Toolbox):
         self._reading = 0.0
         """While the tables are read: the processor time of the thread at which reading is stopped. Else 0."""
         self._guard = threading.Lock()
-        # Each statement has its own thread, so the check of the thread is off. With autocommit the policy itself begins
-        # and ends transactions.
+        # Statements run one after the other, each in its own thread, so the check of the thread is off. With autocommit
+        # the policy itself begins and ends transactions.
         self._connection = c = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         c.executescript(script)
         # The order matters. The script is trusted and may do more than the policy, so it runs first. The pragmas come
@@ -106,7 +107,8 @@ class Database(Toolbox):
             # The tables are read after an error too: it may have rolled back a transaction, or kept changes (OR FAIL).
             self._state = self._read()
             raise ToolError(str(error) or type(error).__name__) from None
-        # A query with rows may change some (RETURNING), and a change of the schema is no query and changes no row.
+        # The tables are read unless nothing changed. A query with rows may change some (RETURNING), and a change of the
+        # schema is no query and changes no row.
         changed = c.total_changes - changes
         if not has_rows or changed:
             self._state = self._read()

@@ -92,7 +92,7 @@ class QueuedWork:
         """Whether it was stopped before its end, so that its work is incomplete."""
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """The result of the work, or its exception."""
-        # asyncio logs an exception that nobody reads, and a cancelled `run` does not read it.
+        # asyncio logs an exception that nobody reads, and a cancelled `run` does not read it. So it is read here.
         self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def run(self, seconds: float) -> Any:
@@ -140,7 +140,8 @@ class QueuedWork:
             return self._used
 
     def stop(self) -> None:
-        """Make the work end, or never begin. Its turn becomes free at once, because the end can take a while."""
+        """Make the work end, or never begin. Its turn becomes free at once, because the end can take a while. After the
+        end this does nothing."""
         with self._lock:
             if self._ended:
                 return
@@ -163,7 +164,8 @@ class QueuedWork:
         with self._lock:
             if self.stopped:
                 return True
-            # Asked for before the place is given back: if this job has used least, it goes on at once.
+            # A new turn is asked for before the place is given back. The queue then compares this job with the waiting
+            # ones, and it goes on at once if it has used least.
             self._turn, self._holds = self._queue.ask(self._used), False
         self._queue.leave()
         # If `stop` cancelled the turn, the job has no place to give back, and this `tick` tells it to end.
