@@ -108,7 +108,8 @@ class Files(Toolbox):
 
     def _put(self, path: str, text: str) -> None:
         """Writes a file. ToolError if its path is a folder, or if there is no room."""
-        # A folder exists only as the start of paths, so one name could be a file and a folder, as in no file system.
+        # A folder exists only as the start of paths of files. So one name could be a file and a folder, which no file
+        # system allows.
         if any(other.startswith(f"{path}/") or path.startswith(f"{other}/") for other in self._files if other != path):
             raise ToolError(f"{path!r} cannot be a file and a folder")
         _check_room(self._files, path, text)

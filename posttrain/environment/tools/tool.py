@@ -49,8 +49,11 @@ _clock: ContextVar[tuple[asyncio.Timeout, float] | None] = ContextVar("clock", d
 
 
 def own_clock() -> float:
-    """Seconds that the running call may take. From here on the call has no timeout: the tool, which can tell its own
-    work from waiting for others, must raise `OutOfTime`. Call it before the tool waits for anything."""
+    """Seconds that the running call may take. From here on the call has no timeout.
+
+    The tool measures its time itself and must raise `OutOfTime`. This is for tools that can tell their own work from
+    waiting for others. Call it before the tool waits for anything.
+    """
     if (running := _clock.get()) is None:
         return EpisodeLimits().tool_seconds
     clock, seconds = running
@@ -133,8 +136,8 @@ class Toolbox:
         """The result of a call. It does not raise, whatever the policy wrote."""
         begun, name = time.monotonic(), "" if isinstance(call, Malformed) else call.name
         text, kind = await _answered(self.tools, call, limits.tool_seconds)
-        # Known secrets are removed before the text is shortened, which could cut one in half. Errors are shortened too:
-        # they quote what the policy wrote.
+        # The text goes into a prompt and into the record, so known secrets are removed. This comes before the text is
+        # shortened, which could cut a secret in half. Errors are shortened too: they quote what the policy wrote.
         return Observation(name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
 
 
