@@ -35,7 +35,7 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     """
     # A copy without the user's rewards, because the environment promises nothing about them.
     env = replace(env, rewards=())
-    heldout, training = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
+    heldout, training = ([t for t in tasks if env.knows_gold(t)] for tasks in (env.heldout, _train(env, 200)))
     wrong_below = 1.0 if env.pays_parts else 0.0
     right, wrong = (lambda r: r == 1.0), (lambda r: r == 0.0 or r < wrong_below)
     return (
@@ -49,9 +49,9 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
 
 
 async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
-    """Checks of what an environment states about its tasks, whatever its verifier. Held-out tasks are distinct, and no
-    training task equals one. Tasks are a function of the seed. The alphabet covers prompts and answers. Demonstrations
-    are right or wrong as asked."""
+    """Checks of what an environment states about its tasks, whatever its verifier: held-out tasks are distinct and not
+    in training, tasks are a function of the seed, the alphabet covers prompts and answers, and demonstrations are right
+    or wrong as asked."""
     heldout, train = list(env.heldout), _train(env, samples)
     bare = replace(env, rewards=())
     texts = bare.abilities.demonstrations
@@ -61,17 +61,8 @@ async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
         _disjoint(env, heldout, train),
         _determined(env, heldout, train),
         _alphabet(env, [*heldout, *train[:200]]),
-        *[
-            await c
-            for style in styles
-            for c in (_demonstrations(bare, style, train[:200], wrong) for wrong in (0.0, 1.0))
-        ],
+        *[await _demonstrations(bare, style, train[:200], wrong) for style in styles for wrong in (0.0, 1.0)],
     )
-
-
-def _known(env: SingleTurn, tasks: Sequence[Task]) -> list[Task]:
-    """The tasks whose right answer is known."""
-    return [t for t in tasks if env.knows_gold(t)]
 
 
 def _train(env: SingleTurn, most: int) -> list[Task]:
@@ -166,10 +157,10 @@ def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) ->
 
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
     """Checks that the alphabet has every character of these tasks."""
-    # Not every environment has wrong answers. That of a user's prompt is its answer with a `?`, which the data need not
-    # have.
+    # The wrong answer of a user's prompt is its answer with a `?`, which the data need not have.
     wrong_answer = env.distractor if env.knows_distractor and env.abilities.rows is None else lambda _: ()
-    texts = [x for t in _known(env, tasks) for x in (t.prompt, *env.gold(t), *wrong_answer(t)) if isinstance(x, str)]
+    answered = [t for t in tasks if env.knows_gold(t)]
+    texts = [x for t in answered for x in (t.prompt, *env.gold(t), *wrong_answer(t)) if isinstance(x, str)]
     used = {c for text in texts for c in text}
     outside = "".join(sorted(used - set(env.alphabet))) if env.alphabet else ""
     name, advice = "the alphabet covers prompts and answers", "add these characters to alphabet()"

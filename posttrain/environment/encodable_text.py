@@ -1,8 +1,7 @@
 """Makes every observation encodable: a character without a token is replaced by another one.
 
-A tokenizer of characters or words has no token for text it was not built with. The text of a tool, such as an error
-that quotes the policy, is not known beforehand. If such a text were refused, the episode would fail, although the
-policy is not to blame, and leave the batch.
+A tokenizer of characters or words has no token for text it was not built with, such as the error of a tool that quotes
+the policy. If such a text were refused, the episode would fail, although the policy is not to blame.
 """
 
 from __future__ import annotations
@@ -57,13 +56,8 @@ class Writable:
         self.stand_in = next((c for c in STAND_INS if self._ids(c)), "")
 
     def text(self, text: str) -> str:
-        """The text, with `stand_in` in place of each character that has no token.
-
-        Raises:
-            DataError: the text cannot be encoded even then.
-        """
-        # The text stays as it is in two cases. Each character can be encoded. Or the tokenizer has an <unk> token: it
-        # lacks characters, and neither drops them nor refuses this text.
+        """The text, with `stand_in` in place of each character that has no token. DataError if even that has none."""
+        # With an <unk> token it stays as it is too: the tokenizer lacks characters, and neither drops nor refuses them.
         if all(self._writes(c) for c in set(text)) or not (self.everything or self._drops or self._ids(text) is None):
             return text
         shown = "".join(c if self._writes(c) else self.stand_in for c in text)
@@ -81,16 +75,15 @@ class Writable:
         self.text(f"{PROBES} ok")
 
     def _writes(self, character: str) -> bool:
-        """Returns whether the character has a token. If the tokenizer drops unknown characters, white space and control
-        characters count as encodable, because tokenizers drop those on purpose."""
+        """Returns whether the character has a token. White space and control characters that the tokenizer drops count
+        as encodable, because tokenizers drop those on purpose."""
         if self.everything:
             # Half of a surrogate pair has no UTF-8, so not even a tokenizer of bytes writes it.
             return not "\ud800" <= character <= "\udfff"
         if character not in self._has:
             ids = self._ids(character)
-            self._has[character] = bool(ids) or (
-                ids == [] and not (character.isprintable() and not character.isspace())
-            )
+            dropped_on_purpose = ids == [] and not (character.isprintable() and not character.isspace())
+            self._has[character] = bool(ids) or dropped_on_purpose
         return self._has[character]
 
     def _ids(self, text: str) -> list[int] | None:
@@ -104,10 +97,8 @@ class Writable:
 def leading_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Special ids before plain text, found by encoding a probe with and without them."""
     probe = _probe(tokenizer)
-    full, bare = (
-        tokenizer.encode(probe, add_special_tokens=True),
-        tokenizer.encode(probe, add_special_tokens=False),
-    )
+    full = tokenizer.encode(probe, add_special_tokens=True)
+    bare = tokenizer.encode(probe, add_special_tokens=False)
     # Special tokens may stand before and behind the text. Those before the text's own ids are the leading ones.
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:

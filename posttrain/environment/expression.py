@@ -1,5 +1,4 @@
-"""Exact evaluation of arithmetic that a policy writes. It has its own parser instead of `eval`, and limits on length,
-depth and digits."""
+"""Exact evaluation of arithmetic that a policy writes: no `eval`, and limits on length, depth and digits."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ MAX_CHARACTERS = 200
 MAX_DEPTH = 20
 MAX_DIGITS = 12
 
-# A natural number or one of the symbols `-+*/()`, after spaces.
 _TOKEN = re.compile(r"[ \t]*(?:(?P<number>[0-9]+)|(?P<symbol>[-+*/()]))")
 _SPELLINGS = str.maketrans({"\u2212": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/"})
 

@@ -1,5 +1,4 @@
-"""Environments whose tasks are drawn at random: endless training tasks, and a held-out set that shares no task with
-them."""
+"""Environments whose tasks are drawn at random: endless training tasks, of which none is held out."""
 
 from __future__ import annotations
 
@@ -22,11 +21,8 @@ TRIES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTasks(SingleTurn):
-    """A subclass draws single tasks. This class makes the held-out set and the training tasks from them.
-
-    Held-out tasks are distinct by `key` and do not depend on the run's seed. A training task is a function of
-    (seed, index) and never equals a held-out task.
-    """
+    """A subclass draws single tasks. Held-out ones are distinct by `key` and do not depend on the run's seed. A
+    training task is a function of (seed, index) and never equals a held-out task."""
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:

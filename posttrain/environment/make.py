@@ -1,5 +1,4 @@
-"""Makes the environment that a configuration names, and imports its module only then. An unknown name is an error that
-gives the nearest known one."""
+"""Makes the environment that a configuration names, and imports its module only then."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ def shipped_class(name: str) -> type[SingleTurn] | None:
 
 
 def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()) -> Any:
-    """The environment of a run's configuration: a `SingleTurn`, or any `Environment` that a program handed.
-
-    `given` holds what a Python program handed to the run.
+    """The environment of a run's configuration: a `SingleTurn`, or any `Environment` that a program handed (`given`).
 
     Raises:
         ConfigError: unknown name, setting or reward; a setting of the wrong type or out of range.
@@ -77,31 +74,26 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
     else:
         like_data = "/" in config.name or Path(config.name).suffix in (".jsonl", ".json", ".parquet")
         suggestion = f"rows of yours are env=prompts env.prompts={config.name}, from Python env=posttrain.prompts(...)"
-        suggestion = suggestion if like_data else nearest(config.name, names())
+        if not like_data:
+            suggestion = nearest(config.name, names())
         raise ConfigError(f"env.name={config.name!r} is no environment: {suggestion}")
     return cls(**checked(config.name, cls, config.args), **common)
 
 
 def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
-    """An environment that a program handed: a class of `SingleTurn`, an object of one, or any other environment.
-
-    Settings of a `SingleTurn` come from the tree, so that `env.args` and `env.heldout` change them.
-    """
+    """An environment that a program handed: a class of `SingleTurn` or an object of one, whose settings come from the
+    tree (`env.args`, `env.heldout`), or any other environment."""
     if inspect.isclass(thing) and issubclass(thing, SingleTurn):
         _complete(config.name, thing)
         return thing(**checked(config.name, thing, config.args), **common)
     if isinstance(thing, SingleTurn):
         # The object keeps its own rewards, and the rewards of the configuration are added behind them.
-        return replace(
-            thing,
-            **checked(config.name, type(thing), config.args),
-            **{**common, "rewards": (*thing.rewards, *common["rewards"])},
-        )
+        common = {**common, "rewards": (*thing.rewards, *common["rewards"])}
+        return replace(thing, **checked(config.name, type(thing), config.args), **common)
     if config.rewards or config.args or config.measured:
         raise ConfigError(
             f"env={config.name}: this environment judges by itself, and takes no rewards=, env.args and env.measured."
-            " Derive it"
-            " from posttrain.environment.single.SingleTurn to add some"
+            " Derive it from posttrain.environment.single.SingleTurn to add some"
         )
     return thing
 
@@ -149,8 +141,7 @@ OPTIONAL = _OPTIONAL.split()
 def _meant(cls: type[SingleTurn], name: str) -> list[str]:
     """The name of `OPTIONAL` that `name` probably is a misspelling of; empty for known names and settings."""
     known = hasattr(SingleTurn, name) or name.startswith("_") or name in cls.settings()
-    # The cutoff is high, because a class may have helpers of any name. Only names that are nearly equal to an optional
-    # member are misspellings.
+    # The cutoff is high, because a class may have helpers of any name.
     return [] if known else difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)
 
 
@@ -164,10 +155,9 @@ def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dic
                 f"env.args.{key}: environment {name!r} has no such setting: {nearest(key, cls.settings())}"
             )
         wanted = hints[key]
-        kind = getattr(wanted, "__name__", wanted)  # several types have no name
         # The exact type is compared, because True would also be an instance of int.
-        fits = type(value) is wanted or (wanted is float and type(value) is int)
-        if not fits:
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            kind = getattr(wanted, "__name__", wanted)  # several types have no name
             raise ConfigError(
                 f"env.args.{key}={value!r}: environment {name!r} wants {kind}, got {type(value).__name__}"
             )

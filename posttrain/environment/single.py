@@ -66,10 +66,9 @@ class Listed:
 class SingleTurn(ABC):
     """One question, one answer, one verifier. Every environment here is a subclass.
 
-    A subclass is a frozen dataclass. The fields it adds are its settings (`Env.args`). The fields below are set from
-    the run's configuration. A subclass defines `name`, `train`, `heldout`, `key` and `verify` (or `verdict`). `gold`
-    and `distractor`, by which it is checked, and `alphabet` are for those in which they mean something. An environment
-    of several turns overrides `play`.
+    A subclass is a frozen dataclass. The fields it adds are its settings (`Env.args`); those below are set from the
+    run's configuration. It defines `name`, `train`, `heldout`, `key` and `verify` (or `verdict`), and where they mean
+    something `gold` and `distractor`, by which it is checked, and `alphabet`. One of several turns overrides `play`.
     """
 
     seed: int = 0
@@ -82,8 +81,7 @@ class SingleTurn(ABC):
     sandbox: SandboxSettings = SandboxSettings()
     """Which sandbox runs programs that the policy wrote."""
     resolution: float = RESOLUTION
-    """Relative resolution of its own verdicts (`core.measure.equal_numbers`). Set it larger if a model gives the
-    verdicts."""
+    """Relative resolution of its own verdicts (`core.measure.equal_numbers`): larger if a model gives the verdicts."""
     measured: bool = False
     """Whether its own verdict is measured and not paid (`config.env.Env.measured`)."""
     measured_rewards: tuple[str, ...] = ()
@@ -151,8 +149,7 @@ class SingleTurn(ABC):
 
     @property
     def vouches_for_gold(self) -> bool:
-        """True where the environment promises that `gold` earns full reward. It cannot promise it if `gold` is the
-        user's data, whose form is not known."""
+        """True where the environment promises that `gold` earns full reward, as it cannot if `gold` is user's data."""
         return True
 
     @property
@@ -208,15 +205,14 @@ class SingleTurn(ABC):
 
     @property
     def judgements(self) -> Judgements | None:
-        """Judged completions, for stages that learn from preferences: those of `judged_style`, if there is one. Another
-        environment overrides this (`environment.judged.synthetic_preferences` makes judges). None: no such stage can
-        run here."""
+        """Judged completions, for stages that learn from preferences: those of `judged_style`, or of an environment's
+        own judges (`environment.judged.synthetic_preferences`). None: no such stage can run here."""
         return judgements_of(self.demonstrate, self.judged_style) if self.judged_style else None
 
     @property
     def abilities(self) -> Abilities:
         """The methods above in the form that the rest of the library reads."""
-        # The value is cached in `_abilities`, so that `close` can drop it. Subclasses override either property.
+        # Cached in `_abilities`, so that `close` can drop it. Subclasses override either property.
         return self._abilities
 
     @cached_property
@@ -254,10 +250,7 @@ class SingleTurn(ABC):
         return ()
 
     async def added(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The verdicts of the user's rewards, which run concurrently.
-
-        If the group is judged together later, rewards that judge whole groups are left out here.
-        """
+        """The verdicts of the user's rewards, which run concurrently, without those that judge the group later."""
         sources = [s for s in self.rewards if not (attempt.batched and _batched(s))]
         return tuple(map(self._as_paid, await asyncio.gather(*(source(attempt) for source in sources))))
 
@@ -293,8 +286,7 @@ def _batched(source: Source) -> bool:
 
 def common_settings(config: Env, rewards: Sequence[Checked], seed: int) -> dict[str, Any]:
     """The fields of `SingleTurn`, from a run's configuration and the reward sources made of it."""
-    # The run itself scores rewards by a reward model, so they have no source here. The others are in the order of
-    # `rewards`.
+    # The run itself scores rewards by a reward model, so they have no source here.
     with_source = [r for r in config.rewards if not r.by_model]
     return {
         "seed": seed,

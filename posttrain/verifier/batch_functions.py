@@ -111,8 +111,7 @@ def _checked_name(what: str, name: object) -> str:
 
 def keywords(function: Callable[..., Any], attempts: Sequence[Attempt], at: StepNumber, log: Log) -> dict[str, Any]:
     """The keyword arguments of one call. Without `**kwargs` the function gets only those that it names."""
-    # Rows need not have the same columns: the list of a column has None for a row without it. A column of the data
-    # called `prompts` is replaced by the argument of that name.
+    # The list of a column has None for a row without it. An argument goes before a column of its name.
     names = list(dict.fromkeys(n for a in attempts for n in columns(a.task)))
     offered: dict[str, Any] = {
         **{n: [columns(a.task).get(n) for a in attempts] for n in names},
@@ -164,12 +163,8 @@ def verdicts(returned: Any, count: int) -> list[Verdict]:
 
 
 async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNumber, seed: int) -> str:
-    """How a group's scores depend on the order of its answers.
-
-    `siblings`: the scores are those that the answers get alone, but at other places. The function mixes its list up.
-    `order`: the scores change with the order in another way. '': they do not depend on it.
-    """
-    # The group is judged in its own order, in a random order, and answer by answer.
+    """How a group's scores depend on the order of its answers. `siblings`: they are those that the answers get alone,
+    but at other places: the function mixes its list up. `order`: they change in another way. '': they do not."""
     order = Random(seed).sample(range(len(attempts)), len(attempts))
     first, _ = await together(attempts, at)
     other, _ = await together([attempts[i] for i in order], at)
@@ -182,12 +177,8 @@ async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNum
 
 
 def same_scores(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
-    """Returns whether all sources that could judge both times gave the same score.
-
-    Sources of weight 0 are not compared: they only report a number, such as a time.
-    """
-    # Only scores that count in the reward or are measured. A source that failed is left out, because the reason may be
-    # the machine.
+    """Returns whether all sources that count or are measured gave the same score. Those of weight 0 only report a
+    number, such as a time. One that failed is left out, because the reason may be the machine."""
     first, second = (
         {j.source: j for j in x if (j.counts or j.measured) and j.weight and j.verdict.state is not State.FAILED}
         for x in (one, two)

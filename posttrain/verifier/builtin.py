@@ -1,5 +1,4 @@
-"""Built-in rewards that need no process. `exact`, `last_integer` and `contains` compare with the answer; those of
-`format_rewards` judge the form. `math` and `code` are packages of their own."""
+"""Built-in rewards that need no process: those that compare with the answer, and those of `format_rewards`."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ def contains(task: Task, text: str) -> Verdict:
     A policy that lists every candidate earns 1, so use it only if responses are short.
     """
     wanted, response = answers(task), spoken(text)
-    # A number is whole only where neither a digit nor a point or comma with a digit goes on from it.
-    # A minus is its sign where nothing stands before the minus to subtract from.
+    # A number is whole only where neither a digit nor a point or comma with a digit goes on from it. A minus is its
+    # sign where nothing stands before the minus to subtract from.
     sign = r"(?<!(?<![\w)])[-\u2212])"
     either = "|".join(f"{sign if x[0].isdigit() else ''}{re.escape(x)}" for x in wanted)
     pattern = rf"(?<!\w)(?<!\d[.,])(?:{either})(?!\w)(?![.,]\d)"

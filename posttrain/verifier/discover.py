@@ -1,7 +1,5 @@
-"""Finds the model that an endpoint serves, and the request fields that it supports.
-
-It is here because judges ask it. The policy's endpoints (`engine.endpoint`) ask it too, and may import this room.
-"""
+"""Finds the model that an endpoint serves, and the request fields that it supports. Judges and the policy's endpoints
+(`engine.endpoint`) ask it."""
 
 from __future__ import annotations
 
@@ -13,11 +11,8 @@ from posttrain.system.errors import ConfigError, EndpointError, nearest
 from posttrain.verifier.http_client import Endpoint
 
 Dialect = Literal["openai", "compatible", "vllm", "posttrain"]
-"""The request fields that a server accepts.
-
-openai: OpenAI's own API. compatible: the fields that all compatible servers have. vllm, posttrain: these fields and the
-server's own extensions.
-"""
+"""The request fields that a server accepts: of OpenAI's own API (openai), those that all compatible servers have
+(compatible), or these and the server's own extensions (vllm, posttrain)."""
 UNBOUNDED = 2**31 - 1
 """Context of an endpoint that does not report one."""
 

@@ -6,6 +6,7 @@ The text is only parsed and never evaluated. The time is linear in its length, a
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -28,16 +29,10 @@ def think_format(task: Task, text: str) -> Verdict:
 
 
 def answer_format(task: Task, text: str) -> Verdict:
-    """1 if the response is `<think>thought</think><answer>answer</answer>` and nothing else, else 0 (DeepSeek-R1's
-    form)."""
-    rest = _after_thought(text)
-    inside = rest.removeprefix("<answer>").removesuffix("</answer>")
-    enclosed = (
-        rest.startswith("<answer>")
-        and rest.endswith("</answer>")
-        and len(rest) == len(inside) + len("<answer></answer>")
-    )
-    return _form(text, enclosed and inside.strip() != "" and "<answer>" not in inside and "</answer>" not in inside)
+    """1 if the response is `<think>thought</think><answer>answer</answer>` and nothing else, else 0 (DeepSeek-R1)."""
+    enclosed = re.fullmatch(r"<answer>(.*)</answer>", _after_thought(text), re.DOTALL)
+    inside = enclosed[1] if enclosed else ""
+    return _form(text, inside.strip() != "" and "<answer>" not in inside and "</answer>" not in inside)
 
 
 def tool_call(task: Task, text: str) -> Verdict:

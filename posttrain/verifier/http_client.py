@@ -1,7 +1,7 @@
 """HTTP to a server that runs elsewhere, an engine or a judge: retries, time limits, and errors that name the endpoint.
 
-An `Endpoint` is a base address with a role ("rollout", "judge") and a key. An environment variable holds the key. It is
-sent as a bearer token, and appears in no message, repr or record.
+An `Endpoint` is a base address with a role ("rollout", "judge") and a key in an environment variable, which is sent as
+a bearer token and appears in no message, repr or record.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ MAX_QUOTED = 400
 @dataclass(frozen=True, kw_only=True)
 class Patience:
     """The time that a call may take and the number of its tries. Between tries it waits `first` seconds, doubled each
-    time up to `longest`, and multiplied by a random number in [0.5, 1]. A `Retry-After` header is followed up to
-    `longest`.
-    """
+    time up to `longest`, times a random number in [0.5, 1]; or as long as `Retry-After` says, up to `longest`."""
 
     connect: float = 10.0
     """Seconds to get a connection."""
@@ -61,17 +59,16 @@ class Patience:
 
 
 class Endpoint:
-    """JSON calls below one base address, in the event loop that makes the first call. Use it with
-    `async with`, or call `close`.
+    """JSON calls below one base address, in the event loop that makes the first call. Use it with `async with`, or call
+    `close`.
 
     Args:
         url: base address, such as http://127.0.0.1:8000/v1; paths are appended to it.
         role: the endpoint's role in the run; every message begins with it.
         key_env: name of the environment variable with the bearer token; None: no token is sent.
         connections: most requests at once. Further ones wait, and this wait does not count for their time limit.
-        silent: seconds without an answer after which the server counts as down. A server that never answered counts as
-            down after the first call. While it is down, one call at a time tries it, once, and the others fail at once.
-            None: it never counts as down.
+        silent: seconds without an answer after which the server counts as down; one that never answered does after the
+            first call. While it is down, one call at a time tries it, once, and the others fail at once. None: never.
 
     Raises:
         ConfigError: the address is not http(s) or holds a key, the environment variable is empty, or its key would be
@@ -117,8 +114,9 @@ class Endpoint:
         self._client: httpx2.AsyncClient | None = None
         self._places = asyncio.Semaphore(connections)
         self._loop: asyncio.AbstractEventLoop | None = None
-        # `_since`: when the silence began (`call` explains the infinite values). `_down`: the message of a server that
-        # is down, '' while it is not. `_trying`: a call is asking the server now.
+        # `_since`: when the silence began: infinite after an answer, and minus infinite before the first one, so that a
+        # server that never answered is down after one call. `_down`: the message of a server that is down, else ''.
+        # `_trying`: a call is asking the server now.
         self._silent, self._since, self._down, self._trying = silent, -math.inf, "", False
         self.retried = 0
         """Failed tries that were repeated, since construction."""
@@ -165,17 +163,12 @@ class Endpoint:
         patience: Patience | None = None,
         plain: bool = False,
     ) -> Any:
-        """One request and its JSON answer. Temporary failures are tried again.
-
-        Raises:
-            EndpointError: refused, unreadable, or still failing after the last try. Its `status` is None
-                where there was no answer.
-        """
+        """One request and its JSON answer. Temporary failures are tried again. EndpointError if it is refused,
+        unreadable, or still fails after the last try; its `status` is None where there was no answer."""
         patience = patience or self.patience
         client = self._open()
         failed = 0
-        # The wait for a place counts in no time limit. With many requests at once it may be long, and that does not
-        # mean that the server is slow.
+        # With many requests at once the wait for a place may be long, so it counts in no time limit.
         async with self._places:
             # While the server is down, one call at a time asks it, and only once. The others fail at once and do not go
             # through all their tries.
@@ -187,8 +180,6 @@ class Endpoint:
                     try:
                         answer = await self._once(client, method, path, body, patience, plain)
                     except _TransientError as error:
-                        # `_since` is when the silence began: infinite after an answer, and minus infinite before the
-                        # first one, so that a server that never answered is down after one call.
                         failed, self._since = failed + 1, min(self._since, time.monotonic())
                         if not again or failed >= patience.tries or self._down:
                             times = f" (tried {failed} times)" if failed > 1 else ""
@@ -254,7 +245,7 @@ class Endpoint:
 
     def _refusal(self, answer: _Answer) -> str:
         """What a message says about an answer that refuses the request."""
-        # Redirects are reported and not followed. Otherwise the key would go to an address that nobody named.
+        # A redirect is not followed: the key would go to an address that nobody named.
         if 300 <= answer.status < 400:
             return f"it redirects to {answer.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
         no_key = "no key was sent; name an environment variable that holds one"
@@ -271,17 +262,16 @@ class Endpoint:
                     f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role
                 )
             self._loop, self._places = loop, asyncio.Semaphore(self._connections)
+            authorization = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             self._client = httpx2.AsyncClient(
-                headers={"Content-Type": "application/json"}
-                | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+                headers={"Content-Type": "application/json", **authorization},
                 limits=httpx2.Limits(max_connections=self._connections, max_keepalive_connections=64),
                 trust_env=self._proxied,
             )
         return self._client
 
     def _message(self, text: str) -> str:
-        """An error message with role and address, and with the key removed."""
-        # Servers may quote the key in their messages.
+        """An error message with role and address, and without the key, which servers may quote."""
         text = f"{self.role} ({self.url}): {text}"
         return scrubbed(text.replace(self._key, f"[{self.key_env}]") if self._key else text)
 

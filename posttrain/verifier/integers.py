@@ -22,11 +22,11 @@ _NUMBER = re.compile(
 
 def last_integer(text: str) -> str | None:
     """The last number of a text outside its thoughts, without separators, plus and leading zeros. None if there is no
-    number, or it is not an integer.
+    number, or it is not an integer: `12.0` is 12, and `12.5` is none.
 
-    Accepts a sign that is not an operator, Unicode minus signs, leading zeros, full-width digits and thousands
-    separators (comma, apostrophe, underscore, narrow or fixed space). `12.0` is 12, and `12.5` is not an integer. The
-    result is text because Python refuses to convert very long digit strings, and a policy can write one.
+    Accepts a sign that is not an operator, Unicode minus signs, full-width digits and thousands separators (comma,
+    apostrophe, underscore, narrow or fixed space). The result is text, because Python refuses to convert very long
+    digit strings, and a policy can write one.
 
     >>> last_integer("3+4=7;7+5=12"), last_integer("about 1,234."), last_integer("\u2212007"), last_integer("12.5")
     ('12', '1234', '-7', None)

@@ -1,7 +1,7 @@
 """A judge at an OpenAI-compatible endpoint as a reward source: one answer at a time, by a rubric.
 
-Equal questions are asked once. The verdict is `failed`, and never a low score, where the endpoint is down, the judge's
-answer has another form, or the run has used up its calls.
+Equal questions are asked once. The verdict is `failed`, never a low score, where the endpoint is down, the answer has
+another form, or the run has used up its calls.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ QUOTED = 200
 
 @dataclass(eq=False)
 class RubricJudge:
-    """A reward source that asks a judge at an endpoint. Its score is in [0, 1].
-
-    Its requests run in a thread of their own, many at once.
-    """
+    """A reward source that asks a judge at an endpoint, many questions at once, in a thread of its own. Its score is in
+    [0, 1]."""
 
     name: str
     weight: float
@@ -113,12 +111,10 @@ class RubricJudge:
         key = hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=16).digest()
         judging = self._kept.get(key)
         # A failure is not kept: the endpoint may be up again.
-        if (
-            judging is not None
-            and judging.done()
-            and (judging.cancelled() or judging.exception() or _has_failed(judging.result()))
-        ):
-            judging = None
+        if judging is not None and judging.done():
+            lost = judging.cancelled() or judging.exception() or judging.result().state is State.FAILED
+            if lost:
+                judging = None
         self._count("cached", float(judging is not None))
         if judging is None:
             judging = self._kept[key] = asyncio.create_task(self._ask(prompt))
@@ -127,7 +123,7 @@ class RubricJudge:
                 self._kept.pop(next(iter(self._kept)))
         # `shield`: an episode that is cancelled must not cancel the request that its siblings wait for.
         verdict = await asyncio.shield(judging)
-        self._count("failed", float(_has_failed(verdict)))
+        self._count("failed", float(verdict.state is State.FAILED))
         return verdict
 
     async def _ask(self, prompt: str) -> Verdict:
@@ -181,11 +177,6 @@ class RubricJudge:
         with self._lock:
             total, count = self._counts.get(name, (0.0, 0))
             self._counts[name] = (total + value, count + 1)
-
-
-def _has_failed(verdict: Verdict) -> bool:
-    """Returns whether a verdict failed."""
-    return verdict.state is State.FAILED
 
 
 def _text_of(answer: Any) -> str:

@@ -1,7 +1,4 @@
-"""The protocols of reward sources, and the verdict for a value that a reward function returned.
-
-A source gives one verdict about one attempt. Some sources offer more.
-"""
+"""The protocols of reward sources, and the verdict for a value that a reward function returned."""
 
 from __future__ import annotations
 
@@ -113,6 +110,5 @@ def as_verdict(value: Any) -> Verdict:
 
 
 def _truth(value: Any) -> bool:
-    """Returns whether a value is a truth value of Python, NumPy or torch: the result of a comparison and not a
-    score."""
+    """Returns whether a value is a truth value of Python, NumPy or torch: of a comparison, and no score."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

@@ -80,8 +80,7 @@ class Rubric:
         """DataError where the rubric names a column that a task does not have."""
         for task in tasks:
             task_fields = {"prompt", *columns(task)}
-            # A row's rubric may name neither the response nor `rubric`: `prompt` does not fill these in it, and the
-            # judge would read `{response}`.
+            # `prompt` fills neither of these two in a row's rubric, and the judge would read `{response}`.
             for text, whose, known in (
                 (self.text, str(self.settings.rubric), task_fields | {"response"}),
                 (self._of_row(task), "of its row", task_fields - {ROW_RUBRIC}),
@@ -103,21 +102,19 @@ class Rubric:
         prompt_text = conversation(task.prompt)
         # The marks around the answer contain a hash of all that is shown. A policy cannot write a text that contains
         # its own hash, so no answer can end its part early and speak to the judge.
-        mark = hashlib.blake2b(
-            f"{prompt_text}\0{attempt.turns}\0{attempt.state}".encode(errors="replace"), digest_size=6
-        )
-        response = _response(attempt, mark.hexdigest())
+        shown = f"{prompt_text}\0{attempt.turns}\0{attempt.state}".encode(errors="replace")
+        mark = hashlib.blake2b(shown, digest_size=6).hexdigest()
+        response = _response(attempt, mark)
         fields = {**{n: _text(v) for n, v in columns(task).items()}, "prompt": prompt_text}
-        # A row's rubric may have names in braces too, so these are replaced first. `{rubric}` inside it is not
-        # replaced. Text that was put in is not searched again: `{answer}` in a response stays as it is.
+        # Names in braces in a row's rubric are replaced first, but for `{rubric}`. Text that was put in is not searched
+        # again: `{answer}` in a response stays as it is.
         if row := self._of_row(task):
             fields[ROW_RUBRIC] = _filled(row, {n: v for n, v in fields.items() if n != ROW_RUBRIC})
         fields["response"] = response
         text = _filled(self.text, fields)
         if "{response}" in self.text:
             return text
-        outer_fields = {"rubric": text, "form": self.form, "mark": mark.hexdigest()}
-        return _filled(_BELOW, {"prompt": prompt_text, "response": response, **outer_fields})
+        return _filled(_BELOW, {**fields, "rubric": text, "form": self.form, "mark": mark})
 
     @property
     def form(self) -> str:
@@ -139,10 +136,8 @@ class Rubric:
         }
 
     def read(self, said: str) -> tuple[float, str] | None:
-        """(score in [0, 1], reason) of the judge's answer, without its thoughts.
-
-        None where the answer does not have the form that was asked for, or its number is out of bounds.
-        """
+        """(score in [0, 1], reason) of the judge's answer, without its thoughts. None where it has not the form that
+        was asked for, or its number is out of bounds."""
         text = spoken(said).strip()
         if self.settings.answer == "number":
             score, reason = (float(text) if _NUMBER.fullmatch(text) else None), ""
@@ -169,8 +164,8 @@ def _of_json(text: str) -> tuple[float | None, str]:
 
 
 def _response(attempt: Attempt, mark: str) -> str:
-    """Returns the text that is judged: the conversation that the environment left, or else all turns of the policy,
-    without thoughts."""
+    """The text that is judged: the conversation that the environment left, or all turns of the policy, without
+    thoughts."""
     state = attempt.state
     if isinstance(state, Mapping) and isinstance(state.get(CONVERSATION), list | tuple):
         shown = [(str(m["role"]), spoken(str(m["content"]))) for m in state[CONVERSATION]]

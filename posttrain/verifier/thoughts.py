@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# Pairs of the tag that begins a thought and the tag that ends it.
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+"""Pairs of the tag that begins a thought and the tag that ends it."""
 _ENDS = dict(THOUGHTS)
 _TAG = re.compile("|".join(re.escape(tag) for pair in THOUGHTS for tag in pair))
 _BEFORE = re.compile(r"(?:(?<![\w.,!?)\]}])|(?<=\b[bfrBFR]))([\"'`])\1*\Z")
-"""Equal quotes directly before a tag, which begin a quotation: one or more. A quote behind a word (`x'`) ends a
-quotation and does not match, except behind the prefix of a Python string (`b'`)."""
+"""Equal quotes directly before a tag, which begin a quotation. A quote behind a word (`x'`) ends one and does not
+match, except behind the prefix of a Python string (`b'`)."""
 _AFTER = re.compile(r"([\"'`])\1*")
 """Equal quotes directly behind a tag."""
 
@@ -44,8 +44,7 @@ def thoughts(text: str) -> tuple[str, str]:
         first = not (pieces[0] or pieces[1])
         if tag[0] != end and (end or (tag[0] not in _ENDS and not first)):
             continue
-        # The text before a tag that begins a thought was said (`pieces[1]`). The text before a tag that ends one was
-        # thought (`pieces[0]`).
+        # The text before a tag that begins a thought was said (`pieces[1]`), that before one that ends it was thought.
         pieces[not end and tag[0] in _ENDS].append(text[at : tag.start()])
         at, end = tag.end(), "" if end else _ENDS.get(tag[0], "")
     pieces[not end].append(text[at:])

@@ -73,15 +73,6 @@ def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     # The function sees the variables of the task that called it, as an async function does.
     context = contextvars.copy_context()
 
-    def finish(result: Any, error: BaseException | None) -> None:
-        # After a timeout the future is cancelled, and nobody waits for it.
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
     def work() -> None:
         result, error = None, None
         try:
@@ -91,12 +82,22 @@ def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             storable = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
             error = raised if storable else Raised(raised)
         try:
-            loop.call_soon_threadsafe(finish, result, error)
+            loop.call_soon_threadsafe(resolve, future, result, error)
         except RuntimeError:
             return  # the loop closed while a timed-out call was still running, so nothing waits for the result
 
     threading.Thread(target=work, name=f"call {getattr(function, '__name__', 'function')}", daemon=True).start()
     return future
+
+
+def resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Sets the outcome of a future, unless nobody waits for it any more."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 class Raised(Exception):

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from posttrain.core.verdict import Verdict
 from posttrain.system.errors import ConfigError, PosttrainError, nearest
-from posttrain.verifier.timed_calls import Raised
+from posttrain.verifier.timed_calls import Raised, TimedOut
 
 
 def load(path: Path, attribute: str, what: str = "reward", kind: str = "function") -> Callable[..., Any]:
@@ -110,11 +111,8 @@ def user_module(path: Path, what: str) -> ModuleType:
 
 
 def where(error: BaseException, function: Any = None) -> str:
-    """Type, message and line of an exception. The line is that of the deepest frame in the function's file, or of the
-    deepest frame of all if none is in that file.
-
-    Example: `ZeroDivisionError: division by zero (rewards.py:12)`.
-    """
+    """Type, message and line of an exception: `ZeroDivisionError: division by zero (rewards.py:12)`. The line is that
+    of the deepest frame in the function's file, or of the deepest frame of all if none is in that file."""
     if isinstance(error, Raised) and error.__cause__ is not None:
         error = error.__cause__
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -123,3 +121,10 @@ def where(error: BaseException, function: Any = None) -> str:
     function_code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     frames = [f for f in frames if function_code is not None and f.filename == function_code.co_filename] or frames
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+
+
+def failed_call(error: Exception, function: Any, seconds: float) -> Verdict:
+    """The verdict where a call of a user's function raised, or took more than these seconds."""
+    if isinstance(error, TimedOut):
+        return Verdict.failed("timeout", f"no result within {seconds:g} s")
+    return Verdict.failed("raised", where(error, function))

@@ -30,8 +30,8 @@ from posttrain.verifier.batch_functions import columns
 from posttrain.verifier.builtin import ANSWERED, BUILTIN
 from posttrain.verifier.format_rewards import gold_calls
 from posttrain.verifier.reward_source import as_verdict
-from posttrain.verifier.timed_calls import TimedOut, call
-from posttrain.verifier.user_code import where
+from posttrain.verifier.timed_calls import call
+from posttrain.verifier.user_code import failed_call
 
 Form = Literal["ours", "trl"]
 RewardFunction = Callable[..., Any]
@@ -57,17 +57,18 @@ class FunctionSource:
     resolution: float = RESOLUTION
 
     async def __call__(self, attempt: Attempt) -> Judged:
-        return Judged(self.name, self.weight, redacted(await self.verdict(attempt)), resolution=self.resolution)
+        return self._judged(await self.verdict(attempt))
+
+    def _judged(self, verdict: Verdict) -> Judged:
+        return Judged(self.name, self.weight, redacted(verdict), resolution=self.resolution)
 
     async def verdict(self, attempt: Attempt) -> Verdict:
         """The function's verdict about one attempt. Does not raise an Exception."""
         try:
             args, kwargs = self.arguments(attempt)
             return self.read(await call(self.function, self.timeout, *args, **kwargs))
-        except TimedOut:
-            return Verdict.failed("timeout", f"no result within {self.timeout:g} s")
         except Exception as error:
-            return Verdict.failed("raised", where(error, self.function))
+            return failed_call(error, self.function, self.timeout)
 
     def arguments(self, attempt: Attempt) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments of the call."""
@@ -89,23 +90,15 @@ class FunctionSource:
         log = batch_functions.Log(len(attempts))
         try:
             kwargs = batch_functions.keywords(self.function, attempts, at, log)
-            verdicts = log.all_written(
-                batch_functions.verdicts(await call(self.function, self.timeout, **kwargs), len(attempts))
-            )
-        except TimedOut:
-            verdicts = [Verdict.failed("timeout", f"no result within {self.timeout:g} s")] * len(attempts)
+            returned = await call(self.function, self.timeout, **kwargs)
+            verdicts = log.all_written(batch_functions.verdicts(returned, len(attempts)))
         except Exception as error:
-            verdicts = [Verdict.failed("raised", where(error, self.function))] * len(attempts)
-        judged = [Judged(self.name, self.weight, redacted(v), resolution=self.resolution) for v in verdicts]
-        return judged, log.gauges
+            verdicts = [failed_call(error, self.function, self.timeout)] * len(attempts)
+        return [self._judged(v) for v in verdicts], log.gauges
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Check that the tasks have what the function requires.
-
-        Raises:
-            ConfigError: a task lacks a column that the function requires, or the answer that a built-in requires.
-            DataError: a built-in cannot read the answer, or `tool_call` the calls that a task wants.
-        """
+        """Check that the tasks have what the function requires. ConfigError if one lacks a column or an answer;
+        DataError if a built-in cannot read the answer, or the calls that a task wants."""
         # A user's function may have the name of a built-in, so the functions are compared and not only the names.
         read_answer = ANSWERED.get(self.name) if self.function is BUILTIN.get(self.name) else None
         required = _required(self.function) if self.form == "trl" else [] if read_answer is None else ["answer"]
@@ -113,8 +106,7 @@ class FunctionSource:
             if self.function is BUILTIN["tool_call"]:
                 gold_calls(task)
             available = {*columns(task), *batch_functions.GIVEN}
-            missing = [p for p in required if p not in available]
-            if missing:
+            if missing := [p for p in required if p not in available]:
                 raise ConfigError(
                     f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have:"
                     f" {nearest(missing[0], sorted(available))}"

@@ -1,8 +1,7 @@
 """Scoring with reasoning-gym's own scorers, in worker processes, where an endless search can be killed.
 
-Some scorers evaluate the answer as Python, but the policy's text must never be evaluated. Scorers that want a Python
-literal get `ast.literal_eval` in place of `eval`. Other scorers give a formula to sympy, whose parser evaluates it.
-They get only answers of numbers, operators and names of elementary functions.
+The policy's text must never be evaluated. Scorers that want a Python literal get `ast.literal_eval` in place of `eval`.
+Others give a formula to sympy, whose parser evaluates it: they get numbers, operators and elementary functions alone.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from posttrain.verifier.workers.worker_pool import WorkerPool, reply_of
 from posttrain.verifier.workers.worker_process import Spec
 
 SECONDS = 30
-"""Most processor time of scoring one answer. Beyond it the score is 0, with kind `timeout`, if the scorer still
-works."""
+"""Most processor time of scoring one answer. Beyond it the score is 0 (`timeout`), if the scorer still works."""
 WORKERS = 2
 CHUNK = 1000
 """How many items a data set of one reasoning-gym seed has. Some of its tasks are slow, or refuse, if there are many."""
@@ -59,8 +57,7 @@ class ScoringRequest(NamedTuple):
 
 
 def scored(data: Any, request: ScoringRequest) -> Verdict:
-    """The verdict of a data set's scorer. If the scorer raises, it is tried on the gold answer. If it raises there too,
-    the verdict is `failed`."""
+    """The verdict of a data set's scorer. `failed` if the scorer raises, and raises on the gold answer too."""
     # The answer is checked before the scorer gets it, because the scorer's parser would evaluate it.
     if request.task in FORMULAS and (why := _no_formula(request.answer)):
         return Verdict.value(0.0, "unparsable", why)
@@ -91,14 +88,11 @@ def _no_formula(answer: str) -> str:
     return "" if foreign is None else f"no formula: {foreign[:40]!r} is no elementary function"
 
 
-# --- processes -------------------------------------------------------------------------------------------------------
-
 _SHARED: WeakValueDictionary[str, WorkerPool] = WeakValueDictionary()
 
 
 def workers() -> WorkerPool:
-    """The pool of scoring processes, which the environments of this program share. It ends when no environment refers
-    to it."""
+    """The pool of scoring processes, which all environments share. It ends when none refers to it."""
     pool = _SHARED.get("gym")
     if pool is None:
         spec = Spec(f"{__name__}:handler", cpu=SECONDS, wall=2.0 * SECONDS + 20, preload=True, quiet=True)
@@ -107,8 +101,7 @@ def workers() -> WorkerPool:
 
 
 async def verdict(pool: WorkerPool, request: ScoringRequest) -> Verdict:
-    """The scorer's verdict. An answer that ended the process scores 0 only if the gold answer can be scored after
-    it."""
+    """The scorer's verdict. An answer that ended the process scores 0 only if the gold answer is scored after it."""
     try:
         scored_answer = (await pool.ask(request)).one
         if scored_answer.kind in ("timeout", "memory", "crash") and scored_answer.score is not None:

@@ -49,8 +49,7 @@ class Gym(SingleTurn):
     """One reasoning-gym task. Its settings (`Env.args`) are the task's own configuration fields with plain values.
 
     The answer is the content of the last `<answer>...</answer>`, else the whole response, stripped. The task's own
-    scorer runs in worker processes and may give partial credit. Training items come in chunks of 1000, and each chunk
-    has its own seed. An item whose question is held out is drawn again.
+    scorer may give partial credit. Each chunk of 1000 training items has its own seed.
     """
 
     task: str
@@ -84,8 +83,7 @@ class Gym(SingleTurn):
     def _train(self, index: int) -> Task:
         chunk, item = divmod(index, CHUNK)
         for attempt in range(RETRIES):
-            # In place of a held-out question, the item at the same place of a data set of another seed is taken. So no
-            # other training task changes.
+            # A held-out question is replaced from a data set of another seed, so that no other training task changes.
             side = "train" if attempt == 0 else f"again {attempt}"
             task = self._task(f"{self.name}-{index}", side, chunk, item)
             if task.prompt not in self._held:
@@ -97,8 +95,7 @@ class Gym(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         tasks: dict[Any, Task] = {}
-        # Up to twenty draws for each held-out task. If they do not give enough distinct questions, the task has too few
-        # of them for a split.
+        # If so many draws do not give enough distinct questions, the task has too few of them for a split.
         for draw in range(20 * self.heldout_count):
             if len(tasks) == self.heldout_count:
                 break
@@ -215,11 +212,8 @@ def _factory() -> ModuleType:
 def _check_args(task: str, args: Mapping[str, Scalar]) -> None:
     """Check the names and types of the settings. Only plain values are accepted. The task checks their range."""
     config = _factory().DATASETS[task][1]
-    plain = {
-        f.name: f.default
-        for f in dataclasses.fields(config)
-        if isinstance(f.default, str | int | float) and f.name != "size"
-    }
+    fields = [f for f in dataclasses.fields(config) if isinstance(f.default, str | int | float) and f.name != "size"]
+    plain = {f.name: f.default for f in fields}
     for name, value in args.items():
         if name not in plain:
             raise ConfigError(f"env.args.{name}: gym:{task} has no such plain setting: {nearest(name, plain)}")

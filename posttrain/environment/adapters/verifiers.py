@@ -1,8 +1,8 @@
 """`verifiers:ID`: environments written for PrimeIntellect's `verifiers` package, played on the run's own engine.
 
-The package's own loop runs: its set-up, `env_response`, stop conditions and clean-up. Only the model is replaced: each
-request is shown to the policy as tokens, and the policy's turn is returned as a message, with its tool calls parsed in
-the format of the policy's chat template. The package's rubric judges. Each of its functions is one source.
+The package's own loop runs, with its set-up, stop conditions and clean-up. Only the model is replaced: each request is
+shown to the policy as tokens, and its turn is returned as a message, with its tool calls parsed in the format of the
+chat template. The package's rubric judges. Each of its functions is one source.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ WAITING = 65_536
 class Verifiers(SingleTurn):
     """One environment of the package. Its settings (`Env.args`) are the arguments of its `load_environment`.
 
-    Held-out tasks come from its evaluation set. If it has only one set, they are chosen from it by their digests, at
-    most a fifth. No training task equals a held-out one in prompt, answer and info.
+    Held-out tasks come from its evaluation set. Without one, they are chosen by their digests, at most a fifth. No
+    training task equals a held-out one in prompt, answer and info.
     """
 
     env_id: str
@@ -58,10 +58,7 @@ class Verifiers(SingleTurn):
     @staticmethod
     def of(env_id: str, args: Mapping[str, Scalar], **common: Any) -> Verifiers:
         """Load it by the name of its installed module, or from a file: `verifiers:my_env`, `verifiers:path/my_env.py`.
-
-        Raises:
-            ConfigError: the package, the environment or an argument is missing, or its rubric needs whole groups.
-        """
+        ConfigError if the package, the environment or an argument is missing, or its rubric needs whole groups."""
         package()
         with _signals_stay():
             inner = _loaded(env_id, dict(args))
@@ -84,8 +81,6 @@ class Verifiers(SingleTurn):
     @property
     def name(self) -> str:
         return f"{PREFIX}{self.env_id}"
-
-    # --- tasks --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _sets(self) -> Mapping[str, Any]:
@@ -114,8 +109,7 @@ class Verifiers(SingleTurn):
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
         if "eval" in self._tasks:
-            # A dict keeps the last of equal tasks. Reversed before and after, it keeps the first one, and the order
-            # stays.
+            # A dict keeps the last of equal tasks; reversed before and after, the first one, in the same order.
             distinct = {self.key(t): t for t in reversed(self._tasks["eval"])}
             return tuple(reversed(distinct.values()))[: self.heldout_count]
         by_digest = {self.key(t): t for t in reversed(self._tasks["train"])}
@@ -131,8 +125,6 @@ class Verifiers(SingleTurn):
         """Prompt, answer and info together. Environments with hidden information give all tasks the same prompt."""
         return task.info["key"]
 
-    # --- episodes -----------------------------------------------------------------------------------------------------
-
     @cached_property
     def _ended(self) -> dict[int, tuple[Any, Any]]:
         """By id of a recorded state: that state, and the package's own state, which only the first judging may use."""
@@ -142,14 +134,12 @@ class Verifiers(SingleTurn):
         return dict(self._sets[task.info["side"]][task.info["row"]])
 
     async def play(self, task: Task, talk: Talk) -> Stop:
-        """Run the package's loop with our policy. A tool error that ends the loop is the policy's. Any other error is
-        an outage."""
+        """Run the package's loop with our policy. A tool error that ends it is the policy's, any other an outage."""
         policy = PolicyClient(talk, task.id, self.limits)
         try:
             state = await self.inner.rollout(self._row(task), policy.client(), "policy", {})
             error = state.get("error")
-            # The package keeps the error that ended its loop in the state. An error of a tool is a result of what the
-            # policy did. After any other error the episode shows nothing about the policy.
+            # An error of a tool is a result of what the policy did. Any other shows nothing about the policy.
             if error is not None and not isinstance(error, package().ToolError):
                 raise error
         except BaseException:
@@ -158,7 +148,7 @@ class Verifiers(SingleTurn):
             raise
         record = recordable(state)
         talk.leave(record)
-        # The recorded state is kept together with its id. While it exists, no other object can have the same id.
+        # While the recorded state is kept, no other object can have its id.
         self._ended[id(record)] = (record, state)
         while len(self._ended) > WAITING:
             # The oldest one is judged from its record, if it is judged at all, so its own state ends here.
@@ -224,9 +214,6 @@ def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
     for j in judged:
         seen[j.source] = seen.get(j.source, 0) + 1
         yield j if seen[j.source] == 1 else replace(j, source=f"{j.source}.{seen[j.source]}")
-
-
-# --- the package ------------------------------------------------------------------------------------------------------
 
 
 def package() -> Any:

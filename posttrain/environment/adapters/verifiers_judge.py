@@ -14,12 +14,12 @@ from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.environment.adapters.verifiers_talk import MODEL, PolicyClient, from_package
 from posttrain.environment.scripted_policy import ScriptedPolicy
 from posttrain.verifier.reward_source import as_verdict
-from posttrain.verifier.timed_calls import TimedOut, call
-from posttrain.verifier.user_code import where
+from posttrain.verifier.timed_calls import call
+from posttrain.verifier.user_code import failed_call
 
 SECONDS = 60.0
-"""The most seconds of one function of a rubric. Beyond it the verdict is failed. A rubric with its own way of scoring
-has as many for each of its functions."""
+"""The most seconds of one function of a rubric; of a rubric with its own way of scoring, for each of its functions.
+Beyond it the verdict is failed."""
 LONGEST = 20_000
 """The most characters of an entry of a state that a record keeps."""
 _LOOP_ENTRIES = (
@@ -33,14 +33,14 @@ LOOP_ENTRIES = frozenset(_LOOP_ENTRIES.split())
 
 def recordable(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state in the form that a record can store: the conversation after the prompt, the environment's own entries,
-    and the names of entries that cannot be stored."""
+    and the names of those that cannot be stored."""
     entries: dict[str, Any] = {}
     not_stored: list[str] = []
     for name, value in state.items():
         if name in LOOP_ENTRIES:
             continue
         try:
-            # The entry goes through JSON and back, so that a judging from the record gets the same value as one now.
+            # Through JSON and back, so that a judging from the record gets the same value as one now.
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
             text = ""
@@ -60,8 +60,7 @@ async def rebuilt_state(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
     conversation = record.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
     normalize: Any = importlib.import_module("verifiers.utils.message_utils").normalize_messages
     messages = normalize([_to_package(m) for m in conversation])
-    # The package has made the state as at the start of an episode. The environment's own entries get the values of the
-    # episode's end, and then comes the conversation that rubrics read.
+    # The package made the state of an episode's start. The environment's own entries get the values of the end.
     state.update(record.get("state", {}))
     state["completion"] = messages
     prompt = list(state["prompt"])
@@ -147,7 +146,7 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
     watched.__name__ = name
     watched.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     returned = await rubric._call_individual_reward_func(watched, state)
-    verdict = _failed(raised[0], function, SECONDS) if raised else _numbered(returned)
+    verdict = failed_call(raised[0], function, SECONDS) if raised else _numbered(returned)
     # A function of weight 0 is a metric. Its failure must not leave the episode without a reward.
     if weight == 0 and verdict.state is State.FAILED:
         verdict = Verdict.abstain(f"{verdict.kind}: {verdict.why}")
@@ -161,21 +160,14 @@ async def _whole(rubric: Any, state: Any) -> list[Judged]:
     try:
         await call(rubric.score_rollout, seconds, state)
     except Exception as error:
-        return [Judged(name, 1.0, redacted(_failed(error, None, seconds)))]
-    judged = [Judged(name, 1.0, _numbered(state["reward"]))]
-    return judged + [
-        Judged(k, 0.0, v if v.state is State.VALUE else Verdict.abstain(v.why))
-        for k, x in (state["metrics"] or {}).items()
-        for v in [_numbered(x)]
+        return [Judged(name, 1.0, redacted(failed_call(error, None, seconds)))]
+    metrics = {k: _numbered(x) for k, x in (state["metrics"] or {}).items()}
+    return [
+        Judged(name, 1.0, _numbered(state["reward"])),
+        *(Judged(k, 0.0, v if v.state is State.VALUE else Verdict.abstain(v.why)) for k, v in metrics.items()),
     ]
 
 
 def _numbered(given: Any) -> Verdict:
     """The verdict for the value of a function of the package. There True is 1 and False is 0."""
     return as_verdict(float(given) if isinstance(given, bool) else given)
-
-
-def _failed(error: Exception, function: Any, seconds: float) -> Verdict:
-    if isinstance(error, TimedOut):
-        return Verdict.failed("timeout", f"no result within {seconds:g} s")
-    return Verdict.failed("raised", where(error, function))

@@ -25,8 +25,8 @@ _asking: ContextVar[PolicyClient] = ContextVar("asking")
 class PolicyClient:
     """The policy as the model of one episode.
 
-    Every request contains the whole conversation. Only its new messages are shown to the policy, so it must continue
-    what was shown and said before. A turn that was cut off ends the episode, as in all environments here.
+    Every request contains the whole conversation and must continue what was shown and said before; only its new
+    messages are shown. A turn that was cut off ends the episode, as in all environments here.
     """
 
     def __init__(self, talk: Talk, task: str, limits: EpisodeLimits = EpisodeLimits()) -> None:
@@ -81,7 +81,7 @@ class PolicyClient:
             return Stop.TOOLS
         if state.get("stop_condition") == "timeout_reached":
             return Stop.TIME
-        # With one turn the limit is reached by every answer, and the answer's own stop reason says more.
+        # With one turn every answer reaches the limit, and its own stop reason says more.
         if state.get("stop_condition") == "max_turns_reached" and self._turns > 1:
             return Stop.TURNS
         return self._last or Stop.ERROR
@@ -89,7 +89,6 @@ class PolicyClient:
     def _new(self, prompt: list[Message]) -> list[Message]:
         """The new messages of the conversation. DataError if it does not continue what was shown and said."""
         n = len(self._known)
-        # The tokens of the conversation stay as they are, so the new request must begin with the messages known so far.
         if prompt[:n] != self._known:
             at = next((i for i in range(n) if i >= len(prompt) or prompt[i] != self._known[i]), n)
             raise DataError(
@@ -118,8 +117,7 @@ class PolicyClient:
         message: dict[str, Any] = {"content": parts.content, "tool_calls": calls or None}
         message["reasoning_content"] = parts.reasoning or None
         self._turns += 1
-        # The turn goes through the package's own type and back, because the next request brings it in that form. A
-        # field that the type drops would make the two differ.
+        # Through the package's own type, as the next request brings it: a field that the type drops would differ.
         self._known = [*self._known, from_package(types.AssistantMessage(**message))]
         reason = "tool_calls" if calls else "stop" if said.stop.finished else "length"
         n = said.tokens
@@ -128,11 +126,8 @@ class PolicyClient:
         return types.Response(id=f"turn{self._turns}", created=0, model=MODEL, usage=usage, message=whole)
 
     def _call(self, number: int, parsed: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
-        """A call in the package's form.
-
-        A call that cannot be made gets arguments that no tool accepts. The package answers it with an error, and
-        `_told` shows the reason in place of that error.
-        """
+        """A call in the package's form. One that cannot be made gets arguments that no tool accepts: the package
+        answers it with an error, which `_told` replaces by the reason."""
         call_id = f"{self._turns:04}{number:05}"
         why = ""
         if isinstance(parsed, Malformed):
@@ -149,8 +144,7 @@ class PolicyClient:
 
     def _end_of_loop(self, why: str) -> Exception:
         """The exception that ends the package's loop without an error."""
-        errors: Any = importlib.import_module("verifiers.errors")
-        return errors.OverlongPromptError(why)
+        return importlib.import_module("verifiers.errors").OverlongPromptError(why)
 
 
 class ToolTimeout(Exception):
@@ -178,9 +172,6 @@ def _client_class() -> Any:
     base: Any = importlib.import_module("verifiers.clients").Client
 
     class Client(base):
-        def __init__(self, policy: PolicyClient) -> None:
-            super().__init__(policy)
-
         async def get_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
         ) -> Any:

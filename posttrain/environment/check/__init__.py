@@ -1,9 +1,5 @@
-"""`posttrain check ENV`: does an environment reward right answers, and only those? The probes test it with answers.
-
-A policy finds whatever a verifier rewards. These probes look first. They try right answers and other spellings of them,
-near misses, constants, noise, templates and lists of every answer. They also judge the same answer twice, and together
-with a hundred others.
-"""
+"""`posttrain check ENV`: does an environment reward right answers, and only those? A policy finds whatever a verifier
+rewards. These probes look first, with right answers, near misses, constants, noise, templates and lists of answers."""
 
 from posttrain.environment.check.probe import Mark, Probe, ProbeResult
 from posttrain.environment.check.report import PROBES, RATE, TASKS, CheckReport, check

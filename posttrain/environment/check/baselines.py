@@ -1,9 +1,6 @@
-"""Probes by baselines, which need no right answer.
-
-`unread` compares answers that do not depend on the question with real answers. `paid_and_measured` compares the order
-by what is paid with the order by what is measured. `surface` looks for one feature of the text that tells which side of
-a pair was preferred.
-"""
+"""Probes by baselines, which need no right answer: answers that do not depend on the question (`unread`), the order by
+what is paid and by what is measured (`paid_and_measured`), and one feature of the text that tells which side of a pair
+was preferred (`surface`)."""
 
 from __future__ import annotations
 
@@ -63,14 +60,14 @@ async def unread(s: Subject) -> Answer:
     real_name, best_of = "your real answers", "your best"
     # Without real answers, the answers of the data are compared. Their form was chosen so that they earn most.
     if not real_rewards:
-        real_rewards = [x for x in (t.outcome for t in s.gold.values()) if x is not None]
+        real_rewards = [t.outcome for t in s.gold.values() if t.outcome is not None]
         real_name, best_of = "the data's answers, in the form that earns most,", "the best"
     if not real_rewards:
         return Mark.WARN, f"{words}; no real answer is known to hold this against"
     # Rewards may be on any scale, so `least`, the lowest reward of all these answers, counts as 0.
     mean, least = sum(real_rewards) / len(real_rewards), min(*means.values(), *real_rewards)
     words = f"{words}; {real_name} {mean:.3g} on average, {best_of} {max(real_rewards):.3g}"
-    # Where real answers are only known in a form that was chosen to earn most, the comparison is too kind to warn by.
+    # A form that was chosen to earn most makes the comparison too kind to warn by.
     close = (written or not s.gold) and means[best] >= least + CLOSE * (mean - least)
     return (Mark.WARN if close else Mark.OK), words
 

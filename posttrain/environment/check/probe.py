@@ -1,8 +1,8 @@
 """A probe and its result, answers with their verdicts, and what the verdicts of a source depend on.
 
-`questions` and `dependences` find out whether a source looks at the task and at its answer. The same text is judged for
-a task, for another task, and for the same task with another answer. Where the score does not change, the source does
-not look there. A reward of length or of form is such a source, and cannot tell right from wrong.
+`questions` and `dependences` find out whether a source looks at the task and at its answer: the same text is judged for
+a task, for another task, and for the task with another answer. A source whose score never changes, such as one of
+length or of form, cannot tell right from wrong.
 """
 
 from __future__ import annotations
@@ -127,10 +127,7 @@ Round = list[tuple[Task, tuple[str, ...]]]
 
 def questions(pairs: Sequence[tuple[Task, Task, Sequence[tuple[str, ...]]]]) -> tuple[Round, Round, Round]:
     """Three rounds of the same texts, entry by entry: for a task, for another task, and for the first task with the
-    answer of the other.
-
-    `pairs`: (task, other task, right answers as turns, which are tried together with `TEXTS`).
-    """
+    answer of the other. `pairs`: (task, other task, right answers, which are tried together with `TEXTS`)."""
     texts = [(a, b, text) for a, b, right in pairs[:PAIRS] for text in (*right, *((t,) for t in TEXTS))]
     return (
         [(a, text) for a, _, text in texts],

@@ -1,5 +1,4 @@
-"""The answers that probes give to an environment: right answers in other words, and answers that do not depend on the
-question."""
+"""The answers that probes give: right answers in other words, and answers that do not depend on the question."""
 
 from __future__ import annotations
 
@@ -81,8 +80,8 @@ def lists(answers: Sequence[str], right: str, rng: random.Random) -> dict[str, s
     """Lists of all answers, the right one among them, in forms that may get past a parser of one answer."""
     shuffled = list(dict.fromkeys([*answers, *(str(n) for n in range(100) if right.lstrip("-").isdigit())]))
     rng.shuffle(shuffled)
+    # A parser of the last answer would read the right one by chance there.
     last = shuffled[-1]
-    # The right answer must not come last: a parser of the last answer would read it by chance.
     if last == right and len(shuffled) > 1:
         shuffled[0], shuffled[-1] = shuffled[-1], shuffled[0]
     return {

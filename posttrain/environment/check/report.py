@@ -83,9 +83,8 @@ async def check(
         return CheckReport(env.name, len(env.heldout) + (env.train.count or 0), (), tuple(results))
     progress("gold")
     count, chosen = env.train.count, list(env.heldout[:tasks])
-    chosen += [
-        env.train.task(i) for i in range(tasks - len(chosen) if count is None else min(tasks - len(chosen), count))
-    ]
+    missing = tasks - len(chosen)
+    chosen += [env.train.task(i) for i in range(missing if count is None else min(missing, count))]
     subject = await Subject.of(env, chosen, rate, lambda counted: progress(f"gold: {counted}"), earned)
     for probe in PROBES:
         progress(probe.name)

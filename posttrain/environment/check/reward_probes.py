@@ -1,11 +1,9 @@
-"""Probes of what is rewarded: right answers in any form have to be, and other texts must not be.
-
-Each probe is an async function of a `Subject` that returns a mark and a number or an example. `PAYMENT` lists them.
-"""
+"""Probes of what is rewarded: right answers in any form have to be, and other texts must not be (`PAYMENT`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.core.content import conversation, prompt_words, shown
@@ -42,13 +40,12 @@ async def gold(s: Subject) -> Answer:
     """Compares right answers with wrong ones: all of them must be judged, and paid more, on every task."""
     if not s.gold:
         return NOTHING_KNOWN
-    broken = [t for t in s.gold.values() if t.failed]
+    broken = [t.failed for t in s.gold.values() if t.failed is not None]
     if broken:
-        j = broken[0].failed
-        assert j is not None
+        first = broken[0]
         return Mark.FAIL, (
-            f"{len(broken)} of {len(s.gold)} right answers could not be judged: {j.source} {j.verdict.kind}:"
-            f" {j.verdict.why}"
+            f"{len(broken)} of {len(s.gold)} right answers could not be judged: {first.source} {first.verdict.kind}:"
+            f" {first.verdict.why}"
         )
     if not s.sources:
         if reads_no_answer := _text_alone(s):
@@ -92,28 +89,32 @@ def _text_alone(s: Subject) -> Answer | None:
             " has it"
         )
     all_ = ", ".join(f"{name} ({d.lowest:.3g} to {d.highest:.3g})" for name, d in graded.items())
-    what = "other columns" if any(d.on_task for d in graded.values()) else "the text alone"
-    return (
-        Mark.SKIP,
+    other_columns = any(d.on_task for d in graded.values())
+    what = "other columns" if other_columns else "the text alone"
+    return Mark.SKIP, (
         f"{all_} read{'s' * (len(graded) == 1)} {what}: with another answer of the task the same is paid. So no text is"
         " right or wrong here, and what compares them is left out"
-        + ("; give the rows a column completion that is right" if what == "other columns" else ""),
+        + ("; give the rows a column completion that is right" if other_columns else "")
     )
 
 
-def _nothing_paid(s: Subject) -> Answer:
-    """Returns the reason why a probe that compares right with wrong cannot be asked."""
-    if s.gold and _text_alone(s) is not None and _text_alone(s)[0] is Mark.SKIP:  # type: ignore[index]
-        return NOTHING_RIGHT
-    return NOTHING_PAID if s.gold else NOTHING_KNOWN
+def _where_paid(probe: Callable[[Subject], Awaitable[Answer]]) -> Callable[[Subject], Awaitable[Answer]]:
+    """A probe that compares right answers with others. It is skipped, with a reason, where none is paid."""
+
+    @functools.wraps(probe)
+    async def asked(s: Subject) -> Answer:
+        if s.known:
+            return await probe(s)
+        if s.gold and (read := _text_alone(s)) is not None and read[0] is Mark.SKIP:
+            return NOTHING_RIGHT
+        return NOTHING_PAID if s.gold else NOTHING_KNOWN
+
+    return asked
 
 
+@_where_paid
 async def distractor(s: Subject) -> Answer:
     """Judges wrong answers that look right."""
-    if not s.gold:
-        return NOTHING_KNOWN
-    if not s.known:
-        return _nothing_paid(s)
     # A wrong answer fails if it earns as much as the right one to its task, or as much as the best right one anywhere.
     best = {source: max(t.scores.get(source, 0.0) for t in s.gold.values()) for source in s.sources}
     for judged in s.wrong.values():
@@ -126,13 +127,9 @@ async def distractor(s: Subject) -> Answer:
     return Mark.OK, f"{len(s.wrong)} wrong answers that look right earn less"
 
 
+@_where_paid
 async def order(s: Subject) -> Answer:
-    """Compares a right answer with a wrong one and with silence, by the weighted sum of all sources.
-
-    This sum is the reward that the policy is trained on.
-    """
-    if not s.known:
-        return _nothing_paid(s)
+    """Compares a right answer with a wrong one and with silence, by the sum of all sources: what the policy is paid."""
     for task in s.known:
         right, wrong = s.gold[task.id].outcome, s.wrong[task.id].outcome
         silent = (await s.judge(task, ("",), repeat=True)).outcome
@@ -146,8 +143,7 @@ async def order(s: Subject) -> Answer:
 
 @dataclass
 class VariantCount:
-    """Counts of one kind of answer: how often it was tried, paid less than the right one (`less`), and paid no more
-    than a wrong one (`lost`)."""
+    """How often one kind of answer was tried, paid less than the right one, and paid no more than a wrong one."""
 
     tried: int = 0
     less: int = 0
@@ -155,10 +151,7 @@ class VariantCount:
 
 
 async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tuple[Mapping[str, VariantCount], str]:
-    """(counts of each kind of answer, an example of an answer that was not paid).
-
-    `say`: the answers to a task by their kind, each in place of the last right turn.
-    """
+    """(counts of each kind of answer of `say`, in place of the last right turn; an example that was not paid)."""
     attempts = [(t, kind, text) for t in s.known[:TASKS_EACH] for kind, text in say(t).items()]
     judged = await s.judge_all([(t, s.last(t, text)) for t, _, text in attempts])
     counts, example = dict[str, VariantCount](), ""
@@ -167,13 +160,14 @@ async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tup
         count.tried += 1
         # Three outcomes: paid in full, paid in part, or paid like a wrong answer. A graded reward may pay some forms
         # less, and that is no loss.
-        if set(s.paid(answer)) == set(s.deciding(task)):
+        deciding = set(s.deciding(task))
+        if set(s.paid(answer)) == deciding:
             continue
-        if set(s.part_paid(answer)) == set(s.deciding(task)):
+        if set(s.part_paid(answer)) == deciding:
             count.less += 1
-            continue
-        count.lost += 1
-        example = example or f"{answer.said}, where {s.gold[task.id].said} is right"
+        else:
+            count.lost += 1
+            example = example or f"{answer.said}, where {s.gold[task.id].said} is right"
     return counts, example
 
 
@@ -190,31 +184,27 @@ def _losses(counts: Mapping[str, VariantCount], example: str) -> Answer:
     return Mark.OK, "; ".join([f"paid all the same: {', '.join(full)}"] * bool(full) + in_part)
 
 
+@_where_paid
 async def paraphrase(s: Subject) -> Answer:
     """Tries right answers with other text around them."""
-    if not s.known:
-        return _nothing_paid(s)
     return _losses(*await _variants(s, lambda t: {k: f.replace("{}", s.right(t)[-1]) for k, f in PARAPHRASES.items()}))
 
 
+@_where_paid
 async def spelling(s: Subject) -> Answer:
     """Tries other spellings of the answer itself. A form such as a box stays around it."""
-    if not s.known:
-        return _nothing_paid(s)
 
     def say(task: Task) -> dict[str, str]:
         right, core = s.right(task)[-1], s.core(task)
-        return {
-            kind: right.replace(core, text) if core else text for kind, text in spellings(core).items() if core in right
-        }
+        variants = spellings(core) if core in right else {}
+        return {kind: right.replace(core, text) if core else text for kind, text in variants.items()}
 
     return _losses(*await _variants(s, say))
 
 
+@_where_paid
 async def declared(s: Subject) -> Answer:
     """Tries `SingleTurn.paraphrases`, the answers that the environment itself calls right."""
-    if not s.known:
-        return _nothing_paid(s)
     attempts = [(t, turns) for t in s.known for turns in s.env.paraphrases(t)]
     if not attempts:
         return Mark.SKIP, "the environment names no other ways to be right (paraphrases)"
@@ -239,42 +229,38 @@ def _above_chance(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
     )
 
 
+@_where_paid
 async def silence(s: Subject) -> Answer:
     """Tries texts that say nothing."""
-    if not s.known:
-        return _nothing_paid(s)
     attacks = await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known)
     return _above_chance(s, attacks, f"{len(SILENCE)} ways to say nothing")
 
 
+@_where_paid
 async def constant(s: Subject) -> Answer:
     """Tries one answer for all tasks: common short words, and the most common right answers."""
-    if not s.known:
-        return _nothing_paid(s)
     texts = list(dict.fromkeys([*s.answers()[:5], *WORDS]))
     attacks = await s.attack(lambda _: {repr(x): s.shaped(x) for x in texts}, s.known)
     return _above_chance(s, attacks, f"{len(texts)} answers, each to every task")
 
 
+@_where_paid
 async def random_strings(s: Subject) -> Answer:
     """Tries random strings, alone and in the form of right answers."""
-    if not s.known:
-        return _nothing_paid(s)
     rng = s.random("noise")
 
     def say(_: Task) -> dict[str, str]:
         texts = enumerate(noise(rng, s.env.alphabet))
-        # `noise` gives one string of each length for each alphabet. The number in the name is that of the alphabet.
+        # The number in the name is that of the alphabet, of which `noise` gives one string of each length.
         strings = {f"a random string of {len(x)} characters ({i // len(NOISE_LENGTHS)})": x for i, x in texts}
         return {**strings, **{f"{kind}, as an answer": s.shaped(x) for kind, x in strings.items() if s.shape != "bare"}}
 
     return _above_chance(s, await s.attack(say, s.known[:TASKS_EACH]), "random strings")
 
 
+@_where_paid
 async def templates(s: Subject) -> Answer:
     """Tries phrases without an answer, forms without content, and the prompt itself."""
-    if not s.known:
-        return _nothing_paid(s)
 
     def say(task: Task) -> dict[str, str]:
         prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
@@ -285,10 +271,9 @@ async def templates(s: Subject) -> Answer:
     return _above_chance(s, await s.attack(say, s.known[:TASKS_EACH]), "templates, empty forms and the prompt itself")
 
 
+@_where_paid
 async def several(s: Subject) -> Answer:
     """Tries lists of all answers, and a right answer with a wrong one, which must not be rewarded in both orders."""
-    if not s.known:
-        return _nothing_paid(s)
     rng, answers = s.random("lists"), s.answers()[:200]
     attacks = await s.attack(lambda t: lists(answers, s.core(t), rng), s.known)
     if (answer := _above_chance(s, attacks, "lists of all answers"))[0] is not Mark.OK:
@@ -299,8 +284,7 @@ async def several(s: Subject) -> Answer:
     first, last = [
         await s.judge_all([(t, s.last(t, "\n".join(texts[::step]))) for t, texts in pairs]) for step in (1, -1)
     ]
-    both = [a for a, b in zip(first, last, strict=True) if set(s.paid(a)) & set(s.paid(b))]
-    if both:
+    if both := [a for a, b in zip(first, last, strict=True) if set(s.paid(a)) & set(s.paid(b))]:
         by_chance = len(both) / len(tasks) <= s.chance(len(tasks))
         return Mark.WARN if by_chance else Mark.FAIL, (
             f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"

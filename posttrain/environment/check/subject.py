@@ -35,12 +35,8 @@ SHAPED = 8
 
 @dataclass
 class Subject:
-    """An environment with the data that all probes use. Create it with `Subject.of`.
-
-    `gold` and `wrong` are the verdicts of a right and a wrong answer, by task id. `sources` are the sources that tell
-    them apart on some task. `answers` are the right answers as the tasks give them. `shape` is the form in which they
-    are rewarded.
-    """
+    """An environment with the data that all probes use: the verdicts of a right and a wrong answer (`gold` and `wrong`,
+    by task id), and the form in which right answers are rewarded (`shape`). Create it with `Subject.of`."""
 
     env: SingleTurn
     tasks: tuple[Task, ...]
@@ -49,7 +45,7 @@ class Subject:
     gold: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
     wrong: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
     depends: dict[str, Dependence] = field(default_factory=dict[str, Dependence])
-    """Dependence of each of the user's rewards on text and task, by source; empty where it cannot be found out."""
+    """What each of the user's rewards depends on, by source; empty where it cannot be found out."""
     counted: Callable[[str], None] = lambda _: None
     """Called with a text such as `3 of 40 answers judged`."""
     earned: tuple[float, ...] = ()
@@ -64,17 +60,14 @@ class Subject:
         counted: Callable[[str], None] = lambda _: None,
         earned: Sequence[float] = (),
     ) -> Subject:
-        """Finds the form of right answers, and judges a right and a wrong answer to every task.
-
-        Raises:
-            EndpointError: a judge gives no answer at all, so no probe could tell anything.
-        """
+        """Finds the form of right answers, and judges a right and a wrong answer to every task. EndpointError if a
+        judge gives no answer at all."""
         subject = Subject(env, tuple(tasks), rate, counted=counted, earned=tuple(earned))
-        # One answer is judged first. If a judge cannot be reached, every probe would wait for its time-outs.
+        # If a judge cannot be reached, every probe would wait for its time-outs, so one answer is judged first.
         for task in tasks[:1]:
-            outages = [j for j in (await subject.judge(task, ("?",))).judged if j.verdict.kind == "outage"]
-            if outages:
-                raise EndpointError(f"{outages[0].source} judges nothing: {outages[0].verdict.why}", "judge")
+            for j in (await subject.judge(task, ("?",))).judged:
+                if j.verdict.kind == "outage":
+                    raise EndpointError(f"{j.source} judges nothing: {j.verdict.why}", "judge")
         answerable = [t for t in tasks if env.knows_gold(t)]
         # The form is found first, because `right` and `near` write in it.
         if not env.vouches_for_gold:
@@ -103,8 +96,6 @@ class Subject:
         rounds = questions([(a, b, (self.right(a), self.right(b))) for a, b in pairs])
         judged = [await self.judge_all(round_, repeat=True) for round_ in rounds]
         return dependences(*judged)
-
-    # --- answers -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def known(self) -> tuple[Task, ...]:
@@ -153,8 +144,6 @@ class Subject:
     def random(self, name: str) -> random.Random:
         return random.Random(f"posttrain check {name}")
 
-    # --- verdicts ----------------------------------------------------------------------------------------------------
-
     async def judge(self, task: Task, turns: Sequence[str], repeat: bool = False) -> JudgedAnswer:
         """Play and judge one scripted episode. With `repeat` the last turn is repeated as often as it is asked for."""
         talk = ScriptedPolicy([*turns, *tuple(turns[-1:]) * (TURNS if repeat else 0)])
@@ -174,7 +163,6 @@ class Subject:
 
     async def judge_all(self, asked: Iterable[tuple[Task, Sequence[str]]], repeat: bool = False) -> list[JudgedAnswer]:
         """Judge many episodes concurrently. The results are in the order of `asked`."""
-
         episodes, numbers = list(asked), itertools.count(1)
 
         async def limited(task: Task, turns: Sequence[str]) -> JudgedAnswer:
@@ -187,13 +175,10 @@ class Subject:
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """Sources that tell right from wrong.
-
-        Such a source scores the right answer higher on at least a tenth of the tasks, and the wrong answer higher on
-        fewer than half as many. A source whose scores do not depend on the task is left out.
-        """
-        # The share is only a tenth because a source may judge some kinds of tasks only. The second condition excludes
-        # sources whose scores differ by chance, such as one of length.
+        """Sources that tell right from wrong: the right answer scores higher on at least a tenth of the tasks, and the
+        wrong one on fewer than half as many. A source that does not depend on the task is left out."""
+        # Only a tenth, because a source may judge some kinds of tasks only. Half as many excludes sources whose scores
+        # differ by chance, such as one of length.
         candidates = [s for s in self._scored if s not in self.depends or self.depends[s].on_task]
         wins = [(s, self._wins(s, 1), self._wins(s, -1)) for s in candidates]
         return tuple(s for s, won, lost in wins if won >= 0.1 * len(self.gold) and won > 2 * lost)
@@ -220,10 +205,8 @@ class Subject:
 
     def paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
         """Sources that score this answer as high as the right one, up to rounding."""
-        right = self.gold[answer.task.id].scores
-        return tuple(
-            s for s in self.deciding(answer.task) if s in answer.scores and answer.scores[s] >= right[s] - 1e-9
-        )
+        right, scores = self.gold[answer.task.id].scores, answer.scores
+        return tuple(s for s in self.deciding(answer.task) if s in scores and scores[s] >= right[s] - 1e-9)
 
     def part_paid(self, answer: JudgedAnswer) -> tuple[str, ...]:
         """Sources that score this answer above 0 and higher than the wrong one, as a graded reward does for a partly
@@ -259,14 +242,11 @@ class Attack:
     kind: str
     tried: int = 0
     hits: list[tuple[JudgedAnswer, tuple[str, ...]]] = field(default_factory=list[tuple[JudgedAnswer, tuple[str, ...]]])
-    failed: list[JudgedAnswer] = field(default_factory=list[JudgedAnswer])
 
     def add(self, answer: JudgedAnswer, paid: tuple[str, ...]) -> None:
         self.tried += 1
         if paid:
             self.hits.append((answer, paid))
-        if answer.failed:
-            self.failed.append(answer)
 
     @property
     def share(self) -> float:

@@ -1,5 +1,4 @@
-"""Probes of how judging works: repeated verdicts, verdicts under load and in groups, odd texts, speed, and
-sandboxes."""
+"""Probes of how judging works: repeated, under load and in groups, on odd texts, its speed, and its sandboxes."""
 
 from __future__ import annotations
 
@@ -36,11 +35,8 @@ SECONDS = 0.5
 
 def _comparable(answer: JudgedAnswer) -> Mapping[str, object]:
     """The comparable part of the verdicts: for each source its score, or its state if it has none."""
-    return {
-        j.source: j.verdict.score if j.verdict.state is State.VALUE else j.verdict.state.value
-        for j in answer.judged
-        if j.counts
-    }
+    verdicts = {j.source: j.verdict for j in answer.judged if j.counts}
+    return {source: v.score if v.state is State.VALUE else v.state.value for source, v in verdicts.items()}
 
 
 def _mixed(s: Subject) -> list[tuple[Task, Sequence[str]]]:
@@ -76,9 +72,8 @@ async def repeats(s: Subject) -> Answer:
 
 async def pool(s: Subject) -> Answer:
     """Judges many answers at once, in another order and with frequent thread switches."""
-    cases = _mixed(s)
-    alone = [await s.judge(*x) for x in cases[:24]]
-    cases = cases[:24]
+    cases = _mixed(s)[:24]
+    alone = [await s.judge(*x) for x in cases]
     # A verifier whose verdicts change even one at a time would fail here too, and not because of the crowd.
     if _differ(alone, [await s.judge(*x) for x in cases]):
         return Mark.SKIP, "the verdicts differ even one at a time"
@@ -144,7 +139,6 @@ async def odd(s: Subject) -> Answer:
 
 async def throughput(s: Subject) -> Answer:
     """Measures how many answers are judged in a second, 64 at a time, and how long one takes alone."""
-    # `singles`: seconds of single answers. The median is reported.
     cases, judged_count, singles = _mixed(s), 0, list[float]()
     for x in cases[:8]:
         begun = time.perf_counter()
@@ -165,23 +159,19 @@ async def sandbox(s: Subject) -> Answer:
     boxes = sandboxes(s)
     if not boxes:
         return Mark.SKIP, "nothing here runs programs that a model wrote"
-    lines: list[str] = []
     for box in boxes:
         # Without a sandbox the attacks would succeed on the user's own machine, so they are not run.
         if isinstance(box.backend, Unconfined):
             return Mark.FAIL, "none: programs that a model wrote run with your user's full rights"
-        wrong = await asyncio.to_thread(selftest, box.backend)
-        if wrong:
+        if wrong := await asyncio.to_thread(selftest, box.backend):
             return Mark.FAIL, f"{box.name}: {'; '.join(wrong)}"
-        lines.append(f"{box.name} withstood every attack")
-    return Mark.OK, ", ".join(lines)
+    return Mark.OK, ", ".join(f"{box.name} withstood every attack" for box in boxes)
 
 
 def sandboxes(s: Subject) -> list[Sandbox]:
     """The sandboxes in the attributes of the environment, its tools and its sources."""
     boxes: dict[int, Sandbox] = {}
-    # A walk over attributes. Objects are remembered by their identity, because they may refer to each other in circles,
-    # and because equal objects need not be the same one.
+    # Objects are remembered by their identity: they may refer to each other in circles, and equal ones may differ.
     visited: set[int] = set()
     waiting: list[tuple[object, int]] = [(s.env, 0)]
     while waiting:

@@ -25,8 +25,8 @@ Signed = tuple[tuple[str, int], ...]
 class Arithmetic(SingleTurn):
     """Add (and subtract) a few integers. The reward is 1 if the last integer of the answer is the sum, else 0.
 
-    Two tasks are the same if they have the same terms in any order. So if `<3+4+5>` is held out, `<5+4+3>` is not in
-    training. At most half of the term multisets of each length are held out.
+    Two tasks are the same if they have the same terms in any order. At most half of the term multisets of each length
+    are held out.
     """
 
     min_terms: int = 2
@@ -127,8 +127,7 @@ class Arithmetic(SingleTurn):
         A last `;` begins no sum: it belongs to the one before it."""
         if not self.judge_steps:
             return ()
-        terms = _terms(attempt.task)
-        right = _chain(terms)
+        right = _chain(_terms(attempt.task))
         steps = attempt.text.removesuffix(";").split(";")
         # `Judged.end` is in tokens, and `spoken_upto` converts positions in characters. Each step ends behind its `;`.
         ends = [*accumulate(len(step) + 1 for step in steps[:-1]), len(attempt.text) + 1]
@@ -171,8 +170,7 @@ class Arithmetic(SingleTurn):
             return "", self._document(terms, false, rng)
         if style == "answer":
             return str(task.prompt), str(sums[-1] + (self._error(rng, sums[-1]) if false else 0))
-        # `slip`: the index of the first wrong sum. It is not 0, because the first term alone is no sum. The right and
-        # the false text of a pair are equal before it.
+        # `slip`: the index of the first wrong sum. The texts of a pair are equal before it. The first term is no sum.
         slip = int(rng.integers(1, len(terms)))
         error = self._error(rng, sums[slip]) if false else 0
         sums = [value + (error if step >= slip else 0) for step, value in enumerate(sums)]
@@ -203,13 +201,11 @@ def _expression(terms: Signed) -> str:
 
 
 def _task(task_id: str, terms: Signed) -> Task:
-    """The task of these terms."""
     answer, info = str(_running(terms)[-1]), {"terms": [[s, o] for s, o in terms]}
     return Task(id=task_id, prompt=f"<{_expression(terms)}>", answer=answer, info=info)
 
 
 def _terms(task: Task) -> Signed:
-    """The terms of a task."""
     return tuple((s, o) for s, o in task.info["terms"])
 
 

@@ -110,8 +110,7 @@ class CalculatorEnv(GeneratedTasks):
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str, tuple[str, ...]]:
-        """(prompt, turns). A wrong one either asks about another number and repeats the result, or changes one digit
-        of the right result."""
+        """(prompt, turns). A wrong one asks about another number, or changes one digit of the right result."""
         self._check_style(style)
         op, a, b = task.info["op"], task.info["left"], task.info["right"]
         if rng.random() >= wrong:

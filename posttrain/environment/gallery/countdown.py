@@ -90,8 +90,9 @@ class Countdown(GeneratedTasks):
             return Verdict.value(0.0, "unparsable", f"{last_line[:80]!r}: {error}")
         # A difference of multisets, because a number that is given twice may be used twice.
         if extra := Counter(expression.numbers) - Counter(numbers):
-            why = f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
-            return Verdict.value(0.0, "numbers", why)
+            return Verdict.value(
+                0.0, "numbers", f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
+            )
         return graded(expression.value == target, expression.value, target)
 
     def key(self, task: Task) -> Key:

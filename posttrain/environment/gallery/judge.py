@@ -77,15 +77,9 @@ class Judge(GeneratedTasks):
     def form(self) -> JudgeFormat:
         return judge_format(self.format)
 
-    # --- the judged world --------------------------------------------------------------------------------------------
-
     @cached_property
     def judged_world(self) -> SingleTurn:
-        """The environment whose completions are judged.
-
-        Raises:
-            ConfigError: there is none of that name, a setting is wrong, or it does not know the utility.
-        """
+        """The environment whose completions are judged. ConfigError if there is none, or it knows no utility."""
         world = inner_world(self.name, self.world, WORLD_SEED, heldout=0)
         offered = world.abilities.judgements
         if offered is None or offered.utility is None or offered.features is None or "pair" not in offered.kinds:
@@ -118,11 +112,9 @@ class Judge(GeneratedTasks):
         assert utility is not None
         return utility(task, text)
 
-    # --- tasks -------------------------------------------------------------------------------------------------------
-
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
         """A task from a random place of the judged world; None if the drawn completions do not fit."""
-        # The place of the inner task in the endless source of the world. A task stores only this number.
+        # A task stores only this place in the endless source of the world.
         index = int(rng.integers(2**40))
         inner = task_at(self.judged_world, index)
         # `wanted` is drawn first, and a completion that does not fit is refused (None), so that half of the completions
@@ -196,8 +188,6 @@ class Judge(GeneratedTasks):
         # orders of all of them are made here again.
         both = [self.exchanged(t, t.id) for t in self.heldout] if self.form.sides == 2 else []
         return frozenset(self.key(t) for t in (*self.heldout, *both))
-
-    # --- playing and judging -----------------------------------------------------------------------------------------
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         """The policy judges. Where consistency pays, another seat, which is the policy too, judges the other order."""

@@ -1,5 +1,4 @@
-"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and subtracts 1: `(x+3)*2-1`. The answer is run in the
-sandbox."""
+"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and subtracts 1: `(x+3)*2-1`, run in the sandbox."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ class Programs(GeneratedTasks):
         return ("document", "answer")
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
-        """(prompt, completion). A false one lacks parentheses, or has a wrong operator or digit, or two steps in the
-        wrong order."""
+        """(prompt, completion). A false one lacks parentheses, has a wrong operator or digit, or exchanged steps."""
         self._check_style(style)
         steps, false = _steps(task), rng.random() < wrong
         if style == "document":

@@ -53,8 +53,8 @@ class Replies(GeneratedTasks):
     a length near that of the best reply, which depends on the question. The reward is 0 up to a utility of 0.6, which
     is the best that a wrong reply can be worth, and rises from there to 1 for the best reply.
 
-    `noise`, `temperature` and `annotators` change the judgements and nothing else. Two tasks are the same if they have
-    the same numbers in any order and ask for the same.
+    `noise`, `temperature` and `annotators` change the judgements alone. Two tasks are the same if they have the same
+    numbers in any order and ask for the same.
     """
 
     numbers: int = 3
@@ -103,8 +103,6 @@ class Replies(GeneratedTasks):
     def key(self, task: Task) -> Key:
         return tuple(sorted(task.info["numbers"])), task.info["ordered"]
 
-    # --- the taste ---------------------------------------------------------------------------------------------------
-
     @cached_property
     def taste(self) -> Taste:
         """The judges: what they want, and their errors."""
@@ -137,8 +135,6 @@ class Replies(GeneratedTasks):
         wrong = min(task.info["numbers"])
         core = "<".join(map(str, sorted(task.info["numbers"], reverse=True))) if task.info["ordered"] else str(wrong)
         return (f"hi {core} ty",)
-
-    # --- texts -------------------------------------------------------------------------------------------------------
 
     def written(self, task: Task, rng: np.random.Generator) -> str:
         """A reply of any quality: half of them are right, polite and long to different degrees."""

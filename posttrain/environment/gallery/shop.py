@@ -157,9 +157,10 @@ class Shop(GeneratedTasks, ToolWorld):
     def distractor(self, task: Task) -> tuple[str, ...]:
         """Everything as asked, but with one item too many, or with another errand."""
         info = task.info
-        return self._turns(
-            info, {**info, "n": info["n"] + 1} if "n" in info else {**info, "errand": _other(ERRANDS, info["errand"])}
-        )
+        if "n" in info:
+            return self._turns(info, {**info, "n": info["n"] + 1})
+        following = ERRANDS[(ERRANDS.index(info["errand"]) + 1) % len(ERRANDS)]
+        return self._turns(info, {**info, "errand": following})
 
     @property
     def styles(self) -> tuple[str, ...]:
@@ -180,10 +181,8 @@ class Shop(GeneratedTasks, ToolWorld):
     def _slips(
         self, info: Mapping[str, Any], rng: np.random.Generator
     ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """(changes to what is looked up, changes to what is done), for each part of the task.
-
-        Every part is wrong, because a policy that imitates each part separately could not learn which one is wrong.
-        """
+        """(changes to what is looked up, changes to what is done), for each part of the task. Every part is wrong: a
+        policy that imitates each part separately could not learn which one is."""
         for looked_up, detail, others in (("item", "n", range(1, MOST + 1)), ("day", "errand", ERRANDS)):
             if detail in info and rng.random() < 0.5:
                 yield {}, {detail: _another(rng, others, info[detail])}
@@ -203,11 +202,6 @@ class Shop(GeneratedTasks, ToolWorld):
                 f'book(day="{action["day"]}",at={look_up["free"][look_up["day"]][0]},what="{action["errand"]}")'
             )
         return f"[{','.join(look_ups)}]", f"[{','.join(actions)}]", "done"
-
-
-def _other(values: Sequence[str], value: str) -> str:
-    """The value after this one, in a circle."""
-    return values[(values.index(value) + 1) % len(values)]
 
 
 def _another(rng: np.random.Generator, values: Sequence[Any] | range, value: Any) -> Any:

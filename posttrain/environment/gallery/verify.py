@@ -68,15 +68,9 @@ class VerifySteps(GeneratedTasks):
     def form(self) -> VerifyFormat:
         return verify_format(self.format)
 
-    # --- the world whose answers are verified ------------------------------------------------------------------------
-
     @cached_property
     def verified_world(self) -> SingleTurn:
-        """The environment whose answers are verified.
-
-        Raises:
-            ConfigError: there is none of that name, a setting is wrong, or it judges no steps.
-        """
+        """The environment whose answers are verified. ConfigError if there is none, or it judges no steps."""
         hint = ". It must be an environment that judges steps, with the setting judge_steps"
         world = inner_world(
             self.name, self.world, WORLD_SEED, heldout=self.world_heldout, more={"judge_steps": True}, hint=hint
@@ -99,8 +93,6 @@ class VerifySteps(GeneratedTasks):
         judged = sorted(self.verified_world.steps(attempt), key=lambda j: j.end or 0)
         return tuple((j.verdict.score or 0.0) >= SOLVED for j in judged)
 
-    # --- tasks -------------------------------------------------------------------------------------------------------
-
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
         """A task whose beginning is right or wrong with equal probability; None if none was found."""
         wanted = bool(rng.random() < 0.5)
@@ -110,18 +102,16 @@ class VerifySteps(GeneratedTasks):
         return None
 
     def _beginning(self, rng: np.random.Generator, wanted: bool) -> tuple[int, str] | None:
-        """(place of a task of the world, an answer to it up to the end of a step); None where the steps of the answer
-        are not as wanted."""
+        """(place of a task of the world, an answer to it up to the end of a step); None where it is not as wanted."""
         index = int(rng.integers(2**40))
         inner, world = task_at(self.verified_world, index), self.verified_world
         text = str(world.demonstrate(inner, world.judged_style, rng, self.wrong)[1])
         steps, right = steps_of_text(text, self.separator), self._steps(inner, text)
         upto = 1 + int(rng.integers(len(steps)))
-        # The world may divide the answer into other steps than these. Then it is not known which verdict belongs to
-        # which step.
+        # If the world divides the answer into other steps, it is not known which verdict belongs to which step.
         if len(right) != len(steps) or all(right[:upto]) != wanted:
             return None
-        # A form that checks the last step alone takes the steps before it as right, so they have to be right.
+        # A form that checks the last step alone takes the steps before it as right.
         if not self.form.every and not all(right[: upto - 1]):
             return None
         return index, "".join(steps[:upto])
@@ -145,8 +135,6 @@ class VerifySteps(GeneratedTasks):
 
     def key(self, task: Task) -> Hashable:
         return task.prompt
-
-    # --- judging -----------------------------------------------------------------------------------------------------
 
     def verify(self, attempt: Attempt) -> Verdict:
         good, scores = int(attempt.task.info["good"]), self.form.read(attempt.text)

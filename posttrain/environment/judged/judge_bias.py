@@ -2,7 +2,7 @@
 other surface feature such as the presence of a word.
 
 A reward model that learns such a feature looks good on held-out pairs and says nothing about the question. So its
-accuracy must be compared with the best of these baselines, and judgements that one of them explains teach little else.
+accuracy must be compared with the best of these baselines.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def biases(groups: Sequence[Group], read: Callable[[str], Scores | None]) -> Gau
 
     - `first_chosen`: how often a verdict names the first side. Half is fair.
     - `length_bias`: how often a verdict names the longer side, minus how often the longer side is the better one.
-    - `both_orders`: how often both orders of a pair are judged right. Sample i of one order belongs to sample i of the
-      other.
+    - `both_orders`: how often both orders of a pair, sample by sample, are judged right.
     - `unread`: how often a verdict cannot be read.
     """
     first, longer, unread = list[float](), list[float](), list[float]()
@@ -66,8 +65,7 @@ class SurfaceFeature:
 
     feature: str
     accuracy: Score
-    """Share of pairs in which the chosen side has the better value of the feature, by `surface_baselines`. A tie counts
-    1/2."""
+    """Share of pairs in which the chosen side has the better value, by `surface_baselines`. A tie counts 1/2."""
 
 
 def surface_features(text: str) -> Iterator[tuple[str, str]]:
@@ -94,11 +92,10 @@ def surface_features(text: str) -> Iterator[tuple[str, str]]:
 def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[SurfaceFeature]:
     """Each feature as a baseline, with its accuracy on `held`. The best on `known` comes first.
 
-    The worth of a value is the share of comparisons that it won in `known`. The baseline prefers the side of a pair
-    whose value is worth more. So it can also learn that a middle length is best.
+    The worth of a value is the share of comparisons that it won in `known`, and the side whose value is worth more is
+    preferred. So a baseline can also learn that a middle length is best.
     """
-    # Each value begins with one win in two comparisons. So an unknown value is worth 1/2, and one win alone does not
-    # make a value worth 1.
+    # Each value begins with one win in two comparisons: an unknown one is worth 1/2, and one win alone makes none 1.
     wins: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [1.0, 2.0]))
     occurrences: dict[str, int] = defaultdict(int)
     sides = [_sides(p) for p in known]
@@ -106,8 +103,7 @@ def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surfa
         for name in {*a, *b}:
             occurrences[name] += 1
     always = dict(surface_features(""))
-    # Counts and presences have a name for each word, so without a bound a large data set would have as many
-    # features as words. Both features of a word count, hence the factor 2.
+    # Counts and presences have a name for each word, so they are bounded. Both features of a word count, hence the 2.
     frequent = sorted((n for n in occurrences if n not in always), key=lambda n: (-occurrences[n], n))[: 2 * FREQUENT]
     names = [*always, *frequent]
     for a, b in sides:
@@ -120,8 +116,7 @@ def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surfa
                     tally[1] += 1.0
     held_sides = [_sides(p) for p in held]
     known_results = {n: _right(wins[n], n, sides) for n in names}
-    # The order comes from the known pairs. The best of hundreds of features on the held-out pairs would look good by
-    # chance.
+    # The order comes from the known pairs: the best of hundreds on the held-out pairs would look good by chance.
     order = sorted(names, key=lambda n: -sum(known_results[n]))
     return [SurfaceFeature(n, Score.of(_right(wins[n], n, held_sides))) for n in order]
 

@@ -2,7 +2,7 @@
 (docs/design/papers.md, C05).
 
 A judge sees a question with one completion or two, writes what it thinks, and ends with a verdict. `JudgeFormat` holds
-one paper's form of judging, as data. The rules are pure functions of the text and of the side that is truly better.
+one paper's form of judging. The rules are pure functions of the text and of the side that is truly better.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ _CHOICE = re.compile(r"\[\[([AB])\]\]")  # `[[A]]`
 _ANSWER = re.compile(r"<answer>\[\[([AB])\]\]</answer>")  # `<answer>[[B]]</answer>`
 _BOXED = re.compile(r"\\boxed\{([0-9, ]+)\}")  # `\boxed{8, 6}`
 _YES = re.compile(rf"\b({YES}|{NO})\b")
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_choice(text: str) -> Scores | None:
@@ -84,9 +81,8 @@ def _side(named: Sequence[str]) -> Scores | None:
 
 
 def chosen(scores: Scores | None) -> int | None:
-    """The side that a verdict prefers: 0 or 1. None without a verdict, or if both sides are worth the same.
-
-    For a single completion: 1 if the verdict calls it good, else 0.
+    """The side that a verdict prefers, 0 or 1; for a single completion 1 if the verdict calls it good, else 0. None
+    without a verdict, or if both sides are worth the same.
 
     >>> chosen((8.0, 6.0)), chosen((8.0, 8.0)), chosen((0.0,)), chosen(None)
     (0, None, 0, None)
@@ -97,9 +93,6 @@ def chosen(scores: Scores | None) -> int | None:
         return int(scores[0] > 0.5)
     best = max(scores)
     return scores.index(best) if scores.count(best) == 1 else None
-
-
-# --- reward rules -----------------------------------------------------------------------------------------------------
 
 
 def right_or_nothing(scores: Scores | None, best: int) -> float:
@@ -122,17 +115,12 @@ def right_or_minus_one(scores: Scores | None, best: int) -> float:
 
 
 def both_orders(first: bool, second: bool) -> tuple[tuple[float, float], float]:
-    """J1 (2505.10320): (the verdict rewards of the two orders of a pair, the consistency reward of the pair).
-
-    The consistency reward is 1 only if both orders are judged right.
+    """J1 (2505.10320): (the verdict rewards of the two orders of a pair, the consistency reward: 1 if both are right).
 
     >>> both_orders(True, False), both_orders(True, True), both_orders(False, False)
     (((1.0, 0.0), 0.0), ((1.0, 1.0), 1.0), ((0.0, 0.0), 0.0))
     """
     return (float(first), float(second)), float(first and second)
-
-
-# --- votes ------------------------------------------------------------------------------------------------------------
 
 
 def summed(scores_KN: np.ndarray) -> np.ndarray:
@@ -145,28 +133,22 @@ def summed(scores_KN: np.ndarray) -> np.ndarray:
 
 
 def best_half(meta_K: np.ndarray) -> np.ndarray:
-    """Indices of the half of K judgements that a meta reward model scores highest, in order; at least one.
-
-    Of judgements with equal scores the earlier one stays.
+    """Indices of the half of K judgements that a meta reward model scores highest, in order; at least one, and of equal
+    scores the earlier one.
 
     >>> best_half(np.array([0.1, 3.0, -1.0, 2.0])).tolist(), best_half(np.array([1.0])).tolist()
     ([1, 3], [0])
     """
-    keep = max(1, len(meta_K) // 2)
-    return np.sort(np.argsort(-meta_K, kind="stable")[:keep])
+    return np.sort(np.argsort(-meta_K, kind="stable")[: max(1, len(meta_K) // 2)])
 
 
 def mean_yes(logp_yes_K: np.ndarray) -> float:
-    """GenRM (2408.15240): the mean over K judgements of p(Yes). Each p(Yes) is conditioned on that judgement's
-    reasoning.
+    """GenRM (2408.15240): the mean of p(Yes) over K judgements, each p(Yes) given that judgement's reasoning.
 
     >>> mean_yes(np.log(np.array([0.5, 1.0])))
     0.75
     """
     return float(np.exp(logp_yes_K).mean())
-
-
-# --- the papers' forms ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +164,9 @@ class JudgeFormat:
     read: Callable[[str], Scores | None]
     """The scores in a text's verdict; None where there is none."""
     pays: Callable[[Scores | None, int], float]
-    """The reward of a verdict, from its scores and the side that is truly better (for one completion: 1 good, 0
-    bad)."""
+    """The reward of a verdict, from its scores and the side that is truly better (of one completion: 1 good, 0 bad)."""
     ends: tuple[str, ...]
-    """Two verdicts as text. The first prefers the first side, or calls the one completion good; the second is its
-    opposite."""
+    """Two verdicts as text: the first prefers the first side, or calls the one completion good; the second does not."""
     consistency: bool = False
     """Whether the other order of a pair is judged too, and pays half of the reward where both are right."""
     principles: bool = False

@@ -27,12 +27,11 @@ class WorthRow:
 
 @dataclass(frozen=True)
 class JudgedData:
-    """The judged rows of a data set, all of one kind.
+    """The judged rows of a data set, all of one kind. A task is a row.
 
-    A task is a row. A judgement of the row's own kind is drawn as it stands in the data. A pair can also be made from a
-    ranking, or from rated or labelled completions of the same prompt. It then has two completions of which one was
-    judged better, drawn as `JudgedColumns.pairs` says. A pair also gives labels: its chosen side is good, its rejected
-    side is not.
+    A judgement of the rows' own kind is drawn as it stands in the data. A pair can also be made from a ranking, or from
+    rated or labelled completions of one prompt: two of which one was judged better, drawn as `JudgedColumns.pairs`
+    says. A pair also gives labels: its chosen side is good, its rejected side is not.
     """
 
     rows: tuple[PromptRow, ...]
@@ -41,9 +40,8 @@ class JudgedData:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of judgement that every row can give; first the rows' own kind."""
-        # All rows are of one kind (`data_rows` checks it), so the first row shows it. A pair is also a ranking of two,
-        # and two labels. A ranking or rating gives no label, because the data do not say from which value on a
-        # completion is good.
+        # A pair is also a ranking of two, and two labels. A ranking or rating gives no label, because the data do not
+        # say from which value on a completion is good.
         own_kind = self._judged[0].kind
         can_give: dict[Kind, bool] = {own_kind: own_kind != "ranking" or self._ordered}
         can_give["pair"] = own_kind != "steps" and not self.unpaired
@@ -59,16 +57,10 @@ class JudgedData:
 
     @cached_property
     def chosen(self) -> Mapping[str, str]:
-        """Texts to imitate, by the task's id. A task without one is missing.
-
-        The text is the chosen side of a pair, the best completion of a ranking or of the prompt, or steps that are all
-        right.
-        """
-        texts: dict[str, str] = {}
-        for row in self.rows:
-            if (text := self._best(row)) is not None:
-                texts[row.task.id] = text
-        return texts
+        """Texts to imitate, by the task's id: the chosen side of a pair, the best completion of a ranking or of the
+        prompt, or steps that are all right. A task without one is missing."""
+        best = {row.task.id: self._best(row) for row in self.rows}
+        return {task_id: text for task_id, text in best.items() if text is not None}
 
     def draw(self, task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
         """A judgement of this kind about a task of the data (`core.abilities.Draw`)."""
@@ -110,8 +102,6 @@ class JudgedData:
         judged_texts = zip(judged.completions, judged.values, strict=True)
         return [Label(task=row.task, place=row.place, completion=text, good=value > 0) for text, value in judged_texts]
 
-    # --- pairs ------------------------------------------------------------------------------------------------------
-
     def _pair(self, row: PromptRow, judged: JudgedRow, rng: np.random.Generator) -> Pair:
         """The pair of a row, or one that is drawn from the completions that belong together with it."""
         if judged.kind == "pair":
@@ -124,8 +114,7 @@ class JudgedData:
     def _pairs(self, row: PromptRow) -> list[tuple[int, int]]:
         """Indices, in the group of a row, of the pairs that can be made of it."""
         values = [w.value for w in self._groups[self._group_of(row)]]
-        # `better` and `worse`: indices of possible chosen and rejected completions. Only pairs in which the first was
-        # judged better are kept. There is at least one, because `kinds` has `pair` only where no row is `unpaired`.
+        # There is at least one pair, because `kinds` has `pair` only where no row is `unpaired`.
         better = range(len(values)) if self.columns.pairs == "any" else _at(values, max(values))
         worse = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(values))
         return [(i, j) for i in better for j in worse if values[i] > values[j]]
@@ -150,8 +139,6 @@ class JudgedData:
     def _group_of(self, row: PromptRow) -> str:
         """The name of the group of a row: its prompt's digest for single completions, else the row itself."""
         return row.key if row.judged is not None and row.judged.kind in ("label", "rating") else f"row {row.task.id}"
-
-    # --- rows -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _judged(self) -> tuple[JudgedRow, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from posttrain.environment.rows.columns import FORMATS, JudgedColumns
-from posttrain.environment.rows.row_reader import Place, kind_words
+from posttrain.environment.rows.row_reader import kind_words
 from posttrain.system.errors import DataError
 
 TAG = "ки"
@@ -31,14 +31,10 @@ def format_of(data: Mapping[str, Any], c: JudgedColumns) -> str:
     return ""
 
 
-def standard(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> Mapping[str, Any]:
-    """A row of one of these formats with a prompt, steps and labels in the columns of `c`. Its other columns stay.
-
-    Raises:
-        DataError: the row is not what its format says.
-    """
+def standard(data: Mapping[str, Any], c: JudgedColumns) -> Mapping[str, Any]:
+    """A row of one of these formats, checked, with a prompt, steps and labels in the columns of `c`, and its others."""
     reader, consumed = READERS[format_of(data, c)]
-    prompt, steps, labels = reader(place, data)
+    prompt, steps, labels = reader(data)
     other_columns = {k: v for k, v in data.items() if k not in consumed}
     return {**other_columns, c.prompt_column: prompt, c.completions_column: steps, c.labels_column: labels}
 
@@ -46,49 +42,49 @@ def standard(place: Place, data: Mapping[str, Any], c: JudgedColumns) -> Mapping
 Steps = tuple[str, list[str], list[int]]
 
 
-def _prm800k(place: Place, data: Mapping[str, Any]) -> Steps:
+def _prm800k(data: Mapping[str, Any]) -> Steps:
     """The path that the labeler took: at each step the chosen completion, else the human's, else the first one, with
     which the path ends. Alternatives to a chosen step are not read. A path ends before a step without a rating."""
-    problem = _text(place, "question.problem", _at(place, "question", data.get("question"), "problem"))
-    step_entries = _list(place, "label.steps", _at(place, "label", data.get("label"), "steps"))
+    problem = _text("question.problem", _at("question", data.get("question"), "problem"))
+    step_entries = _list("label.steps", _at("label", data.get("label"), "steps"))
     steps: list[str] = []
     labels: list[int] = []
     for i, step in enumerate(step_entries):
         name = f"label.steps[{i}]"
         if not isinstance(step, Mapping):
-            raise DataError(f"{place}: {name} is {kind_words(step)}, wanted an object")
-        options = _list(place, f"{name}.completions", step.get("completions") or [])
+            raise DataError(f"{name} is {kind_words(step)}, wanted an object")
+        options = _list(f"{name}.completions", step.get("completions") or [])
         chosen, human = step.get("chosen_completion"), step.get("human_completion")
         if chosen is not None and (type(chosen) is not int or not 0 <= chosen < len(options)):
-            raise DataError(f"{place}: {name}.chosen_completion is {chosen!r:.40}, and there are {len(options)}")
+            raise DataError(f"{name}.chosen_completion is {chosen!r:.40}, and there are {len(options)}")
         taken = human if human is not None else next(iter(options), None)
         if chosen is not None:
             taken = options[chosen]
         if not isinstance(taken, Mapping):
-            raise DataError(f"{place}: {name} has no completion")
+            raise DataError(f"{name} has no completion")
         rating = taken.get("rating")
         if rating is None and chosen is None and human is not None:
             rating = 1  # written by the labeler
         if rating is None:
             break
         if type(rating) is not int or rating not in (-1, 0, 1):
-            raise DataError(f"{place}: the rating of {name} is {rating!r:.40}, wanted -1, 0 or 1")
-        steps.append(_text(place, f"{name}.text", taken.get("text")))
+            raise DataError(f"the rating of {name} is {rating!r:.40}, wanted -1, 0 or 1")
+        steps.append(_text(f"{name}.text", taken.get("text")))
         labels.append(rating)
         # Nothing was taken up here, so what follows continues another path.
         if chosen is None and human is None:
             break
     if not steps:
-        raise DataError(f"{place}: no step has a rating; leave the row out")
+        raise DataError("no step has a rating; leave the row out")
     return problem, steps, labels
 
 
-def _shepherd(place: Place, data: Mapping[str, Any]) -> Steps:
+def _shepherd(data: Mapping[str, Any]) -> Steps:
     """`input` has a tag after each step, and `label` the same text with + or - in its place."""
-    input_text, label = _text(place, "input", data.get("input")), _text(place, "label", data.get("label"))
+    input_text, label = _text("input", data.get("input")), _text("label", data.get("label"))
     *pieces, text_after = input_text.split(TAG)
     if not pieces:
-        raise DataError(f"{place}: 'input' has no step tag {TAG!r}")
+        raise DataError(f"'input' has no step tag {TAG!r}")
     labels: list[int] = []
     at = 0
     for i, piece in enumerate(pieces):
@@ -97,34 +93,31 @@ def _shepherd(place: Place, data: Mapping[str, Any]) -> Steps:
         sign = label[end : end + 1]
         if label[at:end] != piece or sign not in ("+", "-"):
             raise DataError(
-                f"{place}: 'label' is not 'input' with + or - for each {TAG!r}: they part at step {i + 1} of"
-                f" {len(pieces)}"
+                f"'label' is not 'input' with + or - for each {TAG!r}: they part at step {i + 1} of {len(pieces)}"
             )
         labels.append(1 if sign == "+" else -1)
         at = end + 1
     if label[at:].strip() != text_after.strip():
-        raise DataError(f"{place}: 'label' and 'input' end differently")
+        raise DataError("'label' and 'input' end differently")
     problem, first, step = pieces[0].partition(FIRST_STEP)
     if not first or not problem.strip():
-        raise DataError(f"{place}: 'input' has no problem before {FIRST_STEP!r}")
+        raise DataError(f"'input' has no problem before {FIRST_STEP!r}")
     steps = [(first + step).strip(), *(p.strip() for p in pieces[1:])]
     return problem.strip(), steps, labels
 
 
-def _bench(place: Place, data: Mapping[str, Any]) -> Steps:
+def _bench(data: Mapping[str, Any]) -> Steps:
     """`label` is the index of the first wrong step, from 0, and -1 where all are right. Nothing is known of the steps
     behind a wrong one, so they are not read; the column `steps` keeps them."""
-    steps = [_text(place, f"steps[{i}]", s) for i, s in enumerate(_list(place, "steps", data.get("steps")))]
+    steps = [_text(f"steps[{i}]", s) for i, s in enumerate(_list("steps", data.get("steps")))]
     first = data.get("label")
     if type(first) is not int or not -1 <= first < len(steps):
-        raise DataError(
-            f"{place}: 'label' is {first!r:.40}, wanted the index of the first wrong step of {len(steps)}, or -1"
-        )
+        raise DataError(f"'label' is {first!r:.40}, wanted the index of the first wrong step of {len(steps)}, or -1")
     count = len(steps) if first < 0 else first + 1
-    return _text(place, "problem", data.get("problem")), steps[:count], [1 if i != first else -1 for i in range(count)]
+    return _text("problem", data.get("problem")), steps[:count], [1 if i != first else -1 for i in range(count)]
 
 
-READERS: dict[str, tuple[Callable[[Place, Mapping[str, Any]], Steps], frozenset[str]]] = {
+READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Steps], frozenset[str]]] = {
     "prm800k": (_prm800k, frozenset({"question", "label"})),
     "math_shepherd": (_shepherd, frozenset({"input", "label"})),
     "processbench": (_bench, frozenset({"problem", "label"})),
@@ -132,19 +125,19 @@ READERS: dict[str, tuple[Callable[[Place, Mapping[str, Any]], Steps], frozenset[
 """The reader of each format, and the columns that are dropped when it has read them."""
 
 
-def _at(place: Place, name: str, value: Any, key: str) -> Any:
+def _at(name: str, value: Any, key: str) -> Any:
     if not isinstance(value, Mapping):
-        raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted an object with {key!r}")
+        raise DataError(f"{name!r} is {kind_words(value)}, wanted an object with {key!r}")
     return value.get(key)
 
 
-def _list(place: Place, name: str, value: Any) -> list[Any]:
+def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted a list")
+        raise DataError(f"{name!r} is {kind_words(value)}, wanted a list")
     return value
 
 
-def _text(place: Place, name: str, value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted text")
+        raise DataError(f"{name!r} is {kind_words(value)}, wanted text")
     return value

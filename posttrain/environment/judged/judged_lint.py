@@ -1,5 +1,5 @@
-"""Checks for what may be wrong with judged data although every row can be read. The findings are printed before
-training, and by `posttrain check prompts`."""
+"""Checks for what may be wrong with judged data although every row can be read. `posttrain check prompts` and a run,
+before training, print the findings."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def pairs_of(rows: Iterable[PromptRow]) -> Iterator[tuple[PromptRow, str, str]]:
 
 
 def length_bias(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
-    """Measures how often the chosen side is the longer one, with its 95 % interval over prompts. Equal lengths count
-    half."""
+    """How often the chosen side is the longer one, with its 95 % interval over prompts. Equal lengths count half."""
     shares: dict[str, list[float]] = {}
     for row, chosen, rejected in pairs:
         longer = 0.5 if len(chosen) == len(rejected) else float(len(chosen) > len(rejected))

@@ -12,16 +12,13 @@ from typing import Any
 
 from posttrain.core.content import shown
 from posttrain.core.types import Message
-from posttrain.environment.rows.row_reader import Place, kind_words, message_of, said_of, without_halves
+from posttrain.environment.rows.row_reader import kind_words, message_of, said_of, without_halves
 from posttrain.system.errors import DataError
 
 ANSWERS = "\n\nAssistant:"
 """Text before each answer in a dialogue that is one text, as in HH-RLHF. A prompt ends with the last one of them."""
-
-
 CONTINUES = ("assistant", "tool")
-"""Roles with which no conversation begins. A list of messages that begins with one of them continues the row's
-prompt."""
+"""Roles with which no conversation begins, so that such a list of messages continues the row's prompt."""
 UNSPACED = (
     *("CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "BOPOMOFO"),
     *("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE", "TAI ", "NEW TAI ", "YI "),
@@ -29,13 +26,13 @@ UNSPACED = (
 """Beginnings of the Unicode names of letters of scripts that put no space between words."""
 
 
-class UnfitRow(DataError):
-    """A row that teaches nothing. `finding` is the word by which such rows can be left out (`JudgedColumns`)."""
+class UnfitRow(Exception):
+    """A row that teaches nothing. `finding` is the word by which such rows can be left out (`JudgedColumns`). Where
+    they are not, `judged_rows.read_row` raises a DataError with the row's place and this message."""
 
-    def __init__(self, place: Place, finding: str, why: str) -> None:
+    def __init__(self, finding: str, why: str) -> None:
         super().__init__(
-            f"{place}: {why}. Mend the row, or leave such rows out with env.args.leave_out={finding}; they are then"
-            " counted"
+            f"{why}. Mend the row, or leave such rows out with env.args.leave_out={finding}; they are then counted"
         )
         self.finding = finding
 
@@ -49,7 +46,7 @@ class SharedPrompt:
 
 
 def sides(
-    place: Place, prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
+    prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
 ) -> SharedPrompt:
     """The prompt and the texts of `completions`, each given with the name of its column.
 
@@ -66,75 +63,58 @@ def sides(
         DataError: a completion is empty, no text, or neither of these forms; there is no prompt.
         UnfitRow: the completions begin with different prompts, or whole texts are identical.
     """
-    texts = [_text(place, name, value) for name, value in completions if isinstance(value, str)]
+    texts = [without_halves(name, _not_empty(name, value)) for name, value in completions if isinstance(value, str)]
     if not texts:
-        return _from_messages(place, prompt, completions, column)
+        return _from_messages(prompt, completions, column)
     if len(texts) < len(completions):
         not_text = next(name for name, value in completions if not isinstance(value, str))
-        raise DataError(
-            f"{place}: one completion is text, and {not_text!r} is not: write all as text or all as messages"
-        )
+        raise DataError(f"one completion is text, and {not_text!r} is not: write all as text or all as messages")
     if prompt is None:
-        prompt, texts = _split(place, texts, [name for name, _ in completions], column)
+        prompt, texts = _split(texts, [name for name, _ in completions], column)
     return SharedPrompt(prompt, tuple(texts))
 
 
-def _text(place: Place, name: str, value: str) -> str:
-    """A completion as text, checked."""
-    return without_halves(place, name, _not_empty(place, name, value))
-
-
-def _not_empty(place: Place, name: str, value: str) -> str:
+def _not_empty(name: str, value: str) -> str:
     """The text itself. DataError if it is empty."""
     if not value.strip():
-        raise DataError(f"{place}: {name!r} is empty; a completion has at least one character that is no space")
+        raise DataError(f"{name!r} is empty; a completion has at least one character that is no space")
     return value
 
 
-# --- whole texts ------------------------------------------------------------------------------------------------------
-
-
-def _split(place: Place, texts: list[str], names: list[str], column: str) -> tuple[str, list[str]]:
-    """(the prompt that whole texts share, their rests). The prompt ends with the last shared `ANSWERS`, else before a
-    word."""
+def _split(texts: list[str], names: list[str], column: str) -> tuple[str, list[str]]:
+    """(the prompt that whole texts share, their rests). It ends with the last shared `ANSWERS`, else before a word."""
     if len(texts) < 2:
-        raise DataError(f"{place}: no column {column!r} (env.args.prompt_column); give the prompt")
+        raise DataError(f"no column {column!r} (env.args.prompt_column); give the prompt")
     # What the first and the last text in alphabetical order share, all texts share.
     low, high = min(texts), max(texts)
     shared = low[: next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))]
     if len(set(texts)) < len(texts):
-        equal_names = [n for n, t in zip(names, texts, strict=True) if texts.count(t) > 1]
-        raise UnfitRow(
-            place, "identical", f"{equal_names[0]!r} and {equal_names[1]!r} are the same text, and there is no prompt"
-        )
+        one, two, *_ = [n for n, t in zip(names, texts, strict=True) if texts.count(t) > 1]
+        raise UnfitRow("identical", f"{one!r} and {two!r} are the same text, and there is no prompt")
     # The last `ANSWERS` counts, because earlier ones belong to turns that all completions share.
     cut = shared.rfind(ANSWERS)
     cut = cut + len(ANSWERS) if cut >= 0 else _before_a_word(texts, shared)
     prompt, rests = shared[:cut], [t[cut:] for t in texts]
     rule = "a row without a prompt has texts that begin with it"
     if not prompt.strip():
-        raise UnfitRow(place, "drift", f"{rule}, and {names[0]!r} and {names[1]!r} share no beginning")
+        raise UnfitRow("drift", f"{rule}, and {names[0]!r} and {names[1]!r} share no beginning")
     if without_rest := [n for n, r in zip(names, rests, strict=True) if not r.strip()]:
-        raise UnfitRow(
-            place, "drift", f"{rule}, and {without_rest[0]!r} has nothing after the beginning that it shares"
-        )
+        raise UnfitRow("drift", f"{rule}, and {without_rest[0]!r} has nothing after the beginning that it shares")
     return prompt, rests
 
 
 def _before_a_word(texts: Sequence[str], shared: str) -> int:
-    """Returns the position at which the prompt ends so that no word is cut; 0 where there is none. Spaces before the
-    next word belong to the rest."""
-
-    def between_words(cut: int) -> bool:
-        return shared[cut - 1].isspace() or all(len(t) > cut and t[cut].isspace() for t in texts)
-
-    cut = next((c for c in range(len(shared), 0, -1) if between_words(c)), 0)
+    """The position at which the prompt ends so that no word is cut; 0 where there is none. Spaces before the next word
+    belong to the rest."""
+    cut = len(shared)
+    while cut and not (shared[cut - 1].isspace() or all(len(t) > cut and t[cut].isspace() for t in texts)):
+        cut -= 1
     while cut and shared[cut - 1] == " ":
         cut -= 1
     if cut:
         return cut
-    # Texts without a shared space, such as Chinese ones, share a prompt too: the whole beginning, less one character if
-    # a text would be left empty. But letters of the first word alone (`Sure`, `Sorry`) are no prompt.
+    # Texts without a shared space, such as Chinese ones, share the whole beginning, less one character if a text would
+    # be left empty. But letters of the first word alone (`Sure`, `Sorry`) are no prompt.
     cut = len(shared) - any(len(t) == len(shared) for t in texts)
     inside_a_word = cut > 0 and _is_spaced(shared[cut - 1]) and any(_is_spaced(t[cut]) for t in texts)
     return 0 if inside_a_word else cut
@@ -146,73 +126,65 @@ def _is_spaced(character: str) -> bool:
     return word_part and not unicodedata.name(character, "").startswith(UNSPACED)
 
 
-# --- conversations ----------------------------------------------------------------------------------------------------
-
-
 def _from_messages(
-    place: Place, prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
+    prompt: str | tuple[Message, ...] | None, completions: Sequence[tuple[str, Any]], column: str
 ) -> SharedPrompt:
     """Completions that are messages or whole conversations."""
-    parts = [(name, *_split_last(place, name, value)) for name, value in completions]
-    texts = tuple(_not_empty(place, name, text) for name, _, text in parts)
+    parts = [(name, *_split_last(name, value)) for name, value in completions]
+    texts = tuple(_not_empty(name, text) for name, _, text in parts)
     conversations = [(name, before) for name, before, _ in parts if before]
     if not conversations:
         if prompt is None:
             raise DataError(
-                f"{place}: no column {column!r} (env.args.prompt_column), and {parts[0][0]!r} is one message: give the"
-                " prompt, or whole conversations"
+                f"no column {column!r} (env.args.prompt_column), and {parts[0][0]!r} is one message: give the prompt,"
+                " or whole conversations"
             )
         return SharedPrompt(prompt, texts)
-    # At least one completion has messages before its last one. If some do not, the row mixes two forms.
     if len(conversations) < len(parts):
         single = next(name for name, before, _ in parts if not before)
-        raise DataError(f"{place}: {single!r} is one message, and another completion is a whole conversation")
-    first = conversations[0][1]
+        raise DataError(f"{single!r} is one message, and another completion is a whole conversation")
+    first_name, first = conversations[0]
     for name, before in conversations[1:]:
         if before != first:
             at = _parting(first, before)
             raise UnfitRow(
-                place,
                 "drift",
-                f"before their last messages, {conversations[0][0]!r} and {name!r} differ at message {at}, and a judged"
+                f"before their last messages, {first_name!r} and {name!r} differ at message {at}, and a judged"
                 " completion is one message after a conversation that is the same on all sides. If the messages"
                 f" {at} were judged, end the conversations with them",
             )
     # Messages that begin with such a role continue the row's prompt. Other conversations have to begin with the prompt.
     if first[0]["role"] in CONTINUES:
-        return SharedPrompt(_continued(place, prompt, first, column, conversations[0][0]), texts)
+        return SharedPrompt(_continued(prompt, first, column, first_name), texts)
     if prompt is not None:
-        _same_prompt(place, prompt, first, column, conversations[0][0])
+        _same_prompt(prompt, first, column, first_name)
     return SharedPrompt(first, texts)
 
 
 def _continued(
-    place: Place, prompt: str | tuple[Message, ...] | None, first: tuple[Message, ...], column: str, name: str
+    prompt: str | tuple[Message, ...] | None, first: tuple[Message, ...], column: str, name: str
 ) -> tuple[Message, ...]:
     """The prompt and then the turns that all completions share, `first`."""
     if prompt is None:
         raise DataError(
-            f"{place}: {name!r} begins with a message of the {first[0]['role']}, and there is no column {column!r}"
+            f"{name!r} begins with a message of the {first[0]['role']}, and there is no column {column!r}"
             " (env.args.prompt_column): give the prompt, or whole conversations"
         )
     prompt_messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
     return (*prompt_messages, *first)
 
 
-def _split_last(place: Place, name: str, value: Any) -> tuple[tuple[Message, ...], str]:
-    """(the messages before the last one, the text of the last one). DataError if the last one is not the
-    assistant's."""
+def _split_last(name: str, value: Any) -> tuple[tuple[Message, ...], str]:
+    """(the messages before the last one, which has to be the assistant's; the text of the last one)."""
     if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted text or a list of messages")
-    messages = [message_of(place, name, i, m) for i, m in enumerate(value)]
+        raise DataError(f"{name!r} is {kind_words(value)}, wanted text or a list of messages")
+    messages = [message_of(name, i, m) for i, m in enumerate(value)]
     last = messages.pop()
     if last["role"] != "assistant":
-        raise DataError(
-            f"{place}: the last message of {name!r} has role {last['role']!r}, and a completion is the assistant's"
-        )
-    text = said_of(f"{place}: the last message of {name!r}", last)
+        raise DataError(f"the last message of {name!r} has role {last['role']!r}, and a completion is the assistant's")
+    text = said_of(f"the last message of {name!r}", last)
     if messages and messages[-1]["role"] == "assistant":
-        raise DataError(f"{place}: {name!r} ends with two messages of the assistant; a completion is one message")
+        raise DataError(f"{name!r} ends with two messages of the assistant; a completion is one message")
     return tuple(messages), text
 
 
@@ -222,15 +194,11 @@ def _parting(one: Sequence[Message], other: Sequence[Message]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)) + 1)
 
 
-def _same_prompt(
-    place: Place, prompt: str | tuple[Message, ...], turns: tuple[Message, ...], column: str, name: str
-) -> None:
+def _same_prompt(prompt: str | tuple[Message, ...], turns: tuple[Message, ...], column: str, name: str) -> None:
     """UnfitRow where the shared turns do not begin with the row's prompt. A prompt that is text must be one of the
     user's messages in them."""
     if not isinstance(prompt, str):
         if prompt != turns[: len(prompt)]:
-            raise UnfitRow(place, "drift", f"{name!r} and {column!r} differ at message {_parting(prompt, turns)}")
-        return
-    user_texts = [shown(m["content"]) for m in turns if m["role"] == "user"]
-    if prompt.strip() not in (text.strip() for text in user_texts):
-        raise UnfitRow(place, "drift", f"no message of the user in {name!r} is the text of {column!r}")
+            raise UnfitRow("drift", f"{name!r} and {column!r} differ at message {_parting(prompt, turns)}")
+    elif prompt.strip() not in (shown(m["content"]).strip() for m in turns if m["role"] == "user"):
+        raise UnfitRow("drift", f"no message of the user in {name!r} is the text of {column!r}")

@@ -1,8 +1,7 @@
 """Judgements whose truth is known: by a taste (`Taste`), or made of right and false demonstrations (`judgements_of`).
 
-A taste judges completions by a weighted sum of features, with the errors that people make. Real judgements do not say
-what the judge wanted. Here `Taste.utility` does, so what a preference loss or a reward model learned can be compared
-with the truth.
+A taste judges completions by a weighted sum of features, with the errors that people make. `Taste.utility` is what the
+judge wanted, so what a preference loss or a reward model learned can be compared with the truth.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ KINDS: tuple[Kind, ...] = ("pair", "ranking", "label", "rating")
 
 @dataclass(frozen=True, kw_only=True)
 class Taste:
-    """The preferences of judges, and how well the judges keep to them.
-
-    The truth is `utility`, a weighted sum of features in 0..1. Without noise, temperature and further annotators every
-    judgement follows it.
-    """
+    """The preferences of judges, and how well the judges keep to them. Without noise, temperature and further
+    annotators every judgement follows the truth, `utility`, a weighted sum of features in 0..1."""
 
     features: Features
     weights: Mapping[str, float]
@@ -79,8 +75,6 @@ class Taste:
         if not 2 <= self.ranked <= 64:
             raise error(f"ranked={self.ranked}: a ranking has 2 to 64 completions")
 
-    # --- the truth ---------------------------------------------------------------------------------------------------
-
     def utility(self, task: Task, text: str) -> float:
         """The true value of a completion, in 0..1."""
         return self._value(task, text, self.weights)
@@ -99,8 +93,6 @@ class Taste:
         largest_factors = (truth - least)[None] / np.maximum(-away, 1e-12)
         weights = truth + min(1.0, float(largest_factors.min())) * away
         return tuple(dict(zip(self.weights, (float(w) for w in row), strict=True)) for row in weights)
-
-    # --- the judgements ----------------------------------------------------------------------------------------------
 
     def judgements(self, write: Writer) -> Judgements:
         """The ability of an environment whose completions `write` writes."""
@@ -139,10 +131,8 @@ class Taste:
     def _written(
         self, task: Task, count: int, weights: Mapping[str, float], rng: np.random.Generator, write: Writer
     ) -> tuple[list[str], list[float]]:
-        """(different completions, the utility of each to this annotator).
-
-        With temperature 0 no two utilities are equal, because nothing would decide which completion is better.
-        """
+        """(different completions, the utility of each to this annotator). With temperature 0 no two are equal, because
+        nothing would decide which completion is better."""
         texts: list[str] = []
         values: list[float] = []
         for _ in range(TRIES):
@@ -162,8 +152,7 @@ class Taste:
     def _order(self, values: list[float], rng: np.random.Generator) -> list[int]:
         """Indices of the completions, the preferred one first, after the judge's errors."""
         # Sorted by u / temperature + Gumbel noise, the completions have the distribution of Plackett-Luce, which is
-        # Bradley-Terry for two. Here both terms are multiplied by the temperature, so that 0 is allowed too: then the
-        # values alone decide.
+        # Bradley-Terry for two. Both terms are multiplied by the temperature here, so that 0 is allowed too.
         noisy = np.array(values) + self.temperature * rng.gumbel(size=len(values))
         order = [int(i) for i in np.argsort(-noisy, kind="stable")]
         if rng.random() < self.noise:
@@ -191,21 +180,16 @@ class Taste:
         return ratings
 
 
-# The kinds of judgement that demonstrations give.
 DEMONSTRATED: tuple[Kind, ...] = ("pair", "label")
 
 
 def judgements_of(write: Write, style: str) -> Judgements:
-    """Judgements of the demonstrations of one style: pairs of a right and a false one, and labels of single ones.
-
-    Both texts of a pair are written with the same random numbers, so that they differ by the error alone.
-    """
+    """Judgements of the demonstrations of one style: pairs of a right and a false one, and labels of single ones."""
 
     def draw(task: Task, kind: Kind, rng: np.random.Generator) -> Judgement:
         if kind not in DEMONSTRATED:
             raise ConfigError(f"demonstrations give judgements of kind {' and '.join(DEMONSTRATED)}, and not {kind!r}")
-        # Both texts are written with one seed. If they differed in more than the error, a pair would teach that
-        # difference.
+        # Both texts are written with one seed. A pair that differed in more than the error would teach that difference.
         seed = int(rng.integers(1 << 62))
         right, false = (_text(write, task, style, seed, wrong) for wrong in (0.0, 1.0))
         if kind == "label":

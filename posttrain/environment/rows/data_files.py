@@ -36,10 +36,7 @@ ROWS_AT_ONCE = 16
 
 def json_rows(path: Path) -> Rows:
     """The rows of JSON lines or of one JSON array, in UTF-8 with or without a byte-order mark, with any line ends.
-
-    Blank lines are skipped. Lines are read one at a time, and a line longer than `LONGEST_ROW` is refused before it is
-    read.
-    """
+    Blank lines are skipped, and a line longer than `LONGEST_ROW` is refused before it is read."""
     with read_untrusted.opened(path, DataError) as file:
         start = file.read(1 << 16)
     if packing := next((words for bytes_, words in PACKED.items() if start.startswith(bytes_)), ""):
@@ -50,7 +47,10 @@ def json_rows(path: Path) -> Rows:
             " read_csv(FILE).to_json('rows.jsonl', orient='records', lines=True)"
         )
     if start.removeprefix(MARK).lstrip()[:1] == b"[":
-        yield from _array(path)
+        raw = read_untrusted.read_bytes(path, LARGEST_ARRAY, DataError).removeprefix(MARK)
+        for number, value in enumerate(_parse(str(path), raw), 1):
+            place = f"{path} row {number}"
+            yield place, _bounded(place, _object(place, value))
         return
     for number, line in read_untrusted.read_lines(path, LONGEST_ROW, DataError):
         place = f"{path}:{number}"
@@ -58,14 +58,6 @@ def json_rows(path: Path) -> Rows:
         line = line.removeprefix(MARK) if number == 1 else line
         if line.strip():
             yield place, _bounded(place, _object(place, _parse(place, line.rstrip(b"\r\n"))))
-
-
-def _array(path: Path) -> Rows:
-    """The rows of a file that is one JSON array."""
-    raw = read_untrusted.read_bytes(path, LARGEST_ARRAY, DataError).removeprefix(MARK)
-    for number, value in enumerate(_parse(str(path), raw), 1):
-        place = f"{path} row {number}"
-        yield place, _bounded(place, _object(place, value))
 
 
 def _parse(place: str, raw: bytes) -> Any:
@@ -90,9 +82,8 @@ def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [k for k, _ in pairs]
-        raise DataError(
-            f"{place}: key {next(k for k in keys if keys.count(k) > 1)!r} is given twice; keep one of the two"
-        )
+        twice = next(k for k in keys if keys.count(k) > 1)
+        raise DataError(f"{place}: key {twice!r} is given twice; keep one of the two")
     return values
 
 
@@ -132,14 +123,10 @@ def parquet(path: Path) -> Rows:
     # Opened here only for our own error message where the file cannot be read. pyarrow opens it again.
     with read_untrusted.opened(path, DataError):
         pass
-    number = 0
     try:
-        for batch in reader.ParquetFile(path).iter_batches(batch_size=ROWS_AT_ONCE):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path} row {number}", _bounded(f"{path} row {number}", row)
-    # An error of `_bounded` already says what is wrong and where.
-    except DataError:
+        batches = reader.ParquetFile(path).iter_batches(batch_size=ROWS_AT_ONCE)
+        yield from _numbered(str(path), (row for batch in batches for row in batch.to_pylist()))
+    except DataError:  # of `_bounded`, which already says what is wrong and where
         raise
     except Exception as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error
@@ -174,7 +161,8 @@ def hub(name: str, split: str) -> Rows:
 def _numbered(name: str, rows: Any) -> Rows:
     """The rows of a data set, each with its place."""
     for number, row in enumerate(rows, 1):
-        yield f"{name} row {number}", _bounded(f"{name} row {number}", row)
+        place = f"{name} row {number}"
+        yield place, _bounded(place, row)
 
 
 def _package(module: str, package: str, purpose: str) -> ModuleType:

@@ -1,7 +1,4 @@
-"""Reads all rows of the user's data. It checks what concerns several rows: ids, equal prompts, kinds of judgement.
-
-`row_reader` and `judged_rows` read and check single rows.
-"""
+"""Reads all rows of the user's data, and checks what concerns several rows: ids, equal prompts, kinds of judgement."""
 
 from __future__ import annotations
 
@@ -32,18 +29,14 @@ class DataRows:
 
 
 def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> DataRows:
-    """The rows of `env.prompts`, followed by those of `env.mix`.
-
-    Raises:
-        DataError: as of `read_rows`; or rows of two sets were judged in different ways.
-    """
+    """The rows of `env.prompts`, followed by those of `env.mix`. DataError where two sets were judged differently."""
     data_sets = [read_rows(path, columns, given) for path, _ in config.data]
     if len(data_sets) == 1:
         return data_sets[0]
     rows: list[PromptRow] = []
     used_ids: set[str] = set()
     for number, data_set in enumerate(data_sets):
-        # All rows of one set are of one kind, so it is enough to compare the first rows of two sets.
+        # All rows of one set are of one kind, so the first rows of two sets are compared.
         _same_kind(data_sets[0].rows[0], data_set.rows[0], columns)
         for row in data_set.rows:
             # Ids are unique within a set. Two sets may have the same id, so the second one gets the number of its set,
@@ -62,9 +55,8 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
     """All rows of a JSONL or JSON file, a parquet file, a saved data set, one on the hub, or handed by a program.
 
     Raises:
-        DataError: a row is not JSON or not text, has no prompt, an empty one or a value of a wrong type; a key or an
-            id occurs twice; one prompt has two answers; rows were judged in different ways; there are no rows. The
-            message names the row's place.
+        DataError: a row cannot be read, or has no prompt; a key or an id occurs twice; one prompt has two answers; rows
+            were judged in different ways; there are no rows. The message names the row's place.
     """
     columns = columns or JudgedColumns()
     rows: list[PromptRow] = []
@@ -78,7 +70,6 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
             continue
         if rows:
             _same_kind(rows[0], row, columns)
-        # `setdefault` gives the first row with this prompt, or this one.
         if row.task.answer is not None:
             _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
         row_id = row.task.id

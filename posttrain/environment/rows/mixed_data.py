@@ -38,8 +38,7 @@ class MixedTasks:
         if index < 0:
             raise IndexError(f"task index {index} is negative")
         which, drawn = self._place(index)
-        # The order of each pass has its own generator, so task i depends on the seed and i alone, and not on the calls
-        # before.
+        # The order of each pass has its own generator, so task i depends on the seed and i alone.
         epoch, position = divmod(drawn, len(self.lists[which]))
         if self._orders.get(which, (-1, []))[0] != epoch:
             rng = seeds.generator(self.seed, f"mixed/{which}", epoch)

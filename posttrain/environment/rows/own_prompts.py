@@ -40,9 +40,8 @@ HELDOUT_SHARE = 5
 class PromptsEnv(JudgedColumns, SingleTurn):
     """Prompts from a file or data set, whose answers reward functions judge; or completions that were judged already.
 
-    The held-out split depends on the prompts' digests alone. So rows with equal prompts are on the same side of it, and
+    The held-out split depends on the prompts' digests alone. So rows with equal prompts are on one side of it, and
     neither a new order of the file nor an edited answer changes it.
-
     A class of the user's may derive from it (`env=mine.py:Class env.prompts=rows.jsonl`): it has `name`, a `play` of
     its own that reads the rows' columns in `Task.info`, and `verify` or `verdict` where it judges besides the rewards.
     """
@@ -59,8 +58,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     without: tuple[str, ...] = field(default=(), repr=False)
     """Lines about rows that `leave_out` left out, or that can be read in two ways."""
     mixed: tuple[tuple[int, float], ...] = field(default=(), repr=False)
-    """Number of rows of each data set, and its weight, where there are several; their rows stand one behind the other.
-    """
+    """Number of rows of each data set, and its weight, where there are several, one behind the other in `rows`."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -95,8 +93,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
                 "there is one distinct prompt, so none can be held out: set env.heldout=0 to train on it without"
                 " evaluation"
             )
-        # Digests are like random numbers, so the smallest ones are a random choice. It does not depend on the order of
-        # the rows, and a further row hardly changes it.
+        # The smallest digests are a random choice, which neither the order of the rows nor a further row changes much.
         return frozenset(distinct[: min(count, max(1, len(distinct) // HELDOUT_SHARE))])
 
     @cached_property
@@ -166,8 +163,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return () if isinstance(task.prompt, str) else self._offered.box(task).schemas
 
     def _with_tools(self, task: Task) -> Task:
-        """The task with the tools that its prompt offers, so that learning from its completion shows the same tools as
-        a rollout."""
+        """The task with the tools that its prompt offers, so that its completion is learned as rollouts see it."""
         return task if self._offered is None else replace(task, tools=tuple(self.tools_of(task)))
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -198,8 +194,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return Verdict.abstain("a user's prompt is judged by the user's rewards")
 
     def key(self, task: Task) -> Hashable:
-        # Rows that are texts have an empty prompt, by which all of them would be the same task. Their ids tell them
-        # apart.
+        # Rows that are texts have an empty prompt, so their ids tell them apart.
         return digest(task.prompt, task.tools) if task.prompt else task.id
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -218,8 +213,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
         return bool(self.hint)
 
     def hinted(self, task: Task) -> str | tuple[Message, ...] | None:
-        """The prompt with `hint` after it; of a conversation, after its last message. None where the row has no
-        answer."""
+        """The prompt with `hint` after it, or after its last message. None where the row has no answer."""
         if task.answer is None:
             return None
         hint, prompt = self.hint.replace("{answer}", answer_text(task.answer)), task.prompt
@@ -236,20 +230,18 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @property
     def abilities(self) -> Abilities:
-        """The abilities of the base class, and the rows, their judgements and their tools. All completions are taken as
-        right, so none can be false."""
+        """Those of the base class, and the rows, their judgements and tools. All completions are taken as right."""
         base = super().abilities
+        judged = self._judged
         texts = base.demonstrations and replace(
             base.demonstrations, false=False, conversation=lambda task, style: self._conversations.get((task.id, style))
         )
         return replace(
             base,
             demonstrations=texts,
-            judgements=None
-            if (judged := self._judged) is None
-            else Judgements(kinds=judged.kinds, draw=judged.draw, every=judged.every),
+            judgements=judged and Judgements(kinds=judged.kinds, draw=judged.draw, every=judged.every),
             judges=bool(self.rewards) or self._verifies,
-            lint=self.lint if self._judged is not None else None,
+            lint=self.lint if judged is not None else None,
             rows=self.rows,
             tools=self.tools_of if self.tools or self._rows_have_tools else None,
         )
@@ -290,7 +282,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str | tuple[Message, ...], str]:
-        """The row's own completion, or its chosen one. The data has no false completions, so `wrong` must be 0."""
+        """(prompt, the row's own completion or its chosen one). The data has no false ones, so `wrong` must be 0."""
         if style not in self.styles:
             no_column = f"the data has no column {self.completion_column!r} (env.args.completion_column)"
             reason = nearest(style, self.styles) if self.styles else no_column

@@ -1,7 +1,4 @@
-"""Single rows of the user's data, read strictly: prompts, messages, answers and completions. Errors name the place.
-
-`row_of` reads a row, and `source_rows` finds the rows of a file or a data set.
-"""
+"""Single rows of the user's data, read strictly (`row_of`), and where they are (`source_rows`)."""
 
 from __future__ import annotations
 
@@ -92,43 +89,40 @@ def digest(prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] =
     text = prompt if isinstance(prompt, str) else ""
     if not isinstance(prompt, str):
         text = json.dumps([[m["role"], shown(m["content"]), *m.get("tool_calls", ())] for m in prompt])
-    # Without tools nothing is added: the digest is then that of the prompt alone.
     text += json.dumps(list(tools), sort_keys=True) if tools else ""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
+def row_of(data: Mapping[str, Any], c: Columns) -> PromptRow:
     """One row of data, checked. What was judged in it is read by `judged_rows.read_row`."""
     column = _prompt_column(data, c)
     # A row may have several of these columns. A prompt is read before messages, and both are read before a text.
     if column is None and isinstance(text := data.get(c.text_column), str) and text.strip():
-        text = without_halves(place, c.text_column, text)
-        task = task_of(place, data, c, "", {c.text_column})
-        return PromptRow(task, text, digest(text), place, conversation=LearnedConversation(text, (1.0,)))
+        text = without_halves(c.text_column, text)
+        conversation = LearnedConversation(text, (1.0,))
+        return PromptRow(task_of(data, c, "", {c.text_column}), text, digest(text), conversation=conversation)
     prompt_value = data.get(column) if column is not None else None
-    weights = weights_of(place, column or "", prompt_value)
-    prompt, completion = prompt_of(place, data, c)
-    # A completion is needed in two forms: as text to imitate (`completion`), and as messages whose calls a template
-    # writes (`turns`).
-    turns = () if completion is None else (_last(place, column or "", prompt_value),)
+    weights = weights_of(column or "", prompt_value)
+    prompt, completion = prompt_of(data, c)
+    # A completion is needed as text to imitate, and as messages whose calls a template writes (`turns`).
+    turns = () if completion is None else (_last(column or "", prompt_value),)
     if (written := data.get(c.completion_column)) is not None:
-        prompt_ending, completion, turns = completion, completion_of(place, written, c), _messages_of(place, written, c)
+        prompt_ending, completion, turns = completion, completion_of(written, c), _messages_of(written, c)
         if prompt_ending not in (None, completion):
             raise DataError(
-                f"{place}: {column!r} ends with an assistant's message, and {c.completion_column!r} is another text:"
-                " take the message out, or put it before the text"
+                f"{column!r} ends with an assistant's message, and {c.completion_column!r} is another text: take the"
+                " message out, or put it before the text"
             )
-        # If the row has a completion of its own, nothing of the prompt is learned, not even the assistant's messages in
-        # it.
-        weights = (*(0.0 for _ in prompt), *weights_of(place, c.completion_column, written))
+        # If the row has a completion of its own, nothing of the prompt is learned, not even the assistant's messages.
+        weights = (*(0.0 for _ in prompt), *weights_of(c.completion_column, written))
         if isinstance(prompt, str) and len(turns) > 1:
             raise DataError(
-                f"{place}: {c.completion_column!r} is {len(turns)} messages and {column!r} is text: write the prompt as"
-                ' messages too, [{"role": "user", "content": ...}]'
+                f"{c.completion_column!r} is {len(turns)} messages and {column!r} is text: write the prompt as messages"
+                ' too, [{"role": "user", "content": ...}]'
             )
-    task = task_of(place, data, c, prompt, {c.completion_column})
+    task = task_of(data, c, prompt, {c.completion_column})
     learned = None if isinstance(prompt, str) or not any(weights) else LearnedConversation((*prompt, *turns), weights)
-    return PromptRow(task, completion, digest(prompt), place, conversation=learned)
+    return PromptRow(task, completion, digest(prompt), conversation=learned)
 
 
 def _prompt_column(data: Mapping[str, Any], c: Columns) -> str | None:
@@ -136,14 +130,12 @@ def _prompt_column(data: Mapping[str, Any], c: Columns) -> str | None:
     return next((n for n in (c.prompt_column, c.messages_column, CONVERSATIONS) if data.get(n) is not None), None)
 
 
-def weights_of(place: Place, column: str, value: Any) -> tuple[float, ...]:
-    """Returns the weight of each message of a list. A text has the weight 1.
-
-    An assistant's message has its field `weight`, else 1. Other messages have 0.
-    """
+def weights_of(column: str, value: Any) -> tuple[float, ...]:
+    """The weight of each message of a list: the assistant's have their field `weight`, else 1, and others 0. A text has
+    the weight 1."""
     if not isinstance(value, list):
         return (1.0,)
-    return tuple(_weight(f"{place}: message {i} of {column!r}", m) for i, m in enumerate(value, 1))
+    return tuple(_weight(f"message {i} of {column!r}", m) for i, m in enumerate(value, 1))
 
 
 def _weight(where: str, message: Any) -> float:
@@ -167,27 +159,23 @@ def _role(message: Mapping[str, Any]) -> Any:
     return SPEAKERS.get(role, role) if isinstance(role, str) else role
 
 
-def _last(place: Place, column: str, value: Any) -> Message:
+def _last(column: str, value: Any) -> Message:
     """The last message of a list, checked."""
-    return message_of(place, column, len(value) - 1, value[-1], weighs=True)
+    return message_of(column, len(value) - 1, value[-1], weighs=True)
 
 
-def _messages_of(place: Place, written: Any, c: Columns) -> tuple[Message, ...]:
+def _messages_of(written: Any, c: Columns) -> tuple[Message, ...]:
     """The messages of a completion."""
-    name = c.completion_column
     if isinstance(written, str):
         return (Message(role="assistant", content=written),)
-    return tuple(message_of(place, name, i, m, weighs=True) for i, m in enumerate(written))
+    return tuple(message_of(c.completion_column, i, m, weighs=True) for i, m in enumerate(written))
 
 
-def task_of(
-    place: Place, data: Mapping[str, Any], c: Columns, prompt: str | tuple[Message, ...], read: Set[str]
-) -> Task:
+def task_of(data: Mapping[str, Any], c: Columns, prompt: str | tuple[Message, ...], read: Set[str]) -> Task:
     """The task of a row with this prompt; its further columns but those in `read` are its info."""
     known = {c.prompt_column, c.messages_column, c.id_column, *read}
     known |= {CONVERSATIONS} if _prompt_column(data, c) == CONVERSATIONS else set[str]()
-    # Rewards get the answer under the name `answer`, so it is not in `info` too. If another column is the answer, the
-    # row's column `answer` is one of the further columns.
+    # Rewards get the answer under the name `answer`. If another column is the answer, `answer` is a further column.
     info = {k: v for k, v in data.items() if k not in known and k != "answer"}
     if c.answer_column != "answer" and "answer" in data:
         info["answer"] = data["answer"]
@@ -195,16 +183,14 @@ def task_of(
     if answer is not None and not isinstance(answer, str | int | float | bool | list):
         inner_fields = [f"{c.answer_column}.{k}" for k in answer] if isinstance(answer, Mapping) else []
         note = f"; name a field of it: env.args.answer_column={' or '.join(inner_fields[:8])}" if inner_fields else ""
-        raise DataError(f"{place}: {c.answer_column!r} is {kind_words(answer)}, wanted text, a number or a list{note}")
-    if not_finite := [
-        a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)
-    ]:
-        raise DataError(
-            f"{place}: {c.answer_column!r} is {not_finite[0]}, which nothing equals; leave the row out, or give it its"
-            " answer"
-        )
+        raise DataError(f"{c.answer_column!r} is {kind_words(answer)}, wanted text, a number or a list{note}")
+    for a in answer if isinstance(answer, list) else [answer]:
+        if isinstance(a, float) and not math.isfinite(a):
+            raise DataError(
+                f"{c.answer_column!r} is {a}, which nothing equals; leave the row out, or give it its answer"
+            )
     answer = [_whole(a) for a in answer] if isinstance(answer, list) else _whole(answer)
-    return Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info)
+    return Task(id=_id(data, c), prompt=prompt, answer=answer, info=info)
 
 
 def answer_text(answer: Any) -> str:
@@ -218,46 +204,45 @@ def _whole(answer: Any) -> Any:
     return int(answer) if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53 else answer
 
 
-def _id(place: Place, data: Mapping[str, Any], c: Columns) -> str:
+def _id(data: Mapping[str, Any], c: Columns) -> str:
     """The row's own name; '' if it has none."""
     row_id = data.get(c.id_column)
     if row_id is None:
         return ""
     if isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
-        raise DataError(f"{place}: {c.id_column!r} is {kind_words(row_id)}, wanted non-empty text or a whole number")
-    return without_halves(place, c.id_column, str(row_id))
+        raise DataError(f"{c.id_column!r} is {kind_words(row_id)}, wanted non-empty text or a whole number")
+    return without_halves(c.id_column, str(row_id))
 
 
-def prompt_of(place: Place, data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message, ...], str | None]:
+def prompt_of(data: Mapping[str, Any], c: Columns) -> tuple[str | tuple[Message, ...], str | None]:
     """(the prompt of a row, the text of the assistant's message behind it or None)."""
     column = _prompt_column(data, c)
     if column is None:
         have = sorted(k for k, v in data.items() if v is not None)
         hint = nearest(c.prompt_column, have) if have else "the row is empty"
         raise DataError(
-            f"{place}: no column {c.prompt_column!r} (env.args.prompt_column), {c.messages_column!r}, {CONVERSATIONS!r}"
-            f" nor {c.text_column!r}: {hint}"
+            f"no column {c.prompt_column!r} (env.args.prompt_column), {c.messages_column!r}, {CONVERSATIONS!r} nor"
+            f" {c.text_column!r}: {hint}"
         )
     value = data[column]
     if isinstance(value, str):
         if not value.strip():
-            raise DataError(f"{place}: {column!r} is empty")
-        return without_halves(place, column, value), None
+            raise DataError(f"{column!r} is empty")
+        return without_halves(column, value), None
     if not isinstance(value, list):
-        raise DataError(f"{place}: {column!r} is {kind_words(value)}, wanted text or a list of messages")
-    messages = [message_of(place, column, i, m, weighs=True) for i, m in enumerate(value)]
+        raise DataError(f"{column!r} is {kind_words(value)}, wanted text or a list of messages")
+    messages = [message_of(column, i, m, weighs=True) for i, m in enumerate(value)]
     completion = None
-    # An assistant's message at the end is a completion. Earlier ones are part of the prompt.
     if messages and messages[-1]["role"] == "assistant":
-        completion = said_of(f"{place}: the last message of {column!r}", messages.pop())
+        completion = said_of(f"the last message of {column!r}", messages.pop())
     if not messages:
-        raise DataError(f"{place}: {column!r} has no message for the policy to answer")
+        raise DataError(f"{column!r} has no message for the policy to answer")
     return tuple(messages), completion
 
 
-def message_of(place: Place, column: str, index: int, value: Any, *, weighs: bool = False) -> Message:
+def message_of(column: str, index: int, value: Any, *, weighs: bool = False) -> Message:
     """A checked message of a row; `index` counts from 0. `weighs`: whether it may have a `weight` (`weights_of`)."""
-    where = f"{place}: message {index + 1} of {column!r}"
+    where = f"message {index + 1} of {column!r}"
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {kind_words(value)}, wanted an object with role and content")
     role, body = _role(value), "value" if "from" in value and "role" not in value else "content"
@@ -280,14 +265,14 @@ def message_of(place: Place, column: str, index: int, value: Any, *, weighs: boo
         raise DataError(f"{where} has {extra[0]!r}; messages are role and content{note}")
     with placed(where):
         content = content_of(body_value)
-    message = Message(role=role, content=mapped(content, lambda text: without_halves(place, column, text)))
+    message = Message(role=role, content=mapped(content, lambda text: without_halves(column, text)))
     if "tool_calls" in beside:
         message["tool_calls"] = _calls(where, beside["tool_calls"])
     for key in ("name", "tool_call_id"):
         if key in beside:
             if not isinstance(beside[key], str):
                 raise DataError(f"{where}: {key!r} is {kind_words(beside[key])}, wanted text")
-            message = cast("Message", {**message, key: without_halves(place, column, beside[key])})
+            message = cast("Message", {**message, key: without_halves(column, beside[key])})
     return message
 
 
@@ -306,10 +291,8 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without null fields of its objects.
-
-    In a table every object has the fields of all others, and a template would write them. TRL leaves them out too.
-    """
+    """The value without null fields of its objects: in a table every object has the fields of all others, and a
+    template would write them. TRL leaves them out too."""
     if isinstance(value, Mapping):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
@@ -322,33 +305,29 @@ def said_of(where: str, message: Message) -> str:
         return kept(content, message["tool_calls"]) if "tool_calls" in message else content
 
 
-def completion_of(place: Place, value: Any, c: Columns) -> str:
+def completion_of(value: Any, c: Columns) -> str:
     """The text of a demonstration: the value itself, or the text of its last message, which is the assistant's."""
     name = c.completion_column
     if isinstance(value, str):
-        return without_halves(place, name, value)
+        return without_halves(name, value)
     if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: {name!r} is {kind_words(value)}, wanted text or a list of messages")
-    last = _last(place, name, value)
+        raise DataError(f"{name!r} is {kind_words(value)}, wanted text or a list of messages")
+    last = _last(name, value)
     if last["role"] != "assistant":
-        raise DataError(
-            f"{place}: the last message of {name!r} has role {last['role']!r}, and it must be the assistant's"
-        )
-    return said_of(f"{place}: {name!r}", last)
+        raise DataError(f"the last message of {name!r} has role {last['role']!r}, and it must be the assistant's")
+    return said_of(f"{name!r}", last)
 
 
-def without_halves(place: Place, column: str, value: str) -> str:
-    """The text itself. DataError if it has half of a surrogate pair, or `MARK`.
-
-    JSON may contain half of a surrogate pair, which no tokenizer accepts. `MARK` would begin tool calls.
-    """
+def without_halves(column: str, value: str) -> str:
+    """The text itself. DataError if it has half of a surrogate pair, which no tokenizer accepts, or `MARK`, which would
+    begin tool calls."""
     if MARK in value:
-        raise DataError(f"{place}: {column!r} has the character U+FDD1, which Unicode keeps for programs: take it out")
+        raise DataError(f"{column!r} has the character U+FDD1, which Unicode keeps for programs: take it out")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: {column!r} has half of a surrogate pair at character {error.start}, which is no text"
+            f"{column!r} has half of a surrogate pair at character {error.start}, which is no text"
         ) from None
     return value
 
@@ -378,12 +357,9 @@ def source_rows(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any
         return data_files.saved(path, split)
     if exists:
         return data_files.parquet(file) if file.suffix == ".parquet" else data_files.json_rows(file)
-    if (
-        # A name with at most one slash may be an id of the hub. What looks like a path is not looked up there, so that
-        # a misspelt file name does not leave this machine.
-        file.suffix in (".jsonl", ".json", ".parquet", ".ndjson", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".zip")
-        or path.startswith((".", "/", "~"))
-        or path.count("/") > 1
-    ):
+    # A name with at most one slash may be an id of the hub. What looks like a path is not looked up there, so that a
+    # misspelt file name does not leave this machine.
+    of_file = (".jsonl", ".json", ".parquet", ".ndjson", ".csv", ".tsv", ".xlsx", ".gz", ".zst", ".zip")
+    if file.suffix in of_file or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise DataError(f"no such file or folder: {path}")
     return data_files.hub(path, split)

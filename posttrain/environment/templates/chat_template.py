@@ -1,9 +1,9 @@
 """A chat template, rendered turn by turn: the text that it writes between two turns of the policy.
 
-The policy's turn stays as its own tokens. So the template gives only the text *after* the turn: the end of the turn,
-the new messages and the next generation prompt. This text can be appended if the template does not change anything
-before it. `Chat.proof` tests that with plain turns, reasoning and tool calls. If the test passes, the template never
-renders the policy's text (`Chat.between`), so no text of the policy can break the rendering.
+The policy's turn stays as its own tokens. The template gives only the text *after* the turn: its end, the new messages
+and the next generation prompt. That can be appended if the template changes nothing before it, which `Chat.proof` tests
+with plain turns, reasoning and tool calls. If the test passes, the template never renders the policy's text
+(`Chat.between`), so no text of the policy can break the rendering.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ MARKS = (
 )
 """A turn with many characters at which a template might split it."""
 THOUGHT, THOUGHT_ON = "<think>\nwhy\n</think>\n\nok", "why\n</think>\n\nok"
-"""A turn with reasoning, as most model families write it; and the same turn behind a prompt that has the opening
-tag."""
+"""A turn with reasoning, as most families write it; the same turn behind a prompt that has the opening tag."""
 REASONED = {
     "</think>": THOUGHT,
     "[/THINK]": "[THINK]why[/THINK]ok",
@@ -51,16 +50,15 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class TurnEnding:
-    """The `text` that a template writes after an assistant's turn, and the `turn` itself as a message of the
-    history."""
+    """The `text` that a template writes after an assistant's turn, and the `turn` as a message of the history."""
 
     text: str
     turn: Message
 
 
 SHIELD = "\ufdd0"
-"""A character that is put inside the name of a special token where that name occurs in a text. Then the name is not
-encoded as that token. It is a noncharacter of Unicode, so no text contains it."""
+"""A character put inside the name of a special token in a text, so that the name is not encoded as that token. It is a
+noncharacter of Unicode, so no text contains it."""
 
 
 class Chat:
@@ -78,11 +76,9 @@ class Chat:
         self._tokenizer = tokenizer
         # A token without a text ends no turn that could be found in a text.
         self.stops = tuple(s for s in stops if s)
-        # Longer names come first. One name may contain another, and with a shield inside the shorter one the longer one
-        # would not be found.
-        self._specials = sorted(
-            (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True
-        )
+        # Longer names first: with a shield inside a shorter name, a longer one around it would not be found.
+        specials = (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1)
+        self._specials = sorted(specials, key=len, reverse=True)
         # False: not determined yet. None: the template writes no calls in a known format.
         self._format: str | bool | None = False
         self._arguments: Any = {"city": "a b"}
@@ -92,12 +88,8 @@ class Chat:
         """Turns with reasoning in this template's forms. A template without them treats reasoning as plain text."""
 
     def render(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
-        """Messages rendered by the template.
-
-        Raises:
-            DataError: there is no template, or it refuses the messages.
-            LimitError: it took too much time or memory.
-        """
+        """Messages rendered by the template. DataError without one, or if it refuses them; LimitError if it took too
+        much time or memory."""
         written = self.readable(messages)
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -119,24 +111,18 @@ class Chat:
 
     def readable(self, messages: Sequence[Message]) -> list[Message]:
         """Messages with content in the form that this template reads: parts if it can, else their joined text.
-
-        Raises:
-            DataError: a part is not text or is malformed. The error names the number of the message.
-        """
-        readable_messages: list[Message] = []
-        for number, message in enumerate(messages, 1):
+        DataError with the number of a message that has a part that is not text or is malformed."""
+        readable_messages = list(messages)
+        for i, message in enumerate(messages):
             content = message.get("content")
-            if content is not None and not isinstance(content, str):
-                try:
-                    several = content_of(content)
-                    # Both forms are made, although only one is used, so that a part that is not text is refused with
-                    # every template.
-                    joined = text_of(several)
-                    content = several if self.reads_parts else joined
-                except DataError as error:
-                    raise DataError(f"message {number}: {error}") from error
-                message = cast("Message", {**message, "content": content})
-            readable_messages.append(message)
+            if content is None or isinstance(content, str):
+                continue
+            try:
+                several = content_of(content)
+                joined = text_of(several)  # also for a template that reads parts, so that each refuses what is no text
+            except DataError as error:
+                raise DataError(f"message {i + 1}: {error}") from error
+            readable_messages[i] = cast("Message", {**message, "content": several if self.reads_parts else joined})
         return readable_messages
 
     @cached_property
@@ -156,11 +142,7 @@ class Chat:
 
     def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after any turn of the assistant if `new` messages follow, with a message in
-        place of the turn.
-
-        Raises:
-            DataError: the template refuses the messages.
-        """
+        place of the turn. DataError if it refuses the messages."""
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
         # Some templates refuse results of tools without calls before them. Others accept only one call in a turn, or
@@ -178,10 +160,7 @@ class Chat:
 
     def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after the turn `said` if `new` messages follow, and the turn as a message.
-
-        Raises:
-            DataError: it refuses the messages, or changes text before or in the turn.
-        """
+        DataError if it refuses the messages, or changes text before or in the turn."""
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
         for call_count in _call_counts(new):
@@ -224,16 +203,13 @@ class Chat:
     ) -> str:
         """The text after a turn. It is found with a known turn: a probe, or as many calls as `new` answers."""
         if call_count:
-            return self._behind(
-                history, before, [self._turn(said, call_count, new) for said in ("", *self._reasoned)], new, tools
-            )
-        # A known turn is put in the place of the policy's turn, and the text behind it is the text to append. Some
-        # templates write a turn unchanged only if it has reasoning, or only if it continues a thought that the prompt
-        # has opened.
+            turns = [self._turn(said, call_count, new) for said in ("", *self._reasoned)]
+            return self._behind(history, before, turns, new, tools)
+        # A known turn is put in the place of the policy's turn. Some templates write one unchanged only if it has
+        # reasoning, or only if it continues a thought that the prompt has opened.
         for content in (PROBE, THOUGHT, THOUGHT_ON):
-            whole = self.render(
-                [*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools
-            )
+            turn = Message(role="assistant", content=content)
+            whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
             if whole.startswith(before) and (after_prompt := whole[len(before) :].lstrip()).startswith(content):
                 return after_prompt[len(content) :]
         return self._behind(history, before, [Message(role="assistant", content=PROBE)], new, tools)
@@ -250,11 +226,9 @@ class Chat:
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
             whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
-            # The stop token is searched behind the history, which has stop tokens too. The last one counts, because a
-            # turn with calls may have several.
+            # Searched behind the history, which has stop tokens too. A turn with calls may have several.
             at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
-            # Two conditions: the template does not change the text before the turn, and it writes the turn alike with
-            # and without the messages that follow.
+            # The template changes nothing before the turn, and writes it alike with and without what follows.
             if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
                 return whole[at:]
             if at < 0:
@@ -311,11 +285,9 @@ class Chat:
             turn["reasoning_content"] = turn["thinking"] = parsed.reasoning
         return turn
 
-    # --- what a template does, found by trying ------------------------------------------------------------------------
-
     def proof(self, follow: str, *, turns: int = 3, tools: Tools = ()) -> str:
-        """The reason why `follow` messages (user or tool) cannot be appended after a turn; '' if they can. It is tested
-        over several turns, with plain turns and with reasoning."""
+        """The reason why `follow` messages (user or tool) cannot be appended after a turn; '' if they can. Tested over
+        several turns, with plain turns and with reasoning."""
         tools = tools or ([WEATHER] if follow == "tool" else [])
         start = [Message(role="user", content="hi")]
         try:
@@ -324,16 +296,14 @@ class Chat:
             plain = self._canonical(start, tools)
             for said in [THOUGHT_ON] if opened else [plain, plain.replace(PROBE, MARKS), *self._reasoned]:
                 history = start
-                # Several turns are tried, because some templates rewrite only turns that are not among the last ones.
+                # Several turns, because some templates rewrite only turns that are not among the last ones.
                 for number in range(turns):
                     new = [_answer(follow, number)]
                     ending = self.after(history, said, new, tools)
-                    if (
-                        # A second rendering has to be equal, or the template depends on a clock or on chance.
-                        # `between`, which rollouts use and which does not know the turn, has to give the same text.
-                        ending != self.after(history, said, new, tools)
-                        or ending.text != self.between(history, new, tools).text
-                    ):
+                    # A second rendering has to be equal, or the template depends on a clock or on chance. And
+                    # `between`, which rollouts use and which does not know the turn, has to give the same text.
+                    again = self.after(history, said, new, tools)
+                    if ending != again or ending.text != self.between(history, new, tools).text:
                         return (
                             "the chat template writes the same messages in two ways (the time of day?), so nothing can"
                             " be proved about it"
@@ -344,8 +314,7 @@ class Chat:
         return ""
 
     def _canonical(self, history: Sequence[Message], tools: Tools) -> str:
-        """A plain turn as the template writes it. Some templates put marks around a turn, and the policy says these
-        marks."""
+        """A plain turn as the template writes it. Some put marks around a turn, and the policy says these marks."""
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
         at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)

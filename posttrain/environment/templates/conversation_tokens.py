@@ -91,8 +91,7 @@ def weighed(render: Renderer, c: LearnedConversation, tools: Tools, arguments: b
 
 
 def _text(render: Renderer, text: str, weight: float) -> Weighed:
-    """A text that is learned whole, except the tokens that the tokenizer puts before it; without these, its first
-    token."""
+    """A text that is learned whole, except the tokens that the tokenizer puts before it, or else its first token."""
     ids = render.text_ids(text).tolist()
     ids += () if ids and ids[-1] in render.stop_ids else render.stop_ids[:1]
     weight_T = np.full(len(ids), weight)
@@ -111,21 +110,18 @@ def _readable(chat: Chat, message: Message) -> Message:
 
 
 def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) -> WrittenTurn | str:
-    """The turn behind `before`; or the reason why it cannot be learned there.
-
-    `whole`: the rendered conversation. `last`: whether `message` is the last one in it.
-    """
-    if not whole.startswith(before) and last and (opened := opening(before)):  # the turn goes on behind a thought
-        return WrittenTurn(before, continued(chat, text_of(message["content"]), opened), "")
-    if not whole.startswith(before) and last:
+    """The turn behind `before` in `whole`, the rendered conversation; or the reason why it cannot be learned there.
+    `last`: whether `message` is the last one in it."""
+    if not whole.startswith(before):
+        if not last:
+            return f"{differs(before, whole)}. Or learn the last turn alone: turns=last"
+        if opened := opening(before):  # the turn goes on behind a thought
+            return WrittenTurn(before, continued(chat, text_of(message["content"]), opened), "")
         return (
             f"the chat template's generation prompt ends with {before[-30:]!r}, and it begins no turn so (it wrote"
             f" ...{whole[-60:]!r}): turns=last learns the completion as it is given, behind that prompt"
         )
-    if not whole.startswith(before):
-        return f"{differs(before, whole)}. Or learn the last turn alone: turns=last"
-    # The turn ends at the first stop token behind `before`. Without one, only the last turn has an end, the end of the
-    # text.
+    # The turn ends at the first stop token behind `before`. Without one, only the last turn ends, with the text.
     body = whole[len(before) :]
     at, stop = min(((body.find(s), s) for s in chat.stops if s in body), default=(len(body), ""))
     if not stop and not last:
@@ -137,8 +133,7 @@ def _written(chat: Chat, whole: str, before: str, message: Message, last: bool) 
             " model.history=rewrite where it is lost only once messages follow; turns=last learns the completion as"
             " it is given"
         )
-    plain = [plain_call(c) for c in message.get("tool_calls", ())]
-    calls = [ToolCall(c["name"], c["arguments"]) for c in plain]
+    calls = [ToolCall(c["name"], c["arguments"]) for c in map(plain_call, message.get("tool_calls", ()))]
     if calls and (chat.format is None or parse(turn.said, chat.format).calls != tuple(calls)):
         return (
             f"the chat template writes a turn with tool calls as {turn.said!r:.120}, in which its calls are not found"
@@ -187,10 +182,8 @@ def _weights(
 
 
 def _argument_spans(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, tools: Tools) -> list[tuple[int, int]]:
-    """The spans (begin, end) of the arguments of each call in a turn, in characters of `turn.said`.
-
-    They are found by rendering the turn again with other arguments: the text changes only there.
-    """
+    """The spans (begin, end) of the arguments of each call in a turn, in characters of `turn.said`: where the text
+    changes when the turn is rendered again with other arguments."""
     *before, last = messages
     calls = [plain_call(c) for c in last.get("tool_calls", ())]
     text = text_of(last["content"])
@@ -199,15 +192,12 @@ def _argument_spans(chat: Chat, messages: Sequence[Message], turn: WrittenTurn, 
     for i, call in enumerate(calls):
         changed = called(chat, text, [*calls[:i], {**call, "arguments": OTHER}, *calls[i + 1 :]])
         rendered_changed = _turn_text(chat, [*before, changed], turn, tools)
-        # The arguments lie between the longest common beginning and the longest common end of the two texts. Where
-        # characters repeat, the two could overlap, so the end is limited.
+        # Where characters repeat, the longest common beginning and end could overlap, so the end is limited.
         start = len(common(rendered, rendered_changed))
-        common_end = min(
-            len(common(rendered[::-1], rendered_changed[::-1])), len(rendered) - start, len(rendered_changed) - start
-        )
-        spans.append((start, len(rendered) - common_end))
-    # The spans are positions in the rendered turn. The learned text may begin later, so they are moved by the
-    # difference.
+        shorter = min(len(rendered), len(rendered_changed)) - start
+        end = min(len(common(rendered[::-1], rendered_changed[::-1])), shorter)
+        spans.append((start, len(rendered) - end))
+    # The learned text may begin later than the rendered turn, so the spans are moved by the difference.
     shift = len(rendered) - len(turn.said)
     if not rendered.endswith(turn.said):
         raise DataError("the chat template writes this turn otherwise where it is the last: set tool_arguments=true")

@@ -15,8 +15,7 @@ TEXTS = ("first part", "second part")
 
 
 def read_by(tokenizer: Any) -> bool:
-    """Returns whether the tokenizer's template writes each text of a list of parts. Other templates refuse the list,
-    lose some of it, or print the list itself."""
+    """Returns whether the template writes each text of a list of parts. Others refuse it, lose some, or print it."""
     probe = Message(role="user", content=tuple(ContentPart("text", text) for text in TEXTS))
     try:
         written = template_process.apply(tokenizer, [probe], generate=False)
@@ -30,8 +29,8 @@ def read_by(tokenizer: Any) -> bool:
 def shielded(content: Content, specials: Sequence[str], shield: str) -> Content:
     """The content with `shield` inside each special token's name, also if the name spans two parts.
 
-    A template may trim each part, and then a name could form across two parts that white space kept apart. So every
-    part after the first begins with a `shield`, behind its own white space, which the template trims as before.
+    A template may trim each part, and then a name could form across two parts. So every part after the first begins
+    with a `shield`, behind its own white space, which the template trims as before.
     """
 
     def cut(text: str) -> str:
@@ -46,8 +45,7 @@ def shielded(content: Content, specials: Sequence[str], shield: str) -> Content:
     text_before = ""
     for part in whole:
         border, joined = len(text_before), text_before + part.text
-        # A name may begin in the parts before and end in this one. It is searched in a window of len(s) - 1 characters
-        # on both sides of the border.
+        # A name may begin in the parts before: it is searched in a window of len(s) - 1 characters around the border.
         spans_border = any(joined.find(s, max(0, border - len(s) + 1), border + len(s) - 1) >= 0 for s in specials)
         if part.type == "text" and shielded_parts:
             body = part.text.lstrip()

@@ -5,7 +5,8 @@ A prompt is encoded once, and each observation is encoded separately. A turn of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from posttrain.core.content import content_of, mapped
 from posttrain.core.conversation import LearnedConversation
 from posttrain.core.types import Message
 from posttrain.environment.encodable_text import EXACT, Tokenizer, Writable, leading_ids
+from posttrain.environment.rows.row_reader import placed
 from posttrain.environment.templates.chat_template import SHIELD, Chat, Tools, TurnEnding
 from posttrain.environment.templates.conversation_tokens import weighed
 from posttrain.environment.templates.rendering_differences import TAIL, continued, opening
@@ -24,10 +26,9 @@ Content = str | Sequence[Message]
 LONG = 1 << 14
 """A text of more characters takes some milliseconds to tokenize, so other threads may run meanwhile."""
 History = Literal["append", "rewrite"]
-"""What happens if a template rewrites earlier turns. append: the conversation is refused. rewrite: each turn starts a
-new sequence."""
+"""If a template rewrites earlier turns, append: the conversation is refused. rewrite: each turn begins a sequence."""
 PIECE = 1 << 16
-"""A long text is first encoded in pieces of this many characters, until it is known whether it can fit the context."""
+"""Characters of the pieces in which a long text is first encoded, until it is known whether it can fit the context."""
 
 
 class Renderer:
@@ -55,7 +56,6 @@ class Renderer:
             # A tokenizer may have been saved with both settings, and would then cut or fill up texts silently.
             self._backend.no_truncation()
             self._backend.no_padding()
-        self._chat_stop: int | None = None
         self.writable = Writable(self._ids)
         """Replaces characters of observations that this tokenizer has no token for."""
         self.template = Chat(tokenizer, [self.decode([i]) for i in self.stop_ids])
@@ -69,11 +69,9 @@ class Renderer:
             DataError: the prompt is empty, longer than the context, or has characters without a token; or it is
                 messages and there is no template. The error names the task.
         """
-        try:
+        with placed(_named(task)):
             is_text = isinstance(prompt, str)
             ids = self.text_ids(prompt) if is_text else self.encode(self.chat(prompt, generate=True, tools=tools))
-        except DataError as error:
-            raise DataError(f"{_named(task)}: {error}") from error
         return self.fits(ids, task)
 
     def fits(self, ids: np.ndarray, task: str = "") -> np.ndarray:
@@ -89,8 +87,7 @@ class Renderer:
         return ids
 
     def start(self) -> np.ndarray:
-        """int32 [n >= 1]: the first ids of a document without a prompt. The leading special tokens, else BOS, else the
-        first stop id."""
+        """int32 [n >= 1]: the first ids of a document: the leading special tokens, else BOS, else the first stop id."""
         if self.leading:
             return np.array(self.leading, np.int32)
         bos = self.tokenizer.bos_token_id
@@ -103,34 +100,25 @@ class Renderer:
     def pair(
         self, prompt: Content, completion: str, task: str = "", tools: Tools = ()
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(prompt ids, completion ids) of a demonstration. With an empty prompt it is a document and gets `start`. The
+        """(prompt ids, completion ids) of a demonstration. An empty prompt makes a document, which gets `start`. The
         chat template writes calls that the completion has as objects."""
         chat = not isinstance(prompt, str)
         before = self.prompt(prompt, task, tools) if len(prompt) else self.start()
         if MARK not in completion:
             return before, self.completion_ids(completion, chat=chat, task=task, behind=before)
-        try:
+        with placed(_named(task)):
             turn_text, stop = written(self.template, prompt, completion, tools)
-        except DataError as error:
-            raise DataError(f"{_named(task)}: {error}") from error
-        # `completion_ids` ends with the usual stop token. Behind calls the template may write another one, which
-        # replaces it.
+        # Behind calls the template may write another stop token than the usual one of `completion_ids`.
         ids, end = self.completion_ids(turn_text, chat=chat, task=task), self.encode(stop)
         return before, np.array([*ids[: len(ids) - len(end)], *end], np.int32)
 
     def conversation(
         self, c: LearnedConversation, task: str = "", tools: Tools = (), arguments: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids int32 [T], weight of each float64 [T]) of each sequence of a conversation
-        (`conversation_tokens.weighed`).
-
-        Raises:
-            DataError: nothing of it can be learned, or the chat template does not write it so that it could be.
-        """
-        try:
+        """(ids int32 [T], weight of each float64 [T]) of each sequence of a conversation. DataError if nothing of it
+        can be learned, or the chat template does not write it so that it could be."""
+        with placed(_named(task)):
             return weighed(self, c, tools, arguments)
-        except DataError as error:
-            raise DataError(f"{_named(task)}: {error}") from error
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """The characters of each token of a text: their beginning and end."""
@@ -153,8 +141,7 @@ class Renderer:
         # The text may have no stop token at its end, one, or several. All are removed, and one is added below.
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
-        inside = [i for i in ids if i in self.stop_ids]
-        if inside:
+        if inside := [i for i in ids if i in self.stop_ids]:
             raise DataError(
                 f"{_named(task)}: the completion has stop token {inside[0]}"
                 f" ({self.tokenizer.decode(inside[:1], **EXACT)!r}) before its end"
@@ -179,17 +166,14 @@ class Renderer:
 
     def spell(self, word: str) -> tuple[tuple[int, ...], ...]:
         """The token sequences of a word: alone, and after a space if the space becomes part of its first token.
-
-        Raises:
-            ConfigError: this tokenizer cannot write it.
-        """
+        ConfigError if this tokenizer cannot write it."""
         alone = self._written(word)
         if alone is None:
             raise ConfigError(
                 f"this tokenizer cannot write {word!r}: correct sampling.bad_words or allowed_words, or name token ids"
             )
         spaced = self._written(f" {word}")
-        # If the space is a token of its own, the word behind it has the same ids as alone, and one spelling is enough.
+        # If the space is a token of its own, one spelling is enough.
         inside = spaced is None or spaced[len(spaced) - len(alone) :] == alone
         return (alone,) if inside else (alone, cast("tuple[int, ...]", spaced))
 
@@ -202,12 +186,9 @@ class Renderer:
         return ids if ids and self.decode(ids).strip() == text.strip() else None
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 ids of a text, with nothing added. No token spans a `SHIELD`, and the `SHIELD` itself gets none. If a
-        text cannot fit the context, only its beginning is encoded: more than twice as many tokens as fit.
-
-        Raises:
-            DataError: a character has no token.
-        """
+        """int32 ids of a text, with nothing added. No token spans a `SHIELD`, which gets none itself. Of a text that
+        cannot fit the context, only the beginning: more than twice as many tokens as fit. DataError if a character has
+        no token."""
         if self.context is not None and len(text) > PIECE:
             pieces = (part[i : i + PIECE] for part in text.split(SHIELD) for i in range(0, len(part), PIECE))
             if (ids := self._until_too_long(pieces, 2 * self.context)) is not None:
@@ -244,11 +225,9 @@ class Renderer:
         return cast("Message", fields)
 
     def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:
-        """The ids of the first pieces, as soon as they are more than `most`; None if all pieces together have no more.
-
-        A tokenizer needs up to 500 bytes of memory for a character. So it gets a whole text only if the tokens may fit.
-        A word that is cut at the end of a piece adds a few tokens, so `most` is twice the context.
-        """
+        """The ids of the first pieces, as soon as they are more than `most`; None if all together have no more. A
+        tokenizer needs up to 500 bytes for a character, so it gets a whole text only if the tokens may fit. A word that
+        is cut at the end of a piece adds a few tokens, so `most` is twice the context."""
         encoded: list[np.ndarray] = []
         count = 0
         for piece in pieces:
@@ -269,23 +248,18 @@ class Renderer:
         return self.chat(prompt, generate=True, tools=tools) != self.chat(prompt, generate=True)
 
     def rewrites(self, new: Sequence[Message], tools: Tools) -> str:
-        """The reason why the template cannot append such messages after a turn; '' if it can. It is tested once for
-        each kind of message."""
+        """The reason why the template cannot append such messages after a turn; '' if it can."""
+        # The proof renders dozens of conversations, and depends only on who speaks next and on whether there are tools.
         key = ("tool" if any(m["role"] == "tool" for m in new) else "user", bool(tools))
-        # The proof renders dozens of conversations. Its result depends only on who speaks next, and on whether there
-        # are tools, so it is kept by these two.
         if key not in self._proofs:
             self._proofs[key] = self.template.proof(key[0], tools=tools)
         return self._proofs[key]
 
-    @property
+    @cached_property
     def chat_stop(self) -> int:
         """The stop id that the chat template writes after an assistant's turn, else the first stop id."""
-        stop = self._chat_stop
-        if stop is None:
-            tail = self.encode(self.template.end()).tolist()
-            stop = self._chat_stop = tail[0] if tail and tail[0] in self.stop_ids else self.stop_ids[0]
-        return stop
+        tail = self.encode(self.template.end()).tolist()
+        return tail[0] if tail and tail[0] in self.stop_ids else self.stop_ids[0]
 
     def text_ids(self, text: str) -> np.ndarray:
         """int32 [T] of a plain text, with the leading special tokens exactly once."""
@@ -299,10 +273,10 @@ class Renderer:
 class RenderedDialogue:
     """Encodes one conversation. Each `see` returns the ids to append after the policy's last turn.
 
-    The policy's own tokens are not changed. For messages, an observation is the text that the chat template adds after
-    the assistant's turn, so the template must only append. A template that drops or changes earlier turns (such as
-    their reasoning) is refused, because the policy would be trained on a history it never saw. If the renderer's
-    history is `rewrite`, the conversation as rendered now begins a new sequence instead (`restarted`).
+    The policy's own tokens are not changed. Of messages, an observation is the text that the chat template adds after
+    the assistant's turn. A template that drops or changes earlier turns (such as their reasoning) is refused, because
+    the policy would be trained on a history it never saw. If the renderer's history is `rewrite`, the conversation as
+    rendered now begins a new sequence instead (`restarted`).
     """
 
     def __init__(self, renderer: Renderer, task: str = "") -> None:
@@ -325,7 +299,6 @@ class RenderedDialogue:
         """int32 ids of the prompt (first call, with the tools) or of an observation (later calls)."""
         messages = None if isinstance(content, str) else list(content)
         self.restarted = False
-        # The first call of an episode gives the prompt. Later calls give what is appended behind a turn.
         if self._history is None:
             self._chat, self._tools = messages is not None, tools
             self._history = messages or []
@@ -354,13 +327,14 @@ class RenderedDialogue:
     def _observe(self, new: list[Message], said: list[int]) -> np.ndarray:
         """The ids of new messages behind the policy's turn `said`."""
         render, history, tools = self._renderer, self._history or [], self._tools
-        why = render.rewrites(new, tools)
-        if not why:
-            ending = self._named_error(render.template.between, history, new, tools)
-        elif render.history == "append":
-            raise DataError(f"{_named(self._task)}: {why}")
-        else:
-            ending = self._rewritten(history, render.text(said), new)
+        with placed(_named(self._task)):
+            why = render.rewrites(new, tools)
+            if why and render.history == "append":
+                raise DataError(why)
+            if why:
+                ending = self._rewritten(history, render.text(said), new)
+            else:
+                ending = render.template.between(history, new, tools)
         self._history, self._said = [*history, ending.turn, *new], None
         # The text that a template writes after a turn begins with the stop token. If the policy ended its turn, it has
         # already said this token, so it is left out here. Behind a turn that was cut off, the token is part of the
@@ -376,14 +350,7 @@ class RenderedDialogue:
             return self._renderer.template.after(history, text, new, self._tools)
         except DataError:
             self.restarted = True
-            return self._named_error(self._renderer.template.rewritten, history, text, new, self._tools)
-
-    def _named_error(self, ask: Callable[..., TurnEnding], *args: Any) -> TurnEnding:
-        """The result of `ask`. A DataError gets the name of the task."""
-        try:
-            return ask(*args)
-        except DataError as error:
-            raise DataError(f"{_named(self._task)}: {error}") from error
+            return self._renderer.template.rewritten(history, text, new, self._tools)
 
 
 def _plain(ids: Sequence[int] | np.ndarray) -> list[int]:

@@ -33,10 +33,8 @@ _OPENED = re.compile(rf"(?:{_TAGS})\s*\Z")
 def differs(before: str, whole: str) -> str:
     """The message `REWRITES` with the place at which the two renderings begin to differ."""
     at = len(common(before, whole))
-    return (
-        f"{REWRITES} (it wrote ...{before[max(0, at - 20) : at + 40]!r}, and then"
-        f" ...{whole[max(0, at - 20) : at + 40]!r})"
-    )
+    one, two = (text[max(0, at - 20) : at + 40] for text in (before, whole))
+    return f"{REWRITES} (it wrote ...{one!r}, and then ...{two!r})"
 
 
 def common(a: str, b: str) -> str:
@@ -61,11 +59,8 @@ def opening(prompt: str) -> str:
 
 
 def continued(chat: Chat, completion: str, opened: str) -> str:
-    """A completion as it continues a thought that the prompt has opened.
-
-    An opening tag at its start is left out. A completion without a thought gets the closing tag first, as the template
-    writes a turn without a thought.
-    """
+    """A completion as it continues a thought that the prompt has opened: without an opening tag at its start, or behind
+    the closing tag, where it has no thought, as the template writes such a turn."""
     begin = opened.strip()
     if completion.lstrip().startswith(begin):
         # The prompt has the line break behind the tag already.
@@ -76,8 +71,7 @@ def continued(chat: Chat, completion: str, opened: str) -> str:
 
 @lru_cache(8)
 def closing(chat: Chat, opened: str) -> tuple[str, bool]:
-    """(the text that closes an opened thought before a turn without thoughts, whether the template itself writes
-    it)."""
+    """(the text that closes an opened thought before a turn without thoughts, whether the template writes it)."""
     end = dict(THOUGHTS)[opened.strip()]
     history = [Message(role="user", content="hi")]
     try:
@@ -85,7 +79,6 @@ def closing(chat: Chat, opened: str) -> tuple[str, bool]:
         whole = chat.render([*history, Message(role="assistant", content=SAID)], generate=False)
     except DataError:
         return f"\n{end}\n\n", False
-    # `gap` stands between the opened thought and the turn. If it has the closing tag, it is the template's own way to
-    # close the thought.
+    # `gap` stands between the opened thought and the turn: with the closing tag, the template's own way to close it.
     gap = whole[len(before) :].partition(SAID)[0] if common(before, whole) == before else ""
     return (gap, True) if end in gap else (f"\n{end}\n\n", False)

@@ -69,19 +69,14 @@ def template_findings(
 
 
 def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list[str]:
-    """Descriptions of the messages whose content, or whose calls of tools, the template does not write.
-
-    White space, thoughts of the assistant and text beside its calls do not count. Each message gets a mark at its end,
-    so that a short one is not found by chance.
-
-    Raises:
-        DataError: the template refuses the messages.
-    """
+    """Descriptions of the messages whose content, or whose calls of tools, the template does not write. White space,
+    thoughts of the assistant and text beside its calls do not count. DataError if it refuses the messages."""
+    # A mark at the end of each message, so that a short one is not found by chance.
     tried = [_marked(m, f" zq{i}x") for i, m in enumerate(messages)]
     try:
         written = chat.render(tried, generate=True, tools=tools)
     except DataError:
-        # Some templates check the contents, and refuse the marks. Then the messages are tried without marks.
+        # Some templates check the contents, and refuse the marks.
         tried = list(messages)
         written = chat.render(tried, generate=True, tools=tools)
     text = squeezed(written.replace(SHIELD, ""))
@@ -89,7 +84,7 @@ def left_out(chat: Chat, messages: Sequence[Message], tools: Tools = ()) -> list
         f"the {m['role']} message {_words(m)[-1][:60]!r} ({i} of {len(messages)})"
         for i, (m, marked) in enumerate(zip(messages, tried, strict=True), 1)
         # Templates write some contents with `tojson`, so the escaped forms count as written too.
-        if not all(any(squeezed(form) in text for form in (w, *_as_json(w))) for w in _words(marked))
+        if not all(any(squeezed(form) in text for form in _forms(w)) for w in _words(marked))
     ]
 
 
@@ -115,9 +110,9 @@ def _words(message: Message) -> list[str]:
     return [text.strip()]
 
 
-def _as_json(words: str) -> tuple[str, ...]:
-    """The two forms in which JSON may write these words."""
-    return json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)[1:-1]
+def _forms(words: str) -> tuple[str, ...]:
+    """These words, and the two forms in which JSON may write them."""
+    return words, json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)[1:-1]
 
 
 def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
@@ -136,8 +131,7 @@ def _lost_after_a_turn(chat: Chat, role: str) -> list[str]:
 
 
 def _begins_otherwise(chat: Chat) -> str:
-    """Returns the difference between the generation prompt and the beginning of an assistant's turn; '' where there is
-    none."""
+    """The difference between the generation prompt and the beginning of an assistant's turn; '' if there is none."""
     try:
         before, bare = (chat.render([ASKED], generate=generate) for generate in (True, False))
         whole = chat.render([ASKED, Message(role="assistant", content=SAID)], generate=False)
@@ -145,8 +139,7 @@ def _begins_otherwise(chat: Chat) -> str:
         return ""
     # The turn is searched behind the beginning that both renderings share.
     whole = whole[: max(0, whole.find(SAID, len(common(bare, whole))))]
-    # A thought at the end is removed on both sides, because many templates open one in the prompt and leave it out of
-    # past turns.
+    # Many templates open a thought in the prompt and leave it out of past turns, so one at the end does not count.
     prompt = _THOUGHT.sub("", before).rstrip()
     turn_start = _THOUGHT.sub("", whole[len(prompt) :]).strip()
     if not whole or (whole.startswith(prompt) and (before != bare or not turn_start)):

@@ -1,8 +1,8 @@
 """Chat templates are third-party programs, so they are rendered in a separate process with limits.
 
 jinja2's sandbox keeps a template from files and from Python, but not from endless loops or from filling the memory. One
-process renders all templates of a program. It starts with the first rendering and adds less than a millisecond to each.
-A rendering may use `SPEC.cpu` seconds. A process that had to be stopped is replaced within milliseconds.
+process renders all templates of a program, in less than a millisecond more than here. A rendering may use `SPEC.cpu`
+seconds. A process that had to be stopped is replaced within milliseconds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RefusedError(Exception):
 def apply(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The result of `tokenizer.apply_chat_template`, rendered in the separate process. If the tokenizer overrides that
-    method, the method is called here instead, because it is code that the user trusts.
+    """The result of `tokenizer.apply_chat_template`, rendered in the separate process. A tokenizer that overrides that
+    method has code that the user trusts, so the method is called here.
 
     Raises:
         RefusedError: the template raised.
@@ -61,8 +61,7 @@ def apply(
 
 
 def _ask(request: bytes, message_count: int) -> dict[str, Any]:
-    """The process's reply. If the process was killed, or has ended with the thread that started it, it is started once
-    more."""
+    """The process's reply. A process that was killed, or has ended with the thread that started it, is started anew."""
     with _SERVER.lock:
         for last in (False, True):
             try:
@@ -112,9 +111,6 @@ atexit.register(_SERVER.end)
 os.register_at_fork(after_in_child=_SERVER.forget)
 
 
-# --- in the process ---------------------------------------------------------------------------------------------------
-
-
 def handler(_: str) -> Callable[[Any], dict[str, Any]]:
     """Renders with the function of transformers that `apply_chat_template` calls."""
     render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
@@ -131,7 +127,7 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
                 add_generation_prompt=generate,
                 **special_tokens,
             )
-        # On a MemoryError the process reached its limit and ends. It is no error that the template raised.
+        # On a MemoryError the process reached its limit and ends.
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything it likes

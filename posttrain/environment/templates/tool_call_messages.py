@@ -19,17 +19,12 @@ if TYPE_CHECKING:
     from posttrain.environment.templates.chat_template import Chat, Tools
 
 MARK = "\ufdd1"
-"""Stands between a message's content and its calls. It is a noncharacter of Unicode; rows whose text has it are
-refused."""
+"""Stands between a message's content and its calls. It is a noncharacter of Unicode; rows that have it are refused."""
 
 
 def kept(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
-    """A message with calls as one text. Arguments may be an object or, as OpenAI has them, an object in JSON text;
-    equal ones give equal texts.
-
-    Raises:
-        DataError: arguments are neither.
-    """
+    """A message with calls as one text; equal ones give equal texts. Arguments may be an object or, as OpenAI has them,
+    an object in JSON text. DataError if they are neither."""
     return f"{content}{MARK}{json.dumps([plain_call(c) for c in calls], ensure_ascii=False)}"
 
 
@@ -82,8 +77,7 @@ def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools
         )
     turn_text, stop = _split_stop(chat, prompt, turn, whole[len(before) :], tools)
     wanted = tuple(ToolCall(c["name"], c["arguments"]) for c in calls)
-    # The text that is learned has to be parsed as the calls that were given. Otherwise the policy would learn other
-    # calls.
+    # It has to be parsed as the calls that were given. Otherwise the policy would learn other calls.
     parsed = parse(turn_text, chat.format)
     if parsed.calls != wanted or content.strip() not in turn_text:
         raise DataError(

@@ -14,8 +14,7 @@ from posttrain.environment.tools.fair_queue import FairQueue, QueuedWork
 from posttrain.environment.tools.tool import OutOfTime, Toolbox, ToolError, own_clock, tool
 
 SECONDS = 2.0
-"""Most processor time of one statement, and of reading the tables after it. That is far more than a sensible
-statement needs in so small a database."""
+"""Most processor time of one statement, and of reading the tables after it: far more than a sensible one needs."""
 QUEUE = FairQueue()
 """The queue for the statements of all databases of this process."""
 MOST_ROWS = 50
@@ -105,8 +104,7 @@ class Database(Toolbox):
             rows = _fetched(cursor, MOST_ROWS + 1) if has_rows else []
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
-            # The tables are read after an error too. It may have rolled back a transaction, or kept the changes before
-            # it (OR FAIL).
+            # The tables are read after an error too: it may have rolled back a transaction, or kept changes (OR FAIL).
             self._state = self._read()
             raise ToolError(str(error) or type(error).__name__) from None
         # The tables are read unless nothing changed. A query with rows may change some (RETURNING), and a change of the
@@ -117,13 +115,11 @@ class Database(Toolbox):
         if not has_rows:
             # Python counts no rows of a statement that begins with WITH.
             return f"{changed if cursor.rowcount < 0 else cursor.rowcount} rows changed"
-        lines = [
-            " | ".join(column[0] for column in cursor.description),
-            *(" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS]),
-        ]
-        return "\n".join(lines) + (
-            f"\n(more than {MOST_ROWS} rows; the rest is not shown)" if len(rows) > MOST_ROWS else ""
-        )
+        lines = [" | ".join(column[0] for column in cursor.description)]
+        lines += [" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS]]
+        if len(rows) > MOST_ROWS:
+            lines.append(f"(more than {MOST_ROWS} rows; the rest is not shown)")
+        return "\n".join(lines)
 
     def _over(self) -> bool:
         """Returns whether the running statement has to end. SQLite calls this regularly."""
@@ -133,8 +129,7 @@ class Database(Toolbox):
     def _interrupt(self) -> None:
         """Stop the policy's statement, from another thread. Reading the tables after it is not stopped."""
         with self._guard:
-            # `_reading` is set under the same lock, so the interrupt of a statement never stops the reading of the
-            # tables.
+            # `_reading` is set under the same lock, so no interrupt of a statement stops the reading of the tables.
             if not self._reading:
                 self._connection.interrupt()
 
@@ -163,8 +158,7 @@ class Database(Toolbox):
             self._reading = 0.0
 
     def _rows(self, table: str) -> list[list[Any]]:
-        """The rows of a table; [] if it cannot be read, because the policy dropped it or gave it columns that fail or
-        take too long."""
+        """The rows of a table; [] if the policy dropped it, or gave it columns that fail or take too long."""
         # The policy chooses the names of tables, so a name may contain a quote.
         quoted = table.replace('"', '""')
         try:

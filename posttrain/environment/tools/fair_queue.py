@@ -1,8 +1,7 @@
 """A fair queue for jobs that a policy asked for. A job's time limit does not depend on the other jobs.
 
-Every job has its own thread while it runs. Few jobs run at once, and the one that has used the least processor time
-goes first, so a short job never waits for the end of a long one. The limit of a job is in its own processor time. It
-does not count the time that the job waits for its turn or for a busy processor.
+Every job has its own thread. Few run at once, and the one that has used the least processor time goes first, so a short
+job never waits for the end of a long one. The limit of a job is in its own processor time: waiting does not count.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from posttrain.verifier.timed_calls import resolve
+
 SLICE = 0.02
 """Seconds of processor time after which a running job lets waiting jobs go first."""
-# How many jobs run at once.
 AT_ONCE = min(8, max(2, os.cpu_count() or 1))
+"""How many jobs run at once."""
 
 
 class FairQueue:
@@ -61,8 +62,7 @@ class FairQueue:
                 if not self._free or not self._waiting:
                     return
                 _, _, turn = heapq.heappop(self._waiting)
-                # A cancelled turn is dropped here. If it was not cancelled, it can no longer be, so the free place is
-                # used.
+                # A cancelled turn is dropped here. Another can no longer be cancelled, so the free place is used.
                 if not turn.set_running_or_notify_cancel():
                     continue
                 self._free -= 1
@@ -146,8 +146,7 @@ class QueuedWork:
             if self._ended:
                 return
             self.stopped = True
-            # `_holds` is set to False under the lock only, and the thread that does it gives the place back. So no
-            # place is given back twice.
+            # The thread that sets `_holds` to False, under the lock, gives the place back. So none is given back twice.
             had_turn, self._holds = self._holds, False
             if self._turn is not None:
                 self._turn.cancel()
@@ -157,8 +156,8 @@ class QueuedWork:
             self._queue.leave()
 
     def tick(self) -> bool:
-        """Returns whether the work has to end. The work calls this in its own thread. If other jobs wait, this lets
-        them go first for a while."""
+        """Returns whether the work has to end. The work calls this in its own thread; if other jobs wait, it lets them
+        go first for a while."""
         self._used = time.thread_time()
         if self.stopped or not self._queue.crowded or self._used - self._yielded < SLICE:
             return self.stopped
@@ -194,13 +193,4 @@ class QueuedWork:
         if had_turn:
             self._queue.leave()
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
-            loop.call_soon_threadsafe(self._settle, result, error)
-
-    def _settle(self, result: Any, error: BaseException | None) -> None:
-        """Sets the result of the work, unless `done` is set already."""
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(result)
-        else:
-            self.done.set_exception(error)
+            loop.call_soon_threadsafe(resolve, self.done, result, error)

@@ -1,7 +1,4 @@
-"""The tools of the library. Their state is in memory and belongs to one episode, so nothing remains after it.
-
-The Python tool is in `tools.python`, because it needs a sandbox.
-"""
+"""The tools of the library but Python (`tools.python`). Their state is in memory and belongs to one episode."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class KeyValue(Toolbox):
 
 
 class Files(Toolbox):
-    """An episode's own folder of text files. It exists in memory only, so no path can reach the machine's files."""
+    """An episode's own folder of text files, in memory, so no path can reach the machine's files."""
 
     def __init__(self, files: dict[str, str] | None = None) -> None:
         self._files = {_path(p): text for p, text in (files or {}).items()}

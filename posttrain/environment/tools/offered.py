@@ -23,8 +23,8 @@ NAMES = ("calculator", "python", "files", "database", "store")
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """The tools of every episode of an environment, created anew for each episode. The initial content of `files`,
-    `database` (a script of SQL) and `store` is the task's column of that name."""
+    """The tools of every episode of an environment, created anew for each. The initial content of `files`, `database`
+    (a script of SQL) and `store` is the task's column of that name."""
 
     names: tuple[str, ...]
     where: SandboxSettings = SandboxSettings()

@@ -20,8 +20,8 @@ LOST = "the interpreter was ended; what was defined before is gone"
 
 
 class InterpreterSlots:
-    """A sandbox and a number of slots for its sessions. An episode waits for a slot before it begins, so that no call
-    of a policy waits for another episode and times out."""
+    """A sandbox and a number of slots for its sessions. An episode waits for one before it begins, so that no call
+    times out because of another episode."""
 
     def __init__(self, sandbox: Sandbox, seconds: float, slots: int = AT_ONCE) -> None:
         self.sandbox = sandbox
@@ -45,7 +45,7 @@ class Python(Toolbox):
         self._lost = False
 
     async def open(self) -> None:
-        # The wait for a slot is here, before the first turn. During a call it would use up the call's time limit.
+        # Before the first turn: during a call the wait would use up the call's time limit.
         free = self._interpreters.free
         await free.acquire()
         self._slots = free
@@ -55,7 +55,7 @@ class Python(Toolbox):
         """Runs Python. Shows what is printed and the value of a last expression; variables stay for the next piece."""
         if self._session is None:
             self._session = self._interpreters.sandbox.session(limits=self._interpreters.limits)
-        # A cancelled call ends the session, and the policy is not to blame. The next answer says what was lost.
+        # A cancelled call ended the session, and the policy is not to blame, so the next answer says what was lost.
         was_lost, self._lost = self._lost, False
         try:
             ran = await self._session.run(code)
@@ -63,7 +63,7 @@ class Python(Toolbox):
             self._session, self._lost = None, True
             raise
         except SandboxBroken as error:
-            # No ToolError, because the policy did nothing wrong. The episode is a failure and no result.
+            # No ToolError, because the policy did nothing wrong: the episode is a failure and no result.
             raise RuntimeError(f"the sandbox of the Python tool was lost: {error}") from error
         printed = ran.said.rstrip("\n") + ("\n(output was cut)" if ran.cut else "")
         note = f"{LOST}\n" if was_lost else ""

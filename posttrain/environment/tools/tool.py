@@ -37,8 +37,7 @@ class ToolError(Exception):
 
 
 class OutOfTime(Exception):
-    """A tool that measures its own time (`own_clock`) raises this if a call took too long. The policy is shown its text
-    too."""
+    """A tool that measures its own time (`own_clock`) raises this if a call took too long, with a text to show."""
 
     def __init__(self, seconds: float, text: str = "") -> None:
         super().__init__(text)
@@ -143,10 +142,8 @@ class Toolbox:
 
 
 class Toolboxes(Toolbox):
-    """Several toolboxes as one. The state maps the name of each class, in lower case, to its state.
-
-    Raises ConfigError if two of them have a tool of the same name.
-    """
+    """Several toolboxes as one. The state maps the name of each class, in lower case, to its state. ConfigError if two
+    of them have a tool of the same name."""
 
     def __init__(self, boxes: Sequence[Toolbox]) -> None:
         self._boxes = tuple(boxes)
@@ -196,8 +193,7 @@ async def _answered(tools: Mapping[str, Tool], call: ToolCall | Malformed, secon
     """(text, kind) of the result of a call."""
     if isinstance(call, Malformed):
         return f"error: this is no call: {call.why}", "malformed"
-    chosen = tools.get(call.name)
-    if chosen is None:
+    if (chosen := tools.get(call.name)) is None:
         return f"error: no tool {call.name!r}: {nearest(call.name, tools)}", "unknown"
     try:
         arguments = chosen.arguments.model_validate(dict(call.arguments))
@@ -244,7 +240,7 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
             raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type, and to be given by name")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (_described(hints[parameter.name]), default)
-    # Strict: "3" is no number. The policy gets an error, because a conversion would teach it that types do not matter.
+    # Strict: "3" is no number. A conversion would teach the policy that types do not matter.
     arguments = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
     return Tool(name, description, arguments, method)
 

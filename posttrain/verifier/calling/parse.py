@@ -16,7 +16,7 @@ Thoughts (`posttrain.verifier.thoughts`) are reasoning, and calls in them are ig
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,18 +52,18 @@ class Parsed:
 
 Found = tuple[str, list[ToolCall | Malformed]]
 """(text outside the calls, calls)"""
+Reader = Callable[[str], list[tuple[str, dict[str, Any]]]]
+"""Reads (name, arguments) of each call in a text. Raises Unreadable."""
 EXCERPT = 200
 """The most characters of a `Malformed` text."""
 TRIES = 8
-"""How many JSON values of the longest length may fail to be read in one turn. After that the first end tag ends a call,
-even if it stands in a string of the call."""
+"""How many JSON values of the longest length may fail in one turn. After that the first end tag ends a call, even if it
+stands in a string of the call."""
 
 
 def parse(text: str, format: str) -> Parsed:
-    """Parse one turn in one of `FORMATS`. The text is without its stop token, and the time is linear in its length.
-
-    A turn of more than `read_data.LONGEST_TURN` characters gives one `Malformed` call.
-    """
+    """Parse one turn in one of `FORMATS`, without its stop token, in linear time. A turn of more than
+    `read_data.LONGEST_TURN` characters gives one `Malformed` call."""
     if len(text) > read_data.LONGEST_TURN:
         return Parsed("", "", (_bad(text[: EXCERPT + 1], f"longer than {read_data.LONGEST_TURN} characters"),))
     if format == "harmony":
@@ -73,7 +73,7 @@ def parse(text: str, format: str) -> Parsed:
     return Parsed(reasoning.strip(), content.strip(), tuple(calls))
 
 
-def _read(text: str, reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
+def _read(text: str, reader: Reader) -> list[ToolCall | Malformed]:
     """The calls that `reader` reads from a text; one `Malformed` where it cannot."""
     if len(text) > read_data.LONGEST:
         return [_bad(text, f"longer than {read_data.LONGEST} characters")]
@@ -89,20 +89,16 @@ def _bad(text: str, why: str) -> Malformed:
     return Malformed(text if len(text) <= EXCERPT else f"{text[:EXCERPT]}...", why)
 
 
-def _pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]:
-    """The pieces of a text in order, each with what ended it.
-
-    A piece outside the tags has None. A piece between a begin and an end tag has the end tag. A piece whose end tag is
-    missing has "".
-    """
+def _in_tags(text: str, begin: str, end: str, reader: Reader, dropped: Sequence[str] = ()) -> Found:
+    """The calls between these tags, each piece read by `reader`, and the text outside the tags without `dropped`."""
+    content, calls = list[str](), list[ToolCall | Malformed]()
     # `budget` is a number of characters. Each JSON value that cannot be read takes its length from it. Without the
     # budget a text of nothing but begin tags would be read again from each of them, in quadratic time.
     at, budget = 0, TRIES * read_data.LONGEST
     while (tag_place := text.find(begin, at)) >= 0:
-        yield text[at:tag_place], None
+        content.append(text[at:tag_place])
         inside = behind = tag_place + len(begin)
-        # An end tag inside a string of the call's JSON does not end the call, so the JSON value is read first and the
-        # end tag is searched behind it.
+        # An end tag inside a string of the call's JSON does not end the call, so it is searched behind the JSON value.
         if budget > 0:
             try:
                 _, behind = read_data.json_prefix(text, inside)
@@ -110,25 +106,15 @@ def _pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]
                 budget -= min(read_data.LONGEST, len(text) - inside)
         closed = text.find(end, behind)
         if closed < 0:
-            yield text[inside:], ""
-            return
-        yield text[inside:closed], end
+            calls.append(_bad(text[tag_place:], f"{begin} is never closed by {end}"))
+            at = len(text)
+            break
+        calls += _read(text[inside:closed], reader)
         at = closed + len(end)
-    yield text[at:], None
-
-
-def _in_tags(text: str, begin: str, end: str, reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Found:
-    """The calls between these tags, each piece read by `reader`, and the text outside the tags."""
-    content: list[str] = []
-    calls: list[ToolCall | Malformed] = []
-    for piece, end_tag in _pieces(text, begin, end):
-        if end_tag is None:
-            content.append(piece)
-        elif end_tag == "":
-            calls.append(_bad(begin + piece, f"{begin} is never closed by {end}"))
-        else:
-            calls += _read(piece, reader)
-    return "".join(content), calls
+    outside = "".join([*content, text[at:]])
+    for mark in dropped:
+        outside = outside.replace(mark, "")
+    return outside, calls
 
 
 def _llama(text: str) -> Found:
@@ -187,19 +173,20 @@ def _pythonic(text: str) -> Found:
 def _mistral(text: str) -> Found:
     """The calls after each `[TOOL_CALLS]`."""
     content, *pieces = text.split("[TOOL_CALLS]")
-    calls: list[ToolCall | Malformed] = []
-    for piece in pieces:
-        calls += _read(piece, _mistral_calls)
-    return content, calls
+    return content, [call for piece in pieces for call in _read(piece, _mistral_calls)]
 
 
 def _mistral_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The calls in one piece: `NAME[ARGS]{...}`, perhaps with a call id after the name, or a JSON list."""
     name, marked, arguments = text.partition("[ARGS]")
     if marked:
-        name = name.partition("[CALL_ID]")[0]
-        return [(read_data.name_of(name.strip()), read_data.arguments_of(read_data.json_value(arguments)))]
+        return _one_call(name.partition("[CALL_ID]")[0], arguments)
     return _calls_of_list(text, "name", "arguments")
+
+
+def _one_call(name: str, arguments: str) -> list[tuple[str, dict[str, Any]]]:
+    """The call of a name and its arguments in JSON, both checked."""
+    return [(read_data.name_of(name.strip()), read_data.arguments_of(read_data.json_value(arguments)))]
 
 
 def _calls_of_list(text: str, name: str, arguments: str, what: str = "calls") -> list[tuple[str, dict[str, Any]]]:
@@ -215,14 +202,6 @@ _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
 _FENCE = re.compile(r"(?P<name>[^\n]*)\n```json\n(?P<json>.*)\n```\s*", re.DOTALL)
 
 
-def _deepseek(text: str) -> Found:
-    """The calls between DeepSeek's tokens. The tokens around all calls of a turn are left out."""
-    content, calls = _in_tags(text, _BEGIN, _END, _deepseek_call)
-    for mark in ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"):
-        content = content.replace(mark, "")
-    return content, calls
-
-
 def _deepseek_call(text: str) -> list[tuple[str, dict[str, Any]]]:
     """One call: TYPE, separator, NAME and a block of JSON; or NAME, separator, JSON."""
     before_separator, marked, after_separator = text.partition(_SEP)
@@ -230,24 +209,17 @@ def _deepseek_call(text: str) -> list[tuple[str, dict[str, Any]]]:
         raise Unreadable(f"between {_BEGIN} and {_END} stands {_SEP}")
     fenced = _FENCE.fullmatch(after_separator)
     name, arguments = (fenced["name"], fenced["json"]) if fenced else (before_separator, after_separator)
-    return [(read_data.name_of(name.strip()), read_data.arguments_of(read_data.json_value(arguments)))]
+    return _one_call(name, arguments)
 
 
-def _cohere(text: str) -> Found:
-    """The calls between Command's tokens. The tokens around its response are left out."""
-    content, calls = _in_tags(
-        text, "<|START_ACTION|>", "<|END_ACTION|>", lambda t: _calls_of_list(t, "tool_name", "parameters", "actions")
-    )
-    for mark in ("<|START_RESPONSE|>", "<|END_RESPONSE|>"):
-        content = content.replace(mark, "")
-    return content, calls
+def _cohere_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of Command's list of actions."""
+    return _calls_of_list(text, "tool_name", "parameters", "actions")
 
 
-# Patterns of a call and of one of its arguments, for GLM and for Qwen 3 Coder; the module's docstring has an example of
-# each.
+# Patterns of a call and of one of its arguments, for GLM and for Qwen 3 Coder (see the module's docstring).
 _GLM = re.compile(r"\s*(?P<name>[^\s<]+)\s*(?P<rest>(<arg_key>.*)?)", re.DOTALL)
-# The groups `(?>...)` are atomic: the first end tag ends a key or a value. A match that fails is not tried again with a
-# later end tag.
+# The groups `(?>...)` are atomic: the first end tag ends a key or a value, and no later one is tried.
 _GLM_ARG = re.compile(
     r"\s*<arg_key>(?>(?P<key>.*?)</arg_key>)\s*<arg_value>(?>(?P<value>.*?)</arg_value>)\s*", re.DOTALL
 )
@@ -258,10 +230,8 @@ _CODER_ARG = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</p
 def _call_with_tags(
     text: str, call: re.Pattern[str], argument: re.Pattern[str], shape: str
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The one call of a text that has a name and tagged arguments. A value that is not JSON is text.
-
-    `call` and `argument` are the patterns, `shape` is the form that messages show.
-    """
+    """The one call of a text that has a name and tagged arguments. A value that is not JSON is text. `shape`: the form
+    that messages show."""
     call_match = call.fullmatch(text)
     if call_match is None:
         raise Unreadable(f"a call is written {shape}")
@@ -279,7 +249,7 @@ def _call_with_tags(
     return [(read_data.name_of(call_match["name"].strip()), arguments)]
 
 
-def _tool_call_format(reader: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Callable[[str], Found]:
+def _tool_call_format(reader: Reader) -> Callable[[str], Found]:
     """A format of calls between `<tool_call>` tags, each piece read by `reader`."""
     return lambda text: _in_tags(text, "<tool_call>", "</tool_call>", reader)
 
@@ -302,10 +272,7 @@ def _harmony(text: str) -> Parsed:
         if channel is None or mark_place < 0:
             content.append(message)
         elif recipient := _TO.search(head):
-            name = recipient[1]
-            calls += _read(
-                body, lambda t, n=name: [(read_data.name_of(n), read_data.arguments_of(read_data.json_value(t)))]
-            )
+            calls += _read(body, lambda t, n=recipient[1]: _one_call(n, t))
         elif channel[1] == "analysis":
             reasoning.append(body)
         else:
@@ -318,8 +285,10 @@ FORMATS: dict[str, Callable[[str], Found]] = {
     "llama": _llama,
     "pythonic": _pythonic,
     "mistral": _mistral,
-    "deepseek": _deepseek,
-    "cohere": _cohere,
+    "deepseek": lambda t: _in_tags(t, _BEGIN, _END, _deepseek_call, ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")),
+    "cohere": lambda t: _in_tags(
+        t, "<|START_ACTION|>", "<|END_ACTION|>", _cohere_calls, ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
     "glm": _tool_call_format(lambda t: _call_with_tags(t, _GLM, _GLM_ARG, _GLM_SHAPE)),
     "coder": _tool_call_format(lambda t: _call_with_tags(t, _CODER, _CODER_ARG, _CODER_SHAPE)),
     "harmony": lambda text: (lambda p: (p.content, list(p.calls)))(_harmony(text)),

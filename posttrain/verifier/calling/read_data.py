@@ -21,8 +21,8 @@ _NAME = re.compile(r"[A-Za-z_][\w.\-]{0,127}")
 
 def _marks(quotes: str) -> re.Pattern[str]:
     """A pattern of the marks of a text: a string in one of these quotes, a bracket, or a piece of other text."""
-    # Possessive repetitions never give a character back, so each character is looked at once. The closing quote may be
-    # missing: a string that is not closed is one mark up to the end. Other text comes in pieces of up to 64 characters.
+    # Possessive repetitions never give a character back, so each is looked at once. A string that is not closed is one
+    # mark up to the end. Other text comes in pieces of up to 64 characters.
     strings = "|".join(rf"{q}[^{q}\\]*+(?:\\.[^{q}\\]*+)*+{q}?" for q in quotes)
     return re.compile(rf"{strings}|[][{{}}()]|[^][{{}}(){quotes}\s]{{1,64}}+", re.DOTALL)
 
@@ -44,10 +44,7 @@ def json_value(text: str) -> Any:
 
 def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
     """(the JSON value in `text` at `begin`, the position of its end). Keys must be unique. NaN and infinity are errors.
-
-    Raises:
-        Unreadable: there is no such value. The message says what is wrong, and where.
-    """
+    Unreadable says what is wrong, and where."""
     while begin < len(text) and text[begin] in " \t\r\n":
         begin += 1
     # The parser sees no more than the value. It would otherwise read to the end of the turn for each opening tag.
@@ -62,11 +59,8 @@ def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
 
 
 def _end(text: str, begin: int, marks: re.Pattern[str]) -> int:
-    """The end of the value that begins at `begin`, or a position behind it.
-
-    Raises Unreadable if its brackets are nested too deeply. This is checked before the value is parsed, because parsers
-    recurse. Only brackets outside strings count.
-    """
+    """The end of the value that begins at `begin`, or a position behind it. Unreadable if its brackets outside strings
+    are nested too deeply: parsers recurse, so this is checked before."""
     depth = 0
     for mark in marks.finditer(text, begin, begin + LONGEST):
         if mark[0] in "[{(":
@@ -83,11 +77,10 @@ def _end(text: str, begin: int, marks: re.Pattern[str]) -> int:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its keys and values; ValueError for a key that is given twice."""
+    """A JSON object from its keys and values; ValueError for a key that is given twice: JSON readers disagree about
+    which value counts, so a tool could get another than the one that is checked here."""
     values: dict[str, Any] = {}
     for key, value in pairs:
-        # JSON readers disagree about which of two equal keys counts. The value that is checked here could differ from
-        # the value that a tool gets.
         if key in values:
             raise ValueError(f"key {key!r} is given twice")
         values[key] = value
@@ -157,7 +150,6 @@ def _python_call(call: ast.Call) -> tuple[str, dict[str, Any]]:
         raise Unreadable("arguments are given by name: f(a=1)")
     arguments: dict[str, Any] = {}
     for keyword in call.keywords:
-        # `f(**x)` has a keyword without a name.
         if keyword.arg is None:
             raise Unreadable("arguments are written out one by one, without **")
         try:

@@ -1,9 +1,9 @@
 """Finds the program among the blocks of a response. It runs in the sandbox, because it parses what a policy wrote.
 
-This file runs there as a separate program (`python assemble.py < request`), so it imports only the standard library. A
-request is JSON: `blocks`, a list of [marked as Python, source]; `bare`, whether the one block is a text with words
-around the code; and `wanted`, the names that the tests call. None of them reveals what a test expects. The answer is
-the program, as JSON.
+There it is a separate program (`python assemble.py < request`), so it imports only the standard library. A request is
+JSON: `blocks`, a list of [marked as Python, source]; `bare`, whether the one block is a text with words around the
+code; and `wanted`, the names that the tests call. Nothing of it reveals what a test expects. The answer is the program,
+as JSON.
 
 1. The main block is the last one that defines a wanted name, and blocks marked as Python come first. Blocks that only
    use the name (usage, tests, output, a fragment, another language) are skipped. If the tests give input, the main
@@ -25,12 +25,11 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 
-# Names that every module has.
 KNOWN = {*dir(builtins), "__name__", "__file__", "__doc__", "__builtins__"}
+"""Names that every module has."""
 MOST_DROPPED = 200
 """The most lines of prose that are removed around bare code."""
 
-# Statements that define a function or a class, and all statements that may define a name.
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PROVIDING = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
 # A program that reads its input: `input(`, `sys.stdin`, `open(0`.
@@ -45,7 +44,6 @@ _GAP = r"[*_`\"”)]*[,;:.!?]*[*_`\"”]*\s+[*_`\"“(]*"
 _SENTENCE = re.compile(rf"{_WORD}(?:{_GAP}{_WORD}){{2}}")
 # Two words (`Hello world`), or one word with a stop after it (`Solution:`). Group 1: the first word.
 _PHRASE = re.compile(rf"\W*({_WORD})(?:{_GAP}{_WORD}\W*|.*[:.!?。：！？]\W*)")
-# A line of signs only: `---`, `***`.
 _RULE = re.compile(r"[-=*_~\s]+")
 
 
@@ -101,12 +99,10 @@ def chosen(blocks: list[tuple[bool, str]], wanted: list[str]) -> str:
 
 def _defining(parts: list[Part], wanted: list[str]) -> Part | None:
     """The last block that defines a wanted name, marked blocks first; None if there is none."""
-    # `from solution import f` in a block of tests binds the name too, so imports count only
-    # where nothing else defines it.
+    # `from solution import f` in a block of tests binds the name too, so imports count last.
     for imports in (False, True):
         for marked in (True, False):
-            defining = [p for p in parts if p.marked is marked and p.defines(wanted, imports)]
-            if defining:
+            if defining := [p for p in parts if p.marked is marked and p.defines(wanted, imports)]:
                 return defining[-1]
     return None
 
@@ -121,8 +117,7 @@ def _reading(parts: list[Part]) -> Part | None:
     last = readers[-1]
     if last.acts or last.tree is None:
         return last
-    # `def solve(): ... input()` reads only if it is called. If the call stands in a later block, that block is the main
-    # one, and `_completed` adds the function to it.
+    # `def solve(): ... input()` reads only if it is called, perhaps in a later block. `_completed` adds the function.
     names = {name for name, _ in bound(last.tree.body)}
     users = [p for p in marked[marked.index(last) + 1 :] if p.tree is not None and p.acts and names & missing(p.source)]
     return users[0] if users else last
@@ -132,16 +127,15 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
     """The main block, after the statements of other blocks that define what it needs."""
     if main.tree is None:
         return main.source
-    # Several blocks may define a needed name. The main block was most likely written for the last definition before it,
-    # so the blocks before it are searched backwards, and then the blocks after it.
+    # The main block was most likely written for the last definition before it, so the blocks before it are searched
+    # backwards, and then those after it.
     main_place = parts.index(main)
     order = [*reversed(range(main_place)), *range(main_place + 1, len(parts))]
     defined = {name for name, _ in bound(main.tree.body)}
     statements: dict[tuple[int, int], str] = {}
     needed = sorted((missing(main.source) | set(wanted)) - defined)
     seen = set(needed) | defined
-    # For each needed name one statement is added, and then the names that this statement needs in its turn. `seen` ends
-    # the walk where statements need each other.
+    # For each needed name one statement is added, and then what it needs in its turn. `seen` ends circles.
     while needed:
         name = needed.pop()
         place = next((p for i in order if (p := _provider(i, parts[i], name)) is not None), None)
@@ -154,31 +148,22 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
         seen |= new_names
         needed += sorted(new_names)
     lines = main.source.split("\n")
-    # `from __future__` has to stay at the top of a program, so the added statements go below it.
-    future_lines = max(
-        (s.end_lineno or 0 for s in main.tree.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"),
-        default=0,
-    )
-    return "\n".join(
-        [*lines[:future_lines], *(statements[place] for place in sorted(statements)), *lines[future_lines:]]
-    )
+    # `from __future__` has to stay at the top of a program.
+    future = [s for s in main.tree.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"]
+    top = max((s.end_lineno or 0 for s in future), default=0)
+    return "\n".join([*lines[:top], *(statements[place] for place in sorted(statements)), *lines[top:]])
 
 
 def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
-    """(block, index of the statement) of a block's last statement that defines a name; None if it has none. `import *`
-    may define any name."""
+    """(block, index of the statement) of a block's last statement that defines a name, as `import *` may; else None."""
     if part.tree is None:
         return None
-    # Only statements that define something are taken. The guard of a script (`if __name__ == ...`) holds
-    # calls and tests of its own.
-    places = [
-        i
-        for i, statement in enumerate(part.tree.body)
-        if isinstance(statement, _PROVIDING)
-        and not _guarded(statement)
-        and any(n in (name, "*") for n, _ in bound([statement]))
-    ]
-    return (block, places[-1]) if places else None
+    # Only definitions are taken: the guard of a script (`if __name__ == ...`) holds calls and tests of its own.
+    for i, statement in reversed(list(enumerate(part.tree.body))):
+        defines = isinstance(statement, _PROVIDING) and not _guarded(statement)
+        if defines and any(n in (name, "*") for n, _ in bound([statement])):
+            return block, i
+    return None
 
 
 def _guarded(statement: ast.stmt) -> bool:
@@ -196,13 +181,10 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
         elif isinstance(s, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name.partition(".")[0], s) for alias in s.names)
         elif isinstance(s, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.With):
-            targets = (
-                s.targets
-                if isinstance(s, ast.Assign)
-                else [i.optional_vars for i in s.items]
-                if isinstance(s, ast.With)
-                else [s.target]
-            )
+            if isinstance(s, ast.With):
+                targets = [i.optional_vars for i in s.items]
+            else:
+                targets = s.targets if isinstance(s, ast.Assign) else [s.target]
             # `x: int` declares a name and gives it no value.
             if not (isinstance(s, ast.AnnAssign) and s.value is None):
                 yield from ((n.id, s) for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name))
@@ -216,8 +198,7 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 def missing(source: str) -> set[str]:
     """The names that a source reads from its module and does not bind there."""
-    # The compiler's table of names knows scopes, so an argument or a local variable is no missing name. Of an inner
-    # scope, only the names that it reads as globals count.
+    # The compiler's table of names knows scopes. Of an inner one, only names that it reads as globals count.
     top = symtable.symtable(source, "program", "exec")
     read, tables = set[str](), [top]
     while tables:
@@ -244,8 +225,7 @@ def bare(text: str) -> str:
     'def f():\\n    return 1'
     """
     lines = unprompted(text).split("\n")
-    # Each round parses the text. If the syntax error lies in a line of prose, that line is made empty. It is not
-    # deleted, so that line numbers keep their meaning.
+    # Each round parses the text. A line of prose with the syntax error is made empty, so that line numbers stay.
     for _ in range(MOST_DROPPED):
         rest = textwrap.dedent("\n".join(lines))
         try:
@@ -274,8 +254,8 @@ def bare(text: str) -> str:
 
 
 def prose(line: str) -> bool:
-    """Returns whether a line that does not parse is prose. It is prose if it has three words in a row. It is also prose
-    if it is two words, or one word with a stop after it, and shows no sign of code.
+    """Returns whether a line that does not parse is prose: three words in a row; or two words, or one with a stop after
+    it, and no sign of code.
 
     >>> [prose(line) for line in ("It returns a + b.", "Solution:", "else:", "def add(a, b)", "x = = 3")]
     [True, True, False, False, False]
@@ -286,9 +266,8 @@ def prose(line: str) -> bool:
     if _RULE.fullmatch(line) or _SENTENCE.search(line):
         return True
     words = _PHRASE.fullmatch(line)
-    return (
-        words is not None and not keyword.iskeyword(words[1]) and "=" not in line and re.search(r"\w\(", line) is None
-    )
+    code = "=" in line or re.search(r"\w\(", line) is not None
+    return words is not None and not keyword.iskeyword(words[1]) and not code
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
@@ -311,9 +290,8 @@ def parsed(source: str) -> ast.Module | None:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
-    json.dump(
-        bare(request["blocks"][0][1])
-        if request["bare"]
-        else chosen([(m, s) for m, s in request["blocks"]], request["wanted"]),
-        sys.stdout,
-    )
+    if request["bare"]:
+        program = bare(request["blocks"][0][1])
+    else:
+        program = chosen([(m, s) for m, s in request["blocks"]], request["wanted"])
+    json.dump(program, sys.stdout)

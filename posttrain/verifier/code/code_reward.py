@@ -1,7 +1,7 @@
 """Programs judged by tests. Each test runs in a fresh process in the sandbox, and its result is compared outside.
 
-Expected values never enter the sandbox. So no program can find them, change the comparison, or end before it. Tests
-that can only run in the program's process are `weak`. They must be accepted explicitly, and the verdict mentions them.
+Expected values never enter the sandbox, so no program can find them, change the comparison, or end before it. Tests
+that can only run in the program's process are `weak`: they must be accepted, and the verdict mentions them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ _STATEMENT = re.compile(
 )
 """Matches the begin of a line of a program. Lines of prose rarely match."""
 
-# A name of `typing`, such as `List`.
 _TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")
 # Possessive repetitions, because a program printed the text: no character is read twice, however long a number is.
 _NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?+(?!\w|\.\d))")
@@ -153,15 +152,13 @@ class Code:
         request["blocks"] = [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]]
         usual = self.sandbox.limits
         cpu, wall = min(usual.cpu, MOST_SECONDS), min(usual.wall, MOST_SECONDS)
-        # JSON writes a character in up to 6 bytes, or 12 if it is outside the first plane. Code is mostly ASCII, so 8
-        # bytes for each character are almost always enough.
+        # JSON writes a character in up to 12 bytes. Code is mostly ASCII, so 8 for each are almost always enough.
         limits = replace(usual, cpu=cpu, wall=wall, output=min(MOST_SAID, SPARE + 8 * len(text)))
         ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(request), limits=limits)
         try:
             assembled = json.loads(ran.stdout) if ran.why == "ok" else None
         except ValueError:
             assembled = None
-        # If the search gave no program, the last block is the program.
         return assembled if isinstance(assembled, str) else last_of(blocks)
 
     async def _run_tests(self, tests: Sequence[Test], program: str) -> Verdict:
@@ -183,8 +180,7 @@ class Code:
 
     def _score(self, tests: Sequence[Test], outcomes: Sequence[Outcome]) -> Verdict:
         """The verdict from the outcomes of the tests. Its reason names the first test that failed."""
-        # The reason mentions what makes a verdict less certain: a program that ran unconfined, tests that it could
-        # deceive.
+        # A program that ran unconfined, and tests that it could deceive, make a verdict less certain.
         notes = [f"sandbox={self.sandbox.name}"] if self.sandbox.name == "none" else []
         weak = sum(isinstance(t, WeakTest) for t in tests)
         notes += [f"{weak} weak tests"] if weak else []
@@ -224,11 +220,10 @@ class Code:
         if ran.why != "ok":
             return ran, _failed_run(ran)
         try:
-            return ran, (
-                Outcome() if same(heard(ran.result), nonce) else Outcome("wrong", "the tests did not come to their end")
-            )
+            passed = same(heard(ran.result), nonce)
         except NoValidValue as error:
             return ran, Outcome(error.kind, str(error))
+        return ran, Outcome() if passed else Outcome("wrong", "the tests did not come to their end")
 
     async def lint(self, tasks: Sequence[Task]) -> list[str]:
         """One line for each task in which an empty program scores above 0, so that its tests prove nothing."""
@@ -311,8 +306,7 @@ def _alike(said: str, wanted: str, tolerance: float) -> bool:
 
 def _with_typing(program: str) -> str:
     """The program with an import of `typing`, if it uses names such as `List` that starter code does not import."""
-    # A program with `from __future__` stays as it is: that statement has to come first. It also means that annotations
-    # are not evaluated, so their names need no import.
+    # Where annotations are not evaluated, their names need no import, and `from __future__` has to come first.
     return f"from typing import *\n{program}" if _TYPED.search(program) and "__future__" not in program else program
 
 

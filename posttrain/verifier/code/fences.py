@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from posttrain.verifier.thoughts import spoken
 
-# Possessive repetitions (`++`, `*+`) never give characters back, so a response that is one long row of backticks or
-# spaces is searched in linear time.
-# The begin of a block. The comments behind the alternatives are examples.
+# Possessive repetitions (`++`, `*+`) never give characters back, so one long row of backticks or spaces is searched in
+# linear time. The comments behind the alternatives are examples.
 OPEN = re.compile(
     r"(?<!`)(?P<fence>`{3,}+)[ \t]*+\{?\.?(?P<language>\w*+)[^\n`]*+\n"  # "```python", "```{.py}"
     # `~~~py`, and `- ~~~` in a list.
@@ -29,8 +28,8 @@ BEFORE = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
 # A line that begins with a fence. Group `more`: what stands behind the fence.
 LINE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<more>[^\n]*)$", re.MULTILINE)
 DEEPER = 3
-"""The most columns that a closing fence may be indented further than its opening fence. A fence that is indented more
-is part of the program, such as of a docstring."""
+"""The most columns that a closing fence may be indented further than its opening fence: else it is part of the program,
+such as of a docstring."""
 # Words behind a fence that mark a block as Python.
 PYTHON = ("python", "py", "python3", "pycon")
 LONGEST = 256 * 1024
@@ -45,8 +44,7 @@ INNER = re.compile(r"\s*<code\b[^>\n]*>|</code>\s*\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """One block. `kind`: `fence`, `tag`, `answer` (the text between `<answer>` tags), or `bare` (a text without
-    blocks)."""
+    """One block. `kind`: `fence`, `tag`, `answer` (between `<answer>` tags), or `bare` (a text without blocks)."""
 
     kind: str
     language: str
@@ -88,11 +86,8 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def _marked_blocks(text: str) -> list[Block]:
-    """All blocks in order, without the indentation of their opening fences. HTML comments are skipped.
-
-    A line with only a fence closes a fenced block. If there is none, or another block opens before it, the first fence
-    inside a line closes it.
-    """
+    """All blocks in order, without the indentation of their opening fences. HTML comments are skipped. A line with only
+    a fence closes a fenced block; if there is none before another block opens, the first fence inside a line does."""
     blocks: list[Block] = []
     at = 0
     lines = list(LINE.finditer(text))
@@ -122,10 +117,7 @@ def _marked_blocks(text: str) -> list[Block]:
 
 
 def _tag_block(text: str, opening: re.Match[str]) -> tuple[Block | None, int]:
-    """The block of a tag or a comment, and the position after it.
-
-    The block is None for a comment, and for tags around code within one line.
-    """
+    """The block of a tag or a comment, and the position after it. None for a comment, and for code in one line."""
     begin = opening.end()
     if opening["comment"]:
         end = text.find("-->", begin)
@@ -174,8 +166,7 @@ def _end_of_block(text: str, lines: list[re.Match[str]], begin: int, column: int
         cannot_close = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
         if cannot_close or len(line["indent"].expandtabs(4)) > column + DEEPER:
             continue
-        # A fence alone in its line closes the block. A fence with a word behind it opens another block, so this block
-        # was never closed by a line.
+        # A fence with a word behind it opens another block, so this block was never closed by a line.
         if not line["more"].strip():
             return line.start(), line.end()
         break

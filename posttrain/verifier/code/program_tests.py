@@ -58,8 +58,8 @@ class CallTest:
 
 @dataclass(frozen=True)
 class InputTest:
-    """The program reads `stdin` and has to print `wanted`. White space at the ends of lines and of the text does not
-    matter, and numbers with a decimal point may differ by `tolerance`, absolute or relative."""
+    """The program reads `stdin` and has to print `wanted`, but for white space at the ends of lines and of the text.
+    Numbers with a decimal point may differ by `tolerance`, absolute or relative."""
 
     stdin: str
     wanted: str
@@ -108,9 +108,8 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
     tests = [t for i, entry in enumerate(column) for t in _tests_of_entry(entry, f"{where}[{i}]")]
     if not tests:
         raise DataError(f"{where} holds no assert and no test; without tests every program would pass")
-    # No program could pass a test whose answer is over the limit of output, and every response would get 0.
-    large = next((t for t in tests if t.room > MOST_SAID), None)
-    if large is not None:
+    # No program could pass a test whose answer is over the limit of output.
+    if (large := next((t for t in tests if t.room > MOST_SAID), None)) is not None:
         raise DataError(
             f"{where} wants an answer of {large.room // 2} bytes; no program may say more than {MOST_SAID // 2}: ask"
             " for less"
@@ -137,12 +136,12 @@ def wanted_names(tests: Sequence[Test]) -> set[str]:
         if isinstance(test, CallTest):
             names |= {test.call.function.partition(".")[0], *(["Solution"] if test.method else [])}
         elif isinstance(test, WeakTest):
-            name_nodes = [n for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.Name)]
+            nodes = list(ast.walk(ast.parse(test.source)))
+            used = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
             # The program need not define what the tests define themselves, nor built-ins.
-            defined = {n.id for n in name_nodes if not isinstance(n.ctx, ast.Load)} | {
-                n.name for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.FunctionDef | ast.ClassDef)
-            }
-            names |= {n.id for n in name_nodes if isinstance(n.ctx, ast.Load)} - defined - set(dir(builtins))
+            stored = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+            defined = stored | {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+            names |= used - defined - set(dir(builtins))
     return names
 
 
@@ -164,10 +163,8 @@ def _object(value: Any) -> Mapping[str, Any]:
 
 
 def _of_data_set(column: Any, shared: Mapping[str, Any], where: str) -> Any:
-    """The tests of a public data set as entries that `_tests_of_entry` reads. Anything else is returned as it is.
-
-    `shared`: what the task says of all its tests, such as `fn_name`.
-    """
+    """The tests of a public data set as entries that `_tests_of_entry` reads; anything else as it is. `shared`: what
+    the task says of all its tests, such as `fn_name`."""
     wrapped = False
     if isinstance(column, Mapping) and "inputs" in column and "outputs" in column:
         inputs, outputs = column["inputs"], column["outputs"]
@@ -187,10 +184,8 @@ def _of_data_set(column: Any, shared: Mapping[str, Any], where: str) -> Any:
 def _data_set_test(
     test: Mapping[str, Any], settings: Mapping[str, Any], wrapped: bool, where: str
 ) -> CallTest | dict[str, str]:
-    """One test of a public data set, as a call or as `stdin` and `stdout`.
-
-    `settings`: the test together with what is said of all tests. `wrapped`: an output `[v]` may mean the value v.
-    """
+    """One test of a public data set, as a call or as `stdin` and `stdout`. `settings`: the test with what is said of
+    all tests. `wrapped`: an output `[v]` may mean the value v."""
     name = settings.get("fn_name") or settings.get("func_name")
     if (settings.get("testtype") or ("functional" if name else "stdin")) != "functional":
         return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
@@ -257,8 +252,7 @@ def _tests_of_entry(entry: Any, where: str) -> list[Test]:
 def _plain(test: CallTest, where: str) -> CallTest:
     """The test itself, checked. DataError if an argument or the wanted value is no plain built-in value."""
     try:
-        # The values are encoded here only as a check: a value that cannot be compared is refused before the run and not
-        # in the middle of it.
+        # A value that cannot be compared is refused before the run and not in the middle of it.
         encode([list(test.call.args), dict(test.call.kwargs), test.wanted])
     except NotPlain as error:
         raise DataError(f"{where}: arguments and expected values are plain built-in values: {error}") from None
@@ -324,8 +318,7 @@ def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest
         return None
     if call is None or wanted is None or not isinstance(wanted[0], int | float):
         return None
-    # A comparison allows a difference equal to its tolerance, and `<` does not: the tolerance is the next smaller
-    # float.
+    # A comparison allows a difference equal to its tolerance, and `<` does not: so the next smaller float.
     tolerance = math.nextafter(bound[0], 0.0) if less else bound[0]
     return CallTest(call, float(wanted[0]), Comparison(tolerance=tolerance, relative=False)) if tolerance else None
 

@@ -4,9 +4,9 @@ It gets single, spelled expressions, and its LaTeX grammar reads them. Its parse
 `eval` through sympy's `parse_expr`. That function is replaced in the whole process by one that reads only numbers and
 names, so no text is ever evaluated.
 
-Expressions are compared by their values, to 300 digits, at random points. Letters are real. They are positive where
-one of them stands under a root or in a logarithm, unless there is an absolute value. The letters `k`, `l`, `m` and
-`n` are whole numbers, each greater than those before it.
+Expressions are compared by their values, to 300 digits, at random points. Letters are real, and positive where one of
+them stands under a root or in a logarithm, unless there is an absolute value. The letters `k`, `l`, `m` and `n` are
+whole numbers, each greater than those before it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,12 @@ _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")  # `\sin 30`, and
 
 
 class _RefusedError(BaseException):
-    """Text would be evaluated as Python. It is no Exception, so that the algebra does not catch it as an ordinary
-    failure."""
+    """Text would be evaluated as Python. It is no Exception, so that the algebra does not catch it."""
 
 
 def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
-    """Answers (gold, response) with a verdict, and (gold, None) with 1 if the gold answer can be read.
-
-    Raises:
-        RuntimeError: the algebra fails a pair that it must find equal, so it would judge wrongly.
-    """
-    # The result does not matter here: these comparisons only make sympy load its parts.
+    """Answers (gold, response) with a verdict, and (gold, None) with 1 if the gold answer can be read. RuntimeError if
+    the algebra fails a pair that it must find equal, and so would judge wrongly."""
     all(equal(g, s) for g, s in _SAME)  # sympy loads parts of itself late, and builds them from text
     # Only after the first pairs: from here on sympy cannot build its own parts from text. What was parsed before is
     # forgotten, so that the second self-test runs as every request will.
@@ -83,11 +78,8 @@ def answer(gold: str, response: str | None) -> Verdict:
 
 @functools.lru_cache(maxsize=65536)
 def equal(gold: str, said: str) -> bool:
-    """Returns whether two expressions are equal. Raises UnreadableError if one cannot be read. Results are cached,
-    because the samples of a group often have the same answer.
-
-    Expressions are compared by their values, and relations, sets and matrices by math-verify.
-    """
+    """Returns whether two expressions are equal: by their values, and relations, sets and matrices by math-verify.
+    UnreadableError if one cannot be read. Samples of a group often have the same answer, so results are cached."""
     from math_verify import verify
 
     try:
@@ -96,11 +88,9 @@ def equal(gold: str, said: str) -> bool:
             raise UnreadableError(gold if gold_expression is None else said, gold=gold_expression is None)
         # None: they are relations, sets or matrices, or their values cannot be computed.
         same = same_values(gold_expression, said_expression, f"{gold}={said}", _rounding(gold) or _rounding(said))
-        return (
-            verify(gold_expression, said_expression, allow_set_relation_comp=True, timeout_seconds=None)
-            if same is None
-            else same
-        )
+        if same is not None:
+            return same
+        return verify(gold_expression, said_expression, allow_set_relation_comp=True, timeout_seconds=None)
     except _RefusedError:
         raise UnreadableError(said, gold=False) from None
 
@@ -175,8 +165,7 @@ DIGITS = 300
 """A difference counts as 0 if none of its digits is significant when it is computed with up to this many digits."""
 POINTS = 4
 """The number of random points at which expressions with letters are compared."""
-# The letters of whole numbers, each with the range from which its value is drawn. The ranges do not overlap, so
-# k < l < m < n at every point.
+# The letters of whole numbers, each with the range of its value. They do not overlap, so k < l < m < n everywhere.
 _WHOLE = {"k": (2, 4), "l": (5, 7), "m": (8, 11), "n": (12, 30)}
 
 
@@ -189,8 +178,7 @@ def same_values(one: Any, two: Any, seed: str, rounding: int = 0) -> bool | None
 
     if not (isinstance(one, sympy.Expr) and isinstance(two, sympy.Expr)) or one.is_Matrix or two.is_Matrix:
         return None
-    # The seed is the text of both sides and the letters are sorted, so that a pair has the same points, and so the same
-    # verdict, in every process.
+    # The seed and the sorted letters give a pair the same points, and so the same verdict, in every process.
     letters = sorted(one.free_symbols | two.free_symbols, key=str)
     signed = one.has(sympy.Abs) or two.has(sympy.Abs) or not (_rooted(one) or _rooted(two))
     draw = random.Random(seed)
@@ -214,8 +202,8 @@ def _point(letters: list[Any], draw: random.Random, signed: bool, number: int) -
         if letter.name in _WHOLE:
             values[letter] = sympy.Integer(draw.randint(*_WHOLE[letter.name]))
             continue
-        # Bit i % 2 of the number of the point says on which side of 1 a letter lies. 997 is prime, so that no round
-        # number, at which different expressions may meet, is drawn.
+        # Bit i % 2 of the number says on which side of 1 a letter lies. 997 is prime, so that no round number, at which
+        # different expressions may meet, is drawn.
         size = draw.randint(200, 900) if number >> i % 2 & 1 else draw.randint(1100, 4000)
         values[letter] = sympy.Rational(size, 997) * (draw.choice((1, -1)) if signed else 1)
     return values

@@ -8,11 +8,8 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Number:
-    """An exact number with its unit.
-
-    `decimals`: how many digits are after its decimal point; None if it was written in another way, such as `1/2`.
-    `percent`: it has a percent sign, and `value` is the number before the sign: 50 for `50%`.
-    """
+    """An exact number with its unit. `decimals`: how many digits are after its decimal point; None if it was written in
+    another way, such as `1/2`. `percent`: `value` is the number before a percent sign: 50 for `50%`."""
 
     value: Fraction
     decimals: int | None = None
@@ -22,8 +19,7 @@ class Number:
 
 @dataclass(frozen=True)
 class TimeOfDay:
-    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty if neither was given. `text`: as it was
-    written."""
+    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty. `text`: as it was written."""
 
     hour: int
     minute: int

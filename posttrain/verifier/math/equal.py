@@ -1,5 +1,4 @@
-"""Compares two answers. The comparison is symmetric except for what a gold answer leaves out. These are its rules where
-mathematics does not decide.
+"""Compares two answers, symmetrically except for what a gold answer leaves out. Where mathematics does not decide:
 
 - Numbers are exact: 0.5 is 1/2, and 0.33 is not 1/3. A decimal of six or more digits after its point is also what it
   rounds, to five significant digits: 0.333333 is 1/3. A sum, difference or product left standing (`3+4` for 7) is no
@@ -51,8 +50,8 @@ Algebra = Callable[[str, str], bool]
 ROUNDED = 6
 """A decimal with at least this many digits after the point also equals the number that it rounds."""
 
-# An operation that is not computed: `3+4`, `3-4`, `2*3`, `6/(1+2)`, `2\times3`, `2\cdot3`, `2(3)`, `(2)3`. A sign
-# counts only behind a digit, `!` or a closing bracket, where it is an operator: `-3` is a number. `6/2` is a fraction.
+# An operation that is not computed: `3+4`, `3-4`, `2*3`, `6/(1+2)`, `2\times3`, `2(3)`, `(2)3`. A sign counts only
+# where it is an operator, behind a digit, `!` or a closing bracket; `6/2` is a fraction.
 _STANDING = re.compile(r"(?<=[\d)}!])(?:\+|-|\*|/\(|\\times|\\cdot|\()|\)\d")
 _LETTERS = re.compile("[A-J]+")
 """The letters of several choices: `A, B, D`, or `ABD` without commas."""
@@ -60,14 +59,12 @@ _OPEN = re.compile(
     r"(?<![A-Za-z\\])(?!(?:[eiE]|sqrt)(?![A-Za-z]))[A-Za-z]+"  # `x` in `2x`, and not `e`, `i` or `sqrt`
     r"|\\(?:sum|prod|int|lim|max|min|gcd|lcm|lfloor|lceil|[bp]?mod|det)(?![A-Za-z])"
 )
-"""Parts that no number has: letters that are neither Euler's number nor the imaginary unit, and functions that are left
-to be computed."""
+"""Parts that no number has: letters but Euler's number and the imaginary unit, and functions to be computed."""
 
 
 def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | None:
     """Returns whether `said` equals `gold`; None if only the algebra can decide and there is none here."""
-    # The table is in order of precedence. A choice or a name may contain any other value, and unions and lists contain
-    # the rest. The kind that contains another one is compared first: `x=(1,2)` is first a name and then a list.
+    # In order of precedence: the kind that contains another one is compared first (`x=(1,2)` is a name, then a list).
     for kind, compare in _COMPARED.items():
         if isinstance(gold, kind) or isinstance(said, kind):
             return compare(gold, said, algebra)
@@ -80,7 +77,7 @@ def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | No
         return _text(gold).casefold() == _text(said).casefold() if len(_text(gold)) > 1 else _text(gold) == _text(said)
     if isinstance(gold, Number | Other) and isinstance(said, Number | Other) and clash(gold.unit, said.unit):
         return False
-    # `3+4` for the gold answer 7: the algebra would find them equal, and the policy would not have computed the sum.
+    # The algebra would find `3+4` equal to 7, and the policy would not have computed the sum.
     if isinstance(gold, Number) and isinstance(said, Other) and standing(said.text):
         return False
     one, two = _text(gold), _text(said)
@@ -107,35 +104,28 @@ def _numbers(gold: Number, said: Number) -> bool:
         return False
     if gold.percent == said.percent:
         return _close(gold, said, gold.value, said.value)
-    # One side has the percent sign and the other is bare. 50% is then 0.5 and also 50, since the sign is often left
-    # out.
+    # One side is bare, because the sign is often left out: 50% is then 0.5 and also 50.
     bare, marked = (said, gold) if gold.percent else (gold, said)
     return _close(bare, marked, bare.value, marked.value) or _close(bare, marked, bare.value, marked.value / 100)
 
 
 def _close(a: Number, b: Number, x: Fraction, y: Fraction) -> bool:
-    """Returns whether two values are equal, or one is a decimal that rounds the other.
-
-    `x` and `y` are the values of `a` and `b` to compare; a percent may have been divided by 100.
-    """
+    """Returns whether the values `x` of `a` and `y` of `b` are equal, or one is a decimal that rounds the other."""
     if x == y:
         return True
     # A decimal may round only a number that was written in another way, such as a fraction. Two decimals are exact.
-    if (a.decimals is None) == (b.decimals is None):
-        return False
-    return near(x, y, a.decimals or b.decimals or 0)
+    rounded = (a.decimals is None) != (b.decimals is None)
+    return rounded and near(x, y, a.decimals or b.decimals or 0)
 
 
 def near(x: Fraction, y: Fraction, digits: int) -> bool:
-    """Returns whether two numbers are equal up to rounding, to five significant digits.
-
-    One of them is a decimal with `digits` digits after its point. With fewer than `ROUNDED` digits it is exact.
+    """Returns whether two numbers, of which one is a decimal with `digits` digits after its point, are equal up to
+    rounding, to five significant digits. With fewer than `ROUNDED` digits the decimal is exact.
 
     >>> near(Fraction(1, 3), Fraction(333333, 10**6), 6), near(Fraction(1, 3**20), Fraction(0), 6)
     (True, False)
     """
-    # Half a unit of the last digit, as rounding allows, and five significant digits, so that 0.000000 does not
-    # round every small number.
+    # Half a unit of the last digit, and five significant digits, so that 0.000000 does not round every small number.
     gap = abs(x - y)
     return digits >= ROUNDED and gap * 2 <= Fraction(1, 10**digits) and gap * 10**5 <= max(abs(x), abs(y))
 
@@ -181,12 +171,8 @@ def _based(gold: Value, said: Value, algebra: Algebra | None) -> bool:
     based, other = (gold, said) if isinstance(gold, Based) else (said, gold)
     assert isinstance(based, Based)
     # Only the digits are compared: without its base `1011` may be a decimal number or a binary one.
-    other_digits = _text(other).lstrip("0").upper() or "0"
-    return (
-        isinstance(other, Number | Other | WordAnswer)
-        and other_digits == based.digits
-        and not getattr(other, "unit", "")
-    )
+    digits = _text(other).lstrip("0").upper() or "0"
+    return isinstance(other, Number | Other | WordAnswer) and digits == based.digits and not getattr(other, "unit", "")
 
 
 def _named(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
@@ -224,7 +210,7 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
         if not isinstance(other, Other):
             return False
         return None if algebra is None else algebra(text_of(gold), text_of(said))
-    # Both are lists from here on. `brackets` has one entry where both are written with the same brackets.
+    # `brackets` has one entry where both are written with the same brackets.
     brackets = {gold.left + gold.right, said.left + said.right}
     if len(gold.items) != len(said.items):
         return False
@@ -239,8 +225,7 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
 
 
 def _union(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
-    """Compares two values of which at least one is a union. Only the algebra can: with a union, an interval or a
-    set."""
+    """Compares two values of which at least one is a union. Only the algebra can, with a union, interval or set."""
     if any(not isinstance(v, Items | Union | Other) or (isinstance(v, Items) and not v.left) for v in (gold, said)):
         return False
     return None if algebra is None else algebra(text_of(gold), text_of(said))
@@ -279,8 +264,7 @@ def text_of(value: Value) -> str:
     """A value as LaTeX."""
     if isinstance(value, Number):
         v = value.value
-        # The digits of a decimal are written out, zeros included: by their number the algebra knows to
-        # how many it may be rounded.
+        # The digits of a decimal are written out: by their number the algebra knows to how many it may be rounded.
         if value.decimals:
             digits = str(abs(v.numerator * 10**value.decimals // v.denominator)).rjust(value.decimals + 1, "0")
             point = f"{'-' if v < 0 else ''}{digits[: -value.decimals]}.{digits[-value.decimals :]}"

@@ -17,10 +17,9 @@ TAIL = 10_000
 _SCRIPTS = "\u2e80-\u9fff\uac00-\ud7af\u3040-\u30ff"
 """Letters that may be directly next to a number: Chinese, Japanese, Korean."""
 # The text is a policy's and may be a million equal characters, so repetitions that could overlap have bounds such as
-# {0,6}: a search stays linear in the length.
-# The longer notations come first, because the first alternative that matches is taken: a mixed number, a time or a
-# ratio, then a decimal with its power, denominator and percent sign. Spaces between thousands make one number, as they
-# do in a box: else the last three digits of `12 345` would be the answer.
+# {0,6}: a search stays linear. The longer notations come first: a mixed number, a time or a ratio, then a decimal with
+# its power, denominator and percent sign. Spaces between thousands make one number, as in a box: else the last three
+# digits of `12 345` would be the answer.
 _SIGNLESS = (
     r"[$€£₹¥]?(?:\d{1,4}[ ]"  # `1 1/2`
     rf"\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+"  # `2:30 pm`, `3:4`
@@ -28,16 +27,15 @@ _SIGNLESS = (
     r"(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"  # `1e5`, `1.5/2`, `50%`
 )
 _PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
-# A sign behind a digit or a closing bracket, with a space between or without, is an operator: `10-3` ends with 3. A
-# digit behind a Latin letter begins no number (`x2`), behind a Chinese, Japanese or Korean one it does.
+# A sign behind a digit or a closing bracket is an operator: `10-3` ends with 3. A digit behind a Latin letter begins no
+# number (`x2`), behind a Chinese, Japanese or Korean one it does.
 _NUMBER = re.compile(
     rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?:(?<![\d)\]])(?<![\d)\]] )[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
 )
 _PHRASE = re.compile(
     # `The answer is`, `result:`, `the correct option is` before a letter, `La respuesta es`, `答案是`.
     r"(?:\banswers?\b|\bresult\b|\b(?:correct|right|best)\s(?:option|choice)\b(?=[*_\s]{0,4}(?:is|:)[*_\s:]{0,6}\(?[A-J]\b)|\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)\b|答案|答え|答)"
-    # `isn't` is matched up to its `is`: what follows then begins with `n't`, which `_HEDGE`
-    # knows, so it is read as words.
+    # `isn't` is matched up to its `is`, so that what follows begins with `n't`, which `_HEDGE` knows.
     r"[*_\s]{0,4}(?:\bis(?=n['’]t\b)|\bis\b|\bare\b|\bes\b|\bist\b|\best\b|[:=：是为は])[*_\s:=：]{0,6}"
     r"|\bsolution is[*_\s:]{0,6}(?=[$\\\d-])"  # `solution is` before a formula or a number
     r"|^[ \t]{0,3}\|?[ \t*_]{0,6}(?:final[ ])?answer[ \t*_]{0,6}\|"  # `| Final Answer |`, the label of a table
@@ -50,8 +48,7 @@ _BELOW = re.compile(r"(?::|\b(?:below|by|follows|following)[.:]?)$", re.IGNORECA
 _SPAN = re.compile(
     r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500}?)(?<!\\)\$(?!\d)|\\\(([^\n]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]"
 )
-"""A formula: `$$x$$`, `$x$`, `\\(x\\)`, `\\[x\\]`. A dollar sign before a digit does not end it, because it is a
-currency sign."""
+"""A formula: `$$x$$`, `$x$`, `\\(x\\)`, `\\[x\\]`. A dollar sign before a digit is a currency sign and ends none."""
 _MAYBE = re.compile(r"\b(?:maybe|perhaps|possibly|probably|even) ")
 # Text between the parts of a list: `, and `, ` or maybe `.
 _JOIN = re.compile(rf"\s{{0,4}}(?:,\s{{0,4}}(?:(?:and|or)\b)?|and\b|or\b)\s{{0,4}}(?:{_MAYBE.pattern})?")
@@ -155,8 +152,8 @@ def final(text: str) -> Found | None:
         return None
     if boxes:
         after = text[boxes[-1].end :]
-        # A word such as `wait` behind the box cancels the box only if another answer with a digit is announced after
-        # that word. Many responses only check a right answer once more.
+        # Many responses only check a right answer once more, so `wait` cancels the box only if another answer with a
+        # digit is announced behind it.
         taken_back = _RETRACTED.search(after)
         new_announcement = _PHRASE.search(after, taken_back.end()) if taken_back else None
         if new_announcement is None or not any(
@@ -165,10 +162,8 @@ def final(text: str) -> Found | None:
             return _boxed(text, boxes)
         text = after
     text = text[-TAIL:]
-    if "####" in text:
-        line = _after_hashes(text)
-        if line is not None:
-            return Found(line) if line else None
+    if "####" in text and (line := _after_hashes(text)) is not None:
+        return Found(line) if line else None
     if announced := _announced(text):
         return Found(announced, told=True)
     return _at_the_end(text)
@@ -177,19 +172,14 @@ def final(text: str) -> Found | None:
 def _announced(text: str) -> str | None:
     """The answer after the last phrase that announces one."""
     phrases = list(_PHRASE.finditer(text))
-    # The search goes backwards from the last phrase. `| answer |` before an empty cell is the head of a table, and an
-    # earlier phrase may hold the answer. Any other phrase without an answer ends the search, because what was announced
-    # before it is not the last word.
+    # `| answer |` before an empty cell is the head of a table, and an earlier phrase may hold the answer. After any
+    # other phrase without an answer, what was announced before is not the last word.
     while phrases:
         last = phrases.pop()
-        if answer := (
-            _cell(text, last.end())
-            if last.group().endswith("|")
-            else _after_phrase(text[last.end() :], "\n" in last.group())
-        ):
-            return answer
-        if not last.group().endswith("|"):
-            break
+        in_table = last.group().endswith("|")
+        behind = _cell(text, last.end()) if in_table else _after_phrase(text[last.end() :], "\n" in last.group())
+        if behind or not in_table:
+            return behind or None
     return None
 
 
@@ -197,14 +187,10 @@ def _at_the_end(text: str) -> Found | None:
     """The answer of a response without a phrase that announces one."""
     if correct := list(_CORRECT.finditer(text, max(0, len(text) - LONGEST_LINE))):
         return Found(next(g for g in correct[-1].groups() if g))
-    # One line without prose is the answer as it stands (`10-3`), and so is one line of words
-    # without a number (`Tuesday`).
+    # One line without prose is the answer as it stands (`10-3`), and so is one of words without a number (`Tuesday`).
     whole = text.strip()
-    if (
-        len(whole) <= LONGEST_LINE
-        and "\n" not in whole
-        and (not prose(whole) or not any(c.isdigit() or c == "$" for c in whole))
-    ):
+    no_number = not any(c.isdigit() or c == "$" for c in whole)
+    if len(whole) <= LONGEST_LINE and "\n" not in whole and (not prose(whole) or no_number):
         return Found(whole)
     line = whole.rpartition("\n")[2].strip()
     if _ALONE.fullmatch(line):
@@ -229,8 +215,7 @@ def _at_the_end(text: str) -> Found | None:
 def _among_options(text: str, at: int) -> bool:
     """Returns whether the text at `at` belongs to the last of three or more options that are only listed."""
     labels = [m for m in _LABELLED.finditer(text) if m.end() <= at]
-    # A number behind `(D)` in a list of options is the value of that option. A line's end or the end of a sentence
-    # between the two shows that the list is over.
+    # A number behind `(D)` is the value of that option, unless a line's end or a sentence's ends the list before.
     if len({m[1] for m in labels}) < 3:
         return False
     between = text[labels[-1].end() : at]
@@ -243,8 +228,7 @@ def prose(text: str) -> bool:
 
 
 def _boxed(text: str, boxes: list[Box]) -> Found | None:
-    """The last box with the text that belongs to it: boxes joined to it, and a unit or a word such as `million` after
-    it."""
+    """The last box with what belongs to it: boxes joined to it, and a unit or a word such as `million` after it."""
     last = boxes[-1]
     # `\Z` in `_DENIED` is the end of the searched part, so the denial has to stand directly before the box.
     if _DENIED.search(text, max(0, last.start - 24), last.start) or _WITHDRAWN.match(text, last.end):
@@ -255,38 +239,32 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
     # next one says the same answer twice and ends the walk.
     # `_BETWEEN` matches less than 24 characters, so boxes further apart are never joined.
     for one, two in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
-        if (
-            one.text.strip() == two.text.strip()
-            or two.start - one.end > 24
-            or _BETWEEN.fullmatch(text, one.end, two.start) is None
-        ):
+        apart = two.start - one.end > 24 or _BETWEEN.fullmatch(text, one.end, two.start) is None
+        if one.text.strip() == two.text.strip() or apart:
             break
         joined.insert(0, one.text)
     if len(joined) > 1:
         return Found(", ".join(joined), several and len(joined) < len(boxes))
-    # A unit or `million` behind the box belongs to a number in it. `x=3` names its value, so no words are added to it.
+    # A unit or `million` belongs to a number. `x=3` names its value, so no words are added to it.
     at = last.end + (text[last.end : last.end + 1] == "$")
     after = _words_after(text, at) if any(c.isdigit() for c in last.text) and "=" not in last.text else ""
     return Found(rf"{last.text}\text{{ {after}}}" if after else last.text, several)
 
 
 def _after_hashes(text: str) -> str | None:
-    """The answer on the line after the last `####`; empty if that line is empty.
-
-    None if other rules have to find the answer: the line is a heading, or the text below it may hold the answer.
-    """
+    """The answer on the line after the last `####`; empty if that line is empty. None if other rules have to find it:
+    the line is a heading, or the text below it may hold the answer."""
     line, _, rest = text.rpartition("####")[2].strip().partition("\n")
     line = line.strip()
-    # `####` marks the answer in GSM8K, and is also a heading of Markdown. A heading such as `#### Final answer` is left
-    # to the rule for phrases. A line without prose stays the answer although a phrase follows.
+    # `####` marks the answer in GSM8K, and is also a heading of Markdown, which is left to the rule for phrases. A line
+    # without prose stays the answer although a phrase follows.
     if _PHRASE.search(f"#### {line}") or _PHRASE.search(rest):
         return None if prose(line) or _PHRASE.search(f"#### {line}") else line
     if not rest.strip():
         line = re.sub(r"^[A-Za-z ]{2,40}:\s*(?=\S)", "", line)
         return line if len(_WORD.findall(line)) <= 3 else _answer_of_line(line)
     value = any(c.isdigit() for c in line) or _SPAN.search(line) is not None
-    # Text follows below the line. The line still counts where it holds a value alone, or where nothing in the rest
-    # could be an answer.
+    # With text below it, the line counts where it holds a value alone, or where nothing below could be an answer.
     if (value and not prose(line)) or not any(c.isdigit() or c in "$\\" for c in rest):
         return line
     # A number with one word, such as `5 apples`, is a value too.
@@ -301,15 +279,12 @@ def _cell(text: str, at: int) -> str:
 
 
 def _after_phrase(text: str, below: bool) -> str:
-    """The answer after a phrase: the formulas that come first, else the answer at the start of the line.
-
-    `below`: the phrase ended its line. Then what follows may be the only point of a list.
-    """
-    # More characters than `LONGEST_LINE`, because a displayed formula of up to 500 characters may stand below the
-    # phrase.
+    """The answer after a phrase: the formulas that come first, else the answer at the start of the line. `below`: the
+    phrase ended its line, so what follows may be the only point of a list."""
+    # A displayed formula of up to 500 characters may stand below the phrase.
     text = re.sub(r"^[*_\s]*(?:[.…]+\s+)?(?:```\w*\s+)?", "", text[: 4 * LONGEST_LINE])
-    if below:
-        text = _POINT.sub("", text, 1) if _POINT.match(text) else text
+    if below and _POINT.match(text):
+        text = _POINT.sub("", text, 1)
     line = _line(text[:LONGEST_LINE])
     # `The answer is given by:` announces a formula on the next line.
     if _SPAN.match(text) is None and _BELOW.search(text.partition("\n")[0].rstrip("* _")) and "\n" in text:
@@ -347,8 +322,7 @@ def _answer_of_line(line: str) -> str:
     # `March 5` and `3 to 4` have a number that alone would be another answer.
     if (date_or_ratio := _DATE.match(line) or _RATIO.match(line)) is not None:
         return date_or_ratio[0]
-    # `more than 5` and `5, perhaps 6` are no number. In a text command the sentence is read as
-    # words, and words equal no number.
+    # In a text command the sentence (`more than 5`; `5, perhaps 6`) is read as words, which equal no number.
     if _HEDGE.match(line) or (number is not None and _UNSURE.search(sentence, number.end())):
         return rf"\text{{{sentence}}}"
     if not prose(line):
@@ -390,9 +364,8 @@ def _words_after(text: str, at: int) -> str:
     words = match[1].split() if match else []
     if not words:
         return ""
-    # `5 million dollars`: words that multiply come first, and then a unit has to be all that is left of the phrase.
-    # Words that make another number of it (`squared`) are kept, so that the reading does not equal the bare number;
-    # other words (`apples`) are dropped.
+    # Words that multiply come first, and then a unit has to be all that is left. Words that make another number of it
+    # (`squared`) are kept, so that the reading does not equal the bare number; others (`apples`) are dropped.
     scales = 0
     while scales < len(words) and words[scales].lower() in SCALES:
         scales += 1
@@ -410,8 +383,8 @@ def _candidates(text: str) -> Iterator[tuple[int, int, str]]:
         spans.append(formula.span())
     if formula is not None:
         yield formula.end(), formula.start(), _joined(text, formula)
-    # Formulas and numbers both come in order, so one index into the formulas is enough and the loop is linear. A number
-    # inside a formula, or inside what an earlier number has grown by (`2^10`), is none of its own.
+    # Both come in order, so one index into the formulas keeps the loop linear. A number inside a formula, or in what an
+    # earlier number has grown by (`2^10`), is none of its own.
     number, next_span, attached_end = None, 0, 0
     for match in _NUMBER.finditer(text):
         while next_span < len(spans) and spans[next_span][1] <= match.start():

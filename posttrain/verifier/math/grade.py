@@ -59,8 +59,7 @@ def gold_of(answer: str) -> Gold | None:
     """A gold answer as data sets write it: a bare answer, or a solution that ends in `#### 72` or in a box. None if it
     has no answer."""
     text = answer.strip()
-    # A bare answer is taken whole. Only a solution, with `####` or a box, is searched. A solution with a box that is
-    # never closed has no answer.
+    # A bare answer is taken whole. A solution with a box that is never closed has no answer.
     solution = final(text) if "####" in text or "\\boxed" in text else None
     text = solution.text if solution else "" if "\\boxed" in text else text
     values = read(spelled(text))
@@ -87,7 +86,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
     try:
         answers = _answers(gold.values, values, algebra)
     except UnreadableError as error:
-        # A gold answer that cannot be read is a fault of the data, and no response may be worth 0 for it.
+        # An unreadable gold answer is a fault of the data, and no response may be worth 0 for it.
         if error.gold:
             raise
         return Grade(0.0, text, "unparsable", f"{answer.text[:80]!r} cannot be read")
@@ -106,8 +105,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
 def _answers(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> list[bool | None]:
     """The result of each pair of a gold reading and a reading of the response, up to the first pair that is equal."""
     results: list[bool | None] = []
-    # First all pairs by our own rules, then all pairs with the algebra, which is slow: it is asked only if our own
-    # rules find no equal pair.
+    # The algebra is slow: it is asked only if our own rules find no equal pair.
     for algebra_of_pass in (None, algebra) if algebra else (None,):
         results = []
         for g, s in itertools.product(gold, said):

@@ -31,11 +31,8 @@ WITNESS = ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}")
 
 @dataclass(frozen=True)
 class MathSource:
-    """1 if the response's final answer equals the task's answer, else 0.
-
-    A task whose answer cannot be read is refused when the run is built. If the tasks are endless, its verdict is
-    `failed`.
-    """
+    """1 if the response's final answer equals the task's answer, else 0. A task whose answer cannot be read is refused
+    when the run is built; if the tasks are endless, its verdict is `failed`."""
 
     weight: float
     pool: WorkerPool = field(repr=False)
@@ -54,10 +51,8 @@ class MathSource:
 
     def verdict(self, task: Task, text: str) -> Verdict:
         """The verdict, for scripts without an event loop. It blocks."""
-        verdict_or_gold = self._without_algebra(task, text)
-        return (
-            verdict_or_gold if isinstance(verdict_or_gold, Verdict) else self._ask(verdict_or_gold, text).result().one
-        )
+        settled = self._without_algebra(task, text)
+        return settled if isinstance(settled, Verdict) else self._ask(settled, text).result().one
 
     def _without_algebra(self, task: Task, text: str) -> Verdict | Gold:
         """The verdict if there is one without the algebra, else the gold answer."""
@@ -75,12 +70,8 @@ class MathSource:
         return self.pool.submit((gold.raw, text))
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Read every gold answer, once.
-
-        Raises:
-            ConfigError: a task has no answer.
-            DataError: an answer cannot be read; names the first few tasks and what is wrong with each.
-        """
+        """Read every gold answer, once. ConfigError if a task has none; DataError with the first few tasks whose answer
+        cannot be read, and what is wrong with each."""
         unreadable: list[tuple[Task, str]] = []
         open_questions: dict[str, tuple[list[Task], Future[WorkerAnswer]]] = {}
         # First all questions are sent to the algebra, so that its workers share them. Then their answers are waited
@@ -122,11 +113,8 @@ class MathSource:
 
 
 def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = None) -> MathSource:
-    """The reward with its pool. Its processes start with the first comparison that needs them.
-
-    Raises:
-        ConfigError: math-verify is not installed.
-    """
+    """The reward with its pool. Its processes start with the first comparison that needs them. ConfigError if
+    math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"

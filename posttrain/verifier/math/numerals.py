@@ -13,8 +13,7 @@ from posttrain.verifier.math.units import SCALES, clash, tail, unit
 MOST_DIGITS = 2000
 """A power of ten with a greater exponent is not computed."""
 
-# The digits of a number without a sign: `1,234.5`, `1 234`, `2.`, `.5`. Commas or spaces separate thousands, and one
-# number does not have both.
+# The digits of a number without a sign: `1,234.5`, `1 234`, `2.`, `.5`. Commas or spaces separate thousands, not both.
 _D = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _DECIMAL = re.compile(rf"([-+]?)({_D})")
 # `3\times 10^{5}`, `3*10^5`, `10^5`, `-2.5e-3`. Groups: 1 or 5 the sign, 2 or 6 the factor, 3, 4 or 7 the exponent.
@@ -91,21 +90,16 @@ def _split_words(text: str) -> tuple[str, tuple[Fraction, str] | None]:
 
 
 def _bare(text: str) -> Number | TooLarge | None:
-    """A number without words: a decimal, a repeating decimal, a mixed number, a fraction, or a power of ten.
-
-    `TooLarge` if its power of ten is too large. None if the text is none of these, or divides by zero.
-    """
+    """A number without words: a decimal, a repeating decimal, a mixed number, a fraction, or a power of ten (`TooLarge`
+    if that is too large). None if the text is none of these, or divides by zero."""
     if (m := _DECIMAL.fullmatch(text)) is not None:
         whole, _, fraction_digits = m[2].partition(".")
         return Number(_signed(m[1], _decimal(m[2])), len(fraction_digits) if fraction_digits or not whole else None)
     if (m := _REPEATING.fullmatch(text)) is not None:
-        # A decimal 0.h(t) repeats t. With |h| and |t| digits it is (h (10^|t| - 1) + t) / (10^|h| (10^|t| - 1)).
-        # Example: 0.1(6) is (1 * 9 + 6) / 90 = 1/6. Here h is `fixed` and t is `repeated`.
-        fixed, repeated = m[3], m[4]
-        value = Fraction(int(m[2] or "0")) + Fraction(
-            int(fixed or "0") * (10 ** len(repeated) - 1) + int(repeated), 10 ** len(fixed) * (10 ** len(repeated) - 1)
-        )
-        return Number(_signed(m[1], value))
+        # A decimal 0.h(t) with |h| and |t| digits is (h (10^|t| - 1) + t) / (10^|h| (10^|t| - 1)): 0.1(6) is 15/90.
+        fixed, nines = m[3], 10 ** len(m[4]) - 1
+        part = Fraction(int(fixed or "0") * nines + int(m[4]), 10 ** len(fixed) * nines)
+        return Number(_signed(m[1], Fraction(int(m[2] or "0")) + part))
     if (m := _MIXED.fullmatch(text)) is not None:
         above, below = int(m[3] or m[5]), int(m[4] or m[6])
         return Number(_signed(m[1], int(m[2]) + Fraction(above, below))) if below else None
@@ -173,8 +167,7 @@ def constant(text: str) -> bool:
 
 LONGEST = 120
 """The most characters of a number in words."""
-# Names of numbers: `_SMALL` from 0 to 19, `_TENS` from 20 to 90, `_GREAT` from a thousand on. `_PARTS` has the
-# denominators: 3 for `third` and `thirds`.
+# Names of numbers: from 0 to 19, from 20 to 90, from a thousand on, and denominators: 3 for `third` and `thirds`.
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen"
@@ -213,8 +206,7 @@ def worded(text: str) -> Fraction | None:
 
 
 def _value(words: list[str]) -> Fraction | None:
-    """The number that words without a sign spell: with a decimal point, as a fraction, or a whole number. None if they
-    do not."""
+    """The number that words without a sign spell: with a decimal point, as a fraction, or whole; else None."""
     if not words:
         return None
     # `three point one four`: each word after the point is one digit.
@@ -244,8 +236,8 @@ def _whole(words: list[str]) -> Fraction | None:
     """A whole number in words: groups such as `forty two`, each before its scale (`million`). The scales decrease."""
     if words in (["a"], ["an"]):
         return Fraction(1)
-    # `two thousand five million` is refused, because each scale has to be smaller than the one before it. `last_scale`
-    # is the scale before. It keeps its first value only if there is no word at all.
+    # Each scale is smaller than the one before: `two thousand five million` is refused. The first value of `last_scale`
+    # stays only if there is no word at all.
     total, last_scale = 0, 10**30
     while words:
         scale_place = next((i for i, word in enumerate(words) if word in _GREAT), None)
@@ -263,8 +255,7 @@ def _whole(words: list[str]) -> Fraction | None:
 
 
 def _group(words: list[str]) -> int | None:
-    """The number of words without a greater scale than hundred: `forty two hundred`, `one hundred and five`. Else
-    None."""
+    """The number of words without a greater scale than hundred: `forty two hundred`, `one hundred and five`."""
     if "hundred" in words:
         at = words.index("hundred")
         hundreds = 1 if words[:at] == ["a"] else _below_hundred(words[:at])
@@ -297,10 +288,8 @@ def sides(text: str, places: list[int]) -> list[str]:
 
 
 def agree(one: Number, two: Number) -> bool:
-    """Returns whether two sides of an equation may be one number.
-
-    They may if they are equal, perhaps as a percent; if they have different units; or if one is a decimal that rounds
-    the other or cuts its digits.
+    """Returns whether two sides of an equation may be one number: they are equal, perhaps as a percent; have different
+    units; or one is a decimal that rounds the other or cuts its digits.
 
     >>> agree(Number(Fraction(1, 3)), Number(Fraction(333, 1000), 3)), agree(Number(Fraction(43)), Number(Fraction(42)))
     (True, False)
@@ -311,16 +300,15 @@ def agree(one: Number, two: Number) -> bool:
     x, y = (n.value / 100 if n.percent and not (one.percent and two.percent) else n.value for n in (one, two))
     if x == y:
         return True
-    # The difference has to be less than one unit of the last digit. A rounded decimal differs by at most half a unit,
-    # and a decimal whose digits were cut by less than one. The percent sign moves the point by two digits.
+    # A rounded decimal differs by at most half a unit of its last digit, and one whose digits were cut by less than
+    # one. The percent sign moves the point by two digits.
     digits = [n.decimals + (2 if n.percent else 0) for n in (one, two) if n.decimals is not None]
     return any(abs(x - y) < Fraction(1, 10**d) for d in digits)
 
 
 def contradicts(pieces: list[str]) -> bool:
     """Returns whether two sides are numbers that differ, as in `43=42`."""
-    # Neighbouring numbers are compared. A side that is no number is left out, and so is a time of day, which would be
-    # read as a ratio.
+    # Neighbouring numbers are compared. A side that is no number is left out, as is a time, which reads as a ratio.
     numbers = [n for n in (number(piece) for piece in pieces if clock(piece) is None) if isinstance(n, Number)]
     return any(not agree(one, two) for one, two in itertools.pairwise(numbers))
 

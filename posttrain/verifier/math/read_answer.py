@@ -1,14 +1,12 @@
-"""Reads an answer by our own rules: exact numbers with percent and unit; lists, sets and intervals; words.
-
-An answer that the rules cannot read becomes an `Other`, which the algebra compares. Nothing is evaluated: numbers are
-read digit by digit.
-"""
+"""Reads an answer by our own rules: exact numbers with percent and unit; lists, sets and intervals; words. The rest
+becomes an `Other`, which the algebra compares. Nothing is evaluated."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
+from posttrain.verifier.math import numerals
 from posttrain.verifier.math.answer_values import (
     ChoiceAnswer,
     Items,
@@ -21,18 +19,6 @@ from posttrain.verifier.math.answer_values import (
     WordAnswer,
     parts,
 )
-from posttrain.verifier.math.numerals import (
-    based,
-    clock,
-    constant,
-    contradicts,
-    exact,
-    number,
-    roundings,
-    sides,
-    vast,
-    worded,
-)
 from posttrain.verifier.math.spelling import closing
 from posttrain.verifier.math.units import changing, tail
 
@@ -40,7 +26,6 @@ MOST_ITEMS = 64
 DEPTH = 4
 """The deepest nesting of lists."""
 
-# Behind or above each pattern stands an answer that it matches.
 # A name: `x`, `x_1`, `\theta`, `(x,y)`, `f(2)`, `AB`, `m\angle ABC`.
 _SIMPLE = re.compile(
     r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?|\\[A-Za-z]+(?:_\w)?|\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z]{1,3}\([^()=]{0,30}\)"
@@ -105,8 +90,7 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
     (Fraction(100, 1), True, 'x')
     """
     text = text.strip()
-    # A text command around a number or around letters of choices is layout. Around words it stays, since it tells a
-    # word from a product of letters.
+    # A text command around a number or letters of choices is layout. Around words it tells them from a product.
     if (inside := _TEXT.fullmatch(text)) is not None and (
         any(c.isdigit() for c in text)
         or re.fullmatch(r"\(?[A-J]\)?(?:(?:,| and| or) ?\(?[A-J]\)?)+", inside[1].strip())
@@ -116,16 +100,16 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         return known
     if not text or not any(c.isalnum() or c in "\\$" for c in text):
         return ()
-    # From here on the order decides between notations that look alike: `(C) 12` is a choice before it is a product,
-    # `2:30` a time before it is a ratio, and an equation is split before its commas are.
+    # The order decides between notations that look alike: `(C) 12` is a choice before it is a product, `2:30` a time
+    # before it is a ratio, and an equation is split before its commas are.
     if (choice := _choice(text, depth)) is not None:
         return choice
     if (worded_value := _in_words(text)) is not None:
         return (worded_value,)
-    if (time_or_based := clock(text) or based(text)) is not None:
+    if (time_or_based := numerals.clock(text) or numerals.based(text)) is not None:
         return (time_or_based,)
-    plain_number = number(text)
-    # With a comma there are two readings, a number with thousands and a list: `100,200` goes on and gets both.
+    plain_number = numerals.number(text)
+    # With a comma there are two readings, a number with thousands and a list.
     if isinstance(plain_number, TooLarge) or (plain_number is not None and "," not in text):
         product = _PRODUCT_OR_UNIT.fullmatch(text)
         return (plain_number, Other(f"{product[1]} {product[2]}")) if product else (plain_number,)
@@ -135,11 +119,9 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         return named
     # What no rule reads is left to the algebra as it is spelled, unless computing it would never end.
     items = _plus_minus(text, depth) or _union(text, depth) or _items(text, depth)
-    return (
-        tuple(v for v in (plain_number, items) if v is not None)
-        or _value_with_unit(text, depth)
-        or (_word_answer(text) or (TooLarge(text) if vast(text) else Other(text)),)
-    )
+    if values := tuple(v for v in (plain_number, items) if v is not None) or _value_with_unit(text, depth):
+        return values
+    return (_word_answer(text) or (TooLarge(text) if numerals.vast(text) else Other(text)),)
 
 
 def _in_words(text: str) -> Number | WordAnswer | None:
@@ -152,7 +134,7 @@ def _in_words(text: str) -> Number | WordAnswer | None:
     words = plain.split()
     # The longest beginning that spells a number counts: `twenty five` is no 20 with a noun `five`.
     for end in range(min(len(words), 12), 0, -1):
-        value, rest = worded(" ".join(words[:end])), " ".join(words[end:])
+        value, rest = numerals.worded(" ".join(words[:end])), " ".join(words[end:])
         if value is None:
             continue
         if not rest:
@@ -164,13 +146,12 @@ def _in_words(text: str) -> Number | WordAnswer | None:
 
 
 def _approximation(text: str, depth: int) -> tuple[Value, ...]:
-    """The first side of `12\\pi\\approx 37.7`, or of `12\\pi (\\approx 37.7)`; the other side if the first is a name
-    or empty."""
-    pieces = roundings(text)
+    """The first side of `12\\pi\\approx 37.7` or `12\\pi (\\approx 37.7)`; the other if that is a name or empty."""
+    pieces = numerals.roundings(text)
     if len(pieces) < 2 or depth >= DEPTH:
         return ()
     # `12 \approx 43` holds two answers, of which one may be right by luck. As words it equals no number.
-    if contradicts([p for piece in pieces for p in sides(piece, _equals(piece))]):
+    if numerals.contradicts([p for piece in pieces for p in numerals.sides(piece, _equals(piece))]):
         return (WordAnswer(text),)
     if not pieces[0]:
         return read(pieces[1], depth + 1)
@@ -203,8 +184,7 @@ def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
 
 
 def _value_with_unit(text: str, depth: int) -> tuple[Value, ...]:
-    """A value that only the algebra understands, and its unit: `12\\pi\\text{ cm}^2`,
-    `\\frac{\\pi}{2} radians`."""
+    """A value that only the algebra understands, and its unit: `12\\pi\\text{ cm}^2`, `\\frac{\\pi}{2} radians`."""
     if depth >= DEPTH:
         return ()
     written = _WRITTEN_UNIT.fullmatch(text)
@@ -217,9 +197,8 @@ def _value_with_unit(text: str, depth: int) -> tuple[Value, ...]:
         return (WordAnswer(text),) if changing(words) else ()
     # In `12+3x` and `2 - 5 m` what looks like a unit belongs to the last term alone. A written unit of several
     # letters is one of the whole sum.
-    if any(c in "+-" and _outside(match[1], i) for i, c in enumerate(match[1]) if i) and (
-        not written or len(words) == 1
-    ):
+    in_sum = any(c in "+-" and _outside(match[1], i) for i, c in enumerate(match[1]) if i)
+    if in_sum and (not written or len(words) == 1):
         return ()
     factor, unit_name = factor_and_unit
     # Words that are neither a unit nor change the value (`12 apples`) count only in a text command behind numbers and
@@ -248,16 +227,17 @@ def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
     split = (text[: equals[-1]], text[equals[-1] + 1 :]) if equals else _member(text)
     if split is None or not split[0].strip():
         return ()
-    chain = sides(text, equals)
-    if equals and contradicts(chain):
+    chain = numerals.sides(text, equals)
+    if equals and numerals.contradicts(chain):
         return (WordAnswer(text),)
     name, first_side = split[0].strip(), split[0].partition("=")[0].strip()
     variable = _SIMPLE.fullmatch(first_side) is not None
     # A left side of numbers (`3+4=7`) only repeats the question. Any other expression (`x^2=3`) is a statement, and its
     # right side is not the answer.
-    simple = variable or constant(name) or based(name) is not None
+    simple = variable or numerals.constant(name) or numerals.based(name) is not None
     # In `1/3=0.333` the last side only rounds an exact one: both are readings.
-    values = (*read(split[1], depth + 1), *(read(more, depth + 1) if equals and (more := exact(chain)) else ()))
+    more = numerals.exact(chain) if equals else None
+    values = (*read(split[1], depth + 1), *(read(more, depth + 1) if more else ()))
     return tuple(Named(first_side if variable else name, simple, v) for v in values)
 
 
@@ -274,10 +254,8 @@ def _as_intervals(text: str, depth: int) -> tuple[Named, ...]:
     # `x=1 or x=2` holds points alone: that is a list, and no union of intervals.
     if len(known) < len(pieces) or len({n.name for n in known}) > 1 or all(len(parts(n.value)) == 1 for n in known):
         return ()
-    joined = [
-        i for n in known for i in (n.value.items if isinstance(n.value, Union) else (n.value,)) if isinstance(i, Items)
-    ]
-    return (Named(known[0].name, True, Union(tuple(joined))),)
+    values = [i for n in known for i in (n.value.items if isinstance(n.value, Union) else (n.value,))]
+    return (Named(known[0].name, True, Union(tuple(i for i in values if isinstance(i, Items)))),)
 
 
 def _relation(text: str, depth: int) -> Named | None:
@@ -286,9 +264,8 @@ def _relation(text: str, depth: int) -> Named | None:
     if match is None:
         return None
     low, below, name, above, high = match.groups()
-    # `3>x>1` is turned round to `1<x<3`. A relation that points both ways (`1<x>2`) bounds one side
-    # twice and is no interval.
-    # `x<1\le y` has a relation more than can be read.
+    # `3>x>1` is turned round to `1<x<3`. A relation that points both ways (`1<x>2`) bounds one side twice. `x<1\le y`
+    # has a relation more than can be read.
     down = {below, above} & {">", "\\ge"}
     if _RELATED.search(f"{low} {high}") or (down and {below, above} & {"<", "\\le"}):
         return None
@@ -309,17 +286,14 @@ def _two_bounds(text: str, depth: int) -> Named | None:
     if len(pieces) != 2 or named[0] is None or named[1] is None or named[0].name != named[1].name:
         return None
     ends = [n.value for n in named if n is not None and isinstance(n.value, Items)]
-    # The interval with a finite lower end comes first, then the one with a finite upper end:
-    # one of each kind is needed.
+    # One interval with a finite lower end is needed, and one with a finite upper end.
     ends.sort(key=lambda i: i.items[0] == _INFINITE[0])
     low, high = ends[0].items[0], ends[1].items[1]
-    if (ends[0].items[1], ends[1].items[0]) != (_INFINITE[1], _INFINITE[0]) or not (
-        isinstance(low, Number) and isinstance(high, Number)
-    ):
+    if (ends[0].items[1], ends[1].items[0]) != (_INFINITE[1], _INFINITE[0]):
         return None
-    return (
-        Named(named[0].name, True, Items(ends[0].left, ends[1].right, (low, high))) if low.value < high.value else None
-    )
+    if not (isinstance(low, Number) and isinstance(high, Number) and low.value < high.value):
+        return None
+    return Named(named[0].name, True, Items(ends[0].left, ends[1].right, (low, high)))
 
 
 def _point(text: str, depth: int) -> Named | None:
@@ -415,12 +389,11 @@ def _brackets(text: str) -> tuple[str, str, str]:
 
 def _word_answer(text: str) -> WordAnswer | None:
     """A word, a phrase, or a choice such as `(B)`: compared as text."""
-    # A bare letter may be a variable, so it stays an expression; comparing spellings makes it equal to the choice.
+    # A bare letter may be a variable, so it stays an expression, whose spelling equals the choice's.
     if (match := _CHOICE.fullmatch(text)) is not None and len(text) > 1:
         return WordAnswer(match[1])
     plain = _TEXT.sub(r"\1", text).strip()
-    if (
-        plain != text and "\\" not in plain and not any(c.isdigit() or c in "+*/^=<>" for c in plain)
-    ) or _WORDS.fullmatch(plain):
+    in_text = plain != text and "\\" not in plain and not any(c.isdigit() or c in "+*/^=<>" for c in plain)
+    if in_text or _WORDS.fullmatch(plain):
         return WordAnswer(plain if len(plain) == 1 else " ".join(plain.casefold().split()))
     return None

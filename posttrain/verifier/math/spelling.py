@@ -51,9 +51,8 @@ _RENAMED = {
     "lbrace": r"\{", "rbrace": r"\}", "lt": "<", "gt": ">",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-# Patterns and what replaces them, each with an example. The order counts. From `_TEXT_COMMAND` on every command of
-# upright text is `\text{`, which the rows below it rely on. Labels (`Answer: `) are cut off after brackets and spaces
-# have their one form.
+# Patterns and what replaces them, in an order that counts. From `_TEXT_COMMAND` on every command of upright text is
+# `\text{`. Labels (`Answer: `) are cut off after brackets and spaces have their one form.
 _NAMES = (
     # The space behind a line break: `1\\[2pt]2` is `1\\2`.
     (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
@@ -67,42 +66,32 @@ _NAMES = (
     (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?"), ""),
     # `30^{\circ}` and `30\degree` are `30^\circ `.
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
-    # `\mathrm{cm}` is `\text{cm}`.
-    (_TEXT_COMMAND, r"\\text{"),
-    # `\displaystyle x` is `x`.
-    (_LAYOUT, " "),
+    (_TEXT_COMMAND, r"\\text{"),  # `\mathrm{cm}` is `\text{cm}`.
+    (_LAYOUT, " "),  # `\displaystyle x` is `x`.
     # Braces that belong to nothing: `{5}` is `5`.
     (re.compile(r"(?<![\w\\\]}^])\{\s*([\w.]+)\s*\}"), r"\1"),
     # `1\quad 2`, `1\,2` and `1~2` have a space.
     (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"), " "),
     # A joining word leaves the text before it: `\text{red, and}` is `\text{red}\text{ and }`.
     (re.compile(r"\\text\{([^{}]*[^{}\s,]),?\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
-    # `1{,}234` is `1,234`.
-    (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),
+    (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),  # `1{,}234` is `1,234`.
     # `\text{km h^{-1}}` is `\text{km/h}`.
     (re.compile(r"(\\text\{[^{}]*?[A-Za-z])[ ]([A-Za-z]+)\^\{-1\}\s*\}"), r"\1/\2}"),
     # Labels: `\text{The answer is }5` is `5`.
     (re.compile(r"^\\text\{[^{}]*(?::|\bis|\bare|=)\s*\}\s*(?=\S)"), ""),
-    # `The total cost: $5` is `$5`.
-    (re.compile(r"^[A-Za-z][A-Za-z ]{2,40}:\s+(?=[-+$\\\d])"), ""),
-    # `3 to 4` is the ratio `3:4`.
-    (re.compile(r"^(\d{1,9}) to (\d{1,9})$"), r"\1:\2"),
+    (re.compile(r"^[A-Za-z][A-Za-z ]{2,40}:\s+(?=[-+$\\\d])"), ""),  # `The total cost: $5` is `$5`.
+    (re.compile(r"^(\d{1,9}) to (\d{1,9})$"), r"\1:\2"),  # `3 to 4` is the ratio `3:4`.
     # The letter U between intervals: `(1,2) U (3,4)` is `(1,2)\cup (3,4)`.
     (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[]|\\\{)"), r"\\cup "),
     # `2 and a half` is `2\frac{1}{2}`.
     (re.compile(r"(?<![\d.,])(\d+) and a half(?![A-Za-z])"), r"\1\\frac{1}{2}"),
-    # `50\%` is `50%`.
-    (re.compile(r"\\([%$&#_])"), r"\1"),
+    (re.compile(r"\\([%$&#_])"), r"\1"),  # `50\%` is `50%`.
 )
 _PLAIN = (
-    # `x**2` is `x^2`.
-    (re.compile(r"\*\*"), "^"),
-    # `2^(x+1)` is `2^{x+1}`.
-    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
-    # `2^10` is `2^{10}`.
-    (re.compile(r"\^\s*(-?\d{2,}|-\d)"), r"^{\1}"),
-    # `sqrt(2)` is `\sqrt{2}`.
-    (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\*\*"), "^"),  # `x**2` is `x^2`.
+    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),  # `2^(x+1)` is `2^{x+1}`.
+    (re.compile(r"\^\s*(-?\d{2,}|-\d)"), r"^{\1}"),  # `2^10` is `2^{10}`.
+    (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),  # `sqrt(2)` is `\sqrt{2}`.
     # `2pi` is `2\pi `.
     (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
 )
@@ -112,8 +101,7 @@ _GROUP = r"((?:[^{}]|\{[^{}]*\})*)"
 # `{1\over 2}`, `{n\choose k}`. Groups: what stands before the command, the command, what stands after it.
 _INFIX = re.compile(rf"\{{{_GROUP}\\(over|choose)(?![A-Za-z]){_GROUP}\}}")
 _PREFIX = {"over": "frac", "choose": "binom"}
-# The argument of a command, in two groups: one character or command without braces (`1`, `x`, `\pi`), or a group in
-# them.
+# The argument of a command, in two groups: one character or command without braces (`1`, `\pi`), or a group in them.
 _ARGUMENT = r"\s*(?:(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+)|(\{(?:[^{}]|\{[^{}]*\})*\}))"
 # `\frac12`, `\frac\pi 2`, `\binom n2`
 _SHORT_FRACTION = re.compile(rf"\\(frac|binom)(?![A-Za-z]){_ARGUMENT}{_ARGUMENT}")
@@ -135,8 +123,11 @@ def spelled(text: str) -> str:
     """
     if len(text) > LONGEST:
         return ""
-    text = _stripped(_last_line(_conclusion(text)))
-    # Stripped a second time, because `_ascii` may have made a full stop or a dollar sign of another character.
+    # The answer stands after the last arrow or `therefore`.
+    if arrows := list(_ARROW.finditer(text)):
+        text = text[arrows[-1].end() :]
+    text = _stripped(_last_line(text))
+    # `_ascii` may have made a full stop or a dollar sign of another character.
     text = _stripped(_ascii(text))
     text = _COMMAND.sub(lambda m: _RENAMED.get(m[1], m[0]), text)
     for pattern, replacement in _NAMES:
@@ -162,22 +153,15 @@ def spelled(text: str) -> str:
     return _unwrapped(text.strip())
 
 
-def _conclusion(text: str) -> str:
-    """The text after the last arrow or `therefore`."""
-    arrows = list(_ARROW.finditer(text))
-    return text[arrows[-1].end() :] if arrows else text
-
-
 def _last_line(text: str) -> str:
     """The last line of an alignment, with the earlier lines that it continues. Other text is returned as it is."""
     match = _ALIGNED.fullmatch(_stripped(text))
     if match is None:
         return text
     lines = [line.replace("&", "").strip() for line in re.split(r"\\\\(?:\[[^\]\n]{0,9}\])?", match[2])]
-    lines = [line for line in lines if line]
     chain = ""
     # A line that begins with an equals sign continues the line above it: `x=1+2` and `=3` are one chain.
-    for line in reversed(lines):
+    for line in reversed([line for line in lines if line]):
         chain = f"{line} {chain}"
         if not line.startswith("="):
             break
@@ -233,7 +217,7 @@ def _character(c: str) -> str:
 def _stripped(text: str) -> str:
     """The text without white space, math delimiters and final punctuation around it."""
     previous = None
-    # Repeated until nothing changes, because delimiters may be nested, with punctuation between them: `**$5$.**`.
+    # Delimiters may be nested, with punctuation between them: `**$5$.**`.
     while previous != text:
         previous = text
         # The punctuation of `\,` is a part of the command. Removed alone, it would leave a backslash.
@@ -242,16 +226,14 @@ def _stripped(text: str) -> str:
         for left, right in _DELIMITERS:
             if len(text) > len(left) + len(right) - 1 and text.startswith(left) and text.endswith(right):
                 inner = text[len(left) : len(text) - len(right)]
-                # `$1$ and $2$` begins and ends with the delimiter, but it is two formulas, so its delimiters stay. An
-                # escaped dollar sign is a currency and no delimiter.
+                # `$1$ and $2$` is two formulas, so its delimiters stay. An escaped dollar sign is a currency.
                 if left not in inner.replace("\\$", ""):
                     text = inner
     return text
 
 
 def _unwrapped(text: str) -> str:
-    """The text without braces or a text or box command around all of it. `\\text{...}` keeps its command, because it is
-    a word and not a product."""
+    """The text without braces or a box around all of it. `\\text{...}` stays, because it is a word and no product."""
     while text.startswith("{") and text.endswith("}") and closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     if text.startswith("\\boxed{") and closing(text, 6) == len(text) - 1:

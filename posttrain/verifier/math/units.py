@@ -24,10 +24,8 @@ _ALIASES = {
 _ALIKE = ({"pound", "lb"}, {"pound", "£"}, {"deg", "C"}, {"deg", "F"})
 """Names that may mean the same: a pound is a weight or money, and the letter after a degree is often left out."""
 # Words before a unit, with a space, and the power that they mean: `square cm` is `cm^2`.
-_POWERS = {
-    f"{w} ": power
-    for power, words in (("^2", "square squared sq sq."), ("^3", "cubic cubed cu cu."))
-    for w in words.split()
+_POWERS = {f"{w} ": "^2" for w in ("square", "squared", "sq", "sq.")} | {
+    f"{w} ": "^3" for w in ("cubic", "cubed", "cu", "cu.")
 }
 _RAISED = re.compile(r"(.+?)(?:\^?\{?([23])\}?| (squared|cubed))")  # `cm^2`, `cm^{3}`, `m2`, `inches squared`
 _PER = re.compile(r"(?: per |/)(?:1 ?)?")  # `mi per hour`, `km/h`, `m/1 s`
@@ -111,8 +109,7 @@ def changing(words: str) -> bool:
     [True, True, True, False, False, False]
     """
     lowered = words.lower().replace(",", " ").split()
-    # `half` also begins nouns (`half lives`), so it counts only alone or before `of`. The same holds for other shares
-    # and for counts: `3 tenths`, `3 tenths of a mile`.
+    # Other shares and counts, and `half`, which also begins nouns (`half lives`), count only alone or before `of`.
     if (
         not lowered
         or lowered[0] in _CHANGING - {"half"}

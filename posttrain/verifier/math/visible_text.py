@@ -1,7 +1,7 @@
 """The visible text of a response, in which answers are searched, and the boxes in that text.
 
-Thoughts, comments, and struck-out or invisible text are left out. Boxes, `\\boxed{...}` and `\\fbox{...}`, are
-found in linear time."""
+Thoughts, comments, struck-out and invisible text are left out. Boxes, `\\boxed{...}` and `\\fbox{...}`, are found
+in linear time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from posttrain.verifier.thoughts import spoken
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _LATEX_COMMENT = re.compile(r"^[ \t]*%[^\n]*$", re.MULTILINE)  # A line that begins with `%`.
 _ODD = re.compile(r"(?<!\\)(?:\\\\)*\\(?!\\)")
-"""A backslash that is not doubled: `\\frac`. A text in which every backslash is doubled is the escaped form of
-another."""
+"""A backslash that is not doubled. A text in which every one is doubled is the escaped form of another."""
 _STRUCK = re.compile(r"~~(?=\S)[^~\n]{1,200}~~")  # `~~41~~`
 _UNSEEN = re.compile(r"\\(?:[hv]?phantom|[bx]?cancel|sout|st)(?![A-Za-z])\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}?")
 """Commands that print nothing or strike out what they print: `\\phantom{3}`, `\\cancel{3}`."""
@@ -38,8 +37,8 @@ def seen(text: str) -> str:
     >>> seen("0.333...")
     '0.\\\\overline{3}'
     """
-    # Thoughts are removed first, and comments before the answer's tags are searched, so that no tag or box inside them
-    # counts. A pattern runs only if its mark is in the text, because a plain search is cheaper.
+    # Comments are removed before the answer's tags are searched, so that no tag or box inside them counts. A pattern
+    # runs only if its mark is in the text, because a plain search is cheaper.
     text = spoken(text)
     # A response in which every backslash is doubled (`\\boxed{3}`) was escaped once too often.
     if "\\\\" in text and _ODD.search(text) is None:

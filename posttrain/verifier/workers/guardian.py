@@ -1,7 +1,7 @@
 """The program of a worker: a guardian, and the process that it forks to answer requests, one at a time.
 
-`worker_process.WorkerProcess` starts it as `python -m posttrain.verifier.workers.guardian PARENT`. Requests are
-answered in the main thread, so a verifier may use signals and need not be thread-safe.
+`worker_process.WorkerProcess` starts it as `python -m posttrain.verifier.workers.guardian PARENT`. The main thread
+answers, so a verifier may use signals and need not be thread-safe.
 """
 
 from __future__ import annotations
@@ -35,23 +35,22 @@ FINISHED = 76
 
 def main(parent: int) -> None:
     """The guardian: read the limits, then keep one answering process running until the trainer is gone."""
-    # The two pipes are moved away from standard input and output. What a verifier prints then goes to standard error
-    # and cannot break the protocol, and its `input()` finds nothing.
+    # Pipes of their own: what a verifier prints goes to standard error and cannot break the protocol, and its `input()`
+    # finds nothing.
     requests, replies = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)
     die_with(parent)
     spec = json.loads(take(requests) or b"{}")
     # A crash of a process with gigabytes of address space would write them to the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit_memory(spec["memory"])
-    # The handler is cached. If `preload` makes it here, every fork inherits it. Else each answering process makes its
-    # own.
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse it; the other limits still hold
+        resource.setrlimit(resource.RLIMIT_AS, (spec["memory"] << 20, spec["memory"] << 20))
+    # Cached: if `preload` makes it here, every fork inherits it. Else each answering process makes its own.
     make = functools.cache(functools.partial(_handler, spec["maker"], spec["argument"]))
     if spec["preload"]:
         try:
-            make()  # kept, so that each answering process has it from its beginning
+            make()
         except Exception as error:
             return give(replies, {"error": f"{type(error).__name__}: {error}"})
     guardian = os.getpid()
@@ -82,12 +81,10 @@ def _answer_all(
             return FINISHED
         give(replies, {"ready": os.getpid()})
         while (request := take(requests)) is not None:
-            # From here on nothing of the request is left in the pipe, so that after a crash the next
-            # process reads the next message.
+            # Now nothing of the request is left in the pipe, so after a crash the next process reads the next message.
             give(replies, TAKEN)
             confine(cpu, time.process_time())
-            # Requests come from the trainer, which is trusted, so they may be pickled. Replies go
-            # the other way and are JSON.
+            # The trainer is trusted, so requests may be pickled. Replies go the other way and are JSON.
             give(replies, handler(pickle.loads(request)))
     except MemoryError:
         return OUT_OF_MEMORY
@@ -104,8 +101,7 @@ def _handler(maker: str, argument: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def take(pipe: int) -> bytes | None:
-    """One message; None at the end of the pipe. No byte behind it is read, so the next process finds the next
-    message."""
+    """One message; None at the end of the pipe. No byte behind it is read, so the next process finds the next one."""
     length = _exactly(pipe, LENGTH.size)
     return None if length is None else _exactly(pipe, LENGTH.unpack(length)[0])
 
@@ -127,12 +123,6 @@ def give(pipe: int, reply: dict[str, Any]) -> None:
     unsent = memoryview(LENGTH.pack(len(body)) + body)
     while unsent:
         unsent = unsent[os.write(pipe, unsent) :]
-
-
-def _limit_memory(mebibytes: int) -> None:
-    """Limits the address space of this process."""
-    with contextlib.suppress(ValueError, OSError):  # some systems refuse it; the other limits still hold
-        resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
 
 
 def die_with(parent: int) -> None:

@@ -1,7 +1,5 @@
-"""A worker on some machine of a Ray cluster. Its actor holds a `worker_process.WorkerProcess` there.
-
-So the limits of a request, and the rules of who is to blame for a missing answer, are the same as on this machine.
-"""
+"""A worker on some machine of a Ray cluster, whose actor holds a `worker_process.WorkerProcess` there. So the limits of
+a request, and the rules of who is to blame for a missing answer, are the same as on this machine."""
 
 from __future__ import annotations
 
@@ -42,11 +40,8 @@ class WorkerActor:
 
 
 class RayWorker:
-    """A `worker_process.Worker` in an actor on a cluster, to which this process must be connected already.
-
-    Raises:
-        WorkerError: it did not start.
-    """
+    """A `worker_process.Worker` in an actor on a cluster, to which this process must be connected already. WorkerError
+    where it does not start."""
 
     def __init__(self, spec: Spec) -> None:
         import ray
@@ -54,8 +49,8 @@ class RayWorker:
         self.usable, self.processes, self._ray = True, tuple[int, ...](), ray
         # During a call the worker may have to start a new process, so the time of a start is added.
         self._seconds = spec.start + spec.wall + PLACE_SECONDS
-        # The actor reserves no CPUs. Otherwise it would wait for CPUs that the engines have reserved. Ray does not
-        # restart it either: a new actor would hold no worker, and the pool begins another one itself.
+        # No CPUs: it would wait for those that the engines have reserved. No restart: a new actor would hold no worker,
+        # and the pool begins another one itself.
         options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0}
         self._actor: Any = ray.remote(WorkerActor).options(**options).remote()
         try:
@@ -65,18 +60,14 @@ class RayWorker:
             raise WorkerError("start", error.why, error.killed) from None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """The reply to a pickled request.
-
-        Raises:
-            WorkerError: as of `WorkerProcess.ask`. Kind `lost`: the actor, or its machine, is gone.
-        """
+        """The reply to a pickled request. WorkerError as of `WorkerProcess.ask`, with the kind `lost` where the actor,
+        or its machine, is gone."""
         try:
-            reply = self._answer(self._actor.ask.remote(request))
+            return self._answer(self._actor.ask.remote(request))
         except BaseException:
             if not self.usable:
                 self.kill()
             raise
-        return reply
 
     def end(self) -> None:
         self.usable = False

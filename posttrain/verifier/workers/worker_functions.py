@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PooledSource:
-    """A reward function of a file, called in worker processes. `local` is the same function in this process: its
-    signature is read, but it is never called."""
+    """A reward function of a file, called in worker processes. `local` is the same function in this process, of which
+    the signature is read. It is never called."""
 
     local: FunctionSource
     pool: WorkerPool = field(repr=False)
@@ -56,8 +56,8 @@ class PooledSource:
         return self._judged(verdict)
 
     async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
-        """One verdict for each attempt, from one call in one worker. Where the call fails, all of them failed: it is
-        not known which answer made it fail."""
+        """One verdict for each attempt, from one call in one worker. Where it fails, it is not known which answer made
+        it fail, so all of them failed."""
         try:
             answer = await self.pool.ask(([_attempt_parts(a) for a in attempts], (at.step, at.steps)))
         except Exception as error:
@@ -93,17 +93,18 @@ def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, time
 
 
 def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
-    """Runs in the worker: the function of `path.py:name` as a handler of requests.
-
-    A request is (parts of attempts, (step, steps)) for a batch, or ([parts of one attempt], None).
-    """
+    """Runs in the worker: the function of `path.py:name` as a handler of requests: (parts of attempts, (step, steps))
+    for a batch, or ([parts of one attempt], None)."""
     path, _, attribute = argument.rpartition(":")
     judge = source(load(Path(path), attribute))
 
     def answer(request: Any) -> dict[str, Any]:
         sent, at = request
         attempts = [Attempt(task=a, turns=b, stop=c, state=d, ids=e) for a, b, c, d, e in sent]
-        return reply_of(_verdict(judge, attempts[0])) if at is None else _batch_reply(judge, attempts, StepNumber(*at))
+        if at is not None:
+            return _batch_reply(judge, attempts, StepNumber(*at))
+        args, kwargs = judge.arguments(attempts[0])
+        return reply_of(_call(judge, args, kwargs, judge.read))
 
     return answer
 
@@ -113,14 +114,8 @@ def _attempt_parts(a: Attempt) -> tuple[Any, ...]:
     return (a.task, a.turns, a.stop, a.state, a.ids)
 
 
-def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
-    """The verdict on one attempt. Runs in the main thread of the worker."""
-    args, kwargs = judge.arguments(attempt)
-    return _call(judge, args, kwargs, judge.read)
-
-
 def _batch_reply(judge: FunctionSource, attempts: Sequence[Attempt], at: StepNumber) -> dict[str, Any]:
-    """The reply to a batch: one call for all attempts. Runs in the main thread of the worker."""
+    """The reply to a batch: one call for all attempts."""
     log, count = batch_functions.Log(len(attempts)), len(attempts)
     kwargs = batch_functions.keywords(judge.function, attempts, at, log)
     judged = _call(judge, (), kwargs, lambda returned: log.all_written(batch_functions.verdicts(returned, count)))

@@ -3,15 +3,14 @@
 A request that hangs or kills its worker proves nothing by itself, because the machine may be overloaded or the worker
 broken. So there are three cases:
 
-- The request used up its processor time. The candidate is to blame if the verifier still answers (see below).
+- It used up its processor time. The candidate is to blame if the verifier still answers (see below).
 - The worker crashed or ran out of memory. The request is tried again in a fresh worker. If it fails twice, the
   candidate is to blame if the verifier still answers.
-- The request exceeded its wall-clock time (a lock, a network, an overloaded machine), or the worker did not start. The
-  verdict is `failed`, and the rollout asks again. The verdict is also `failed` if a worker on another machine was lost
-  during the request, and a second one during the next try.
+- It exceeded its wall-clock time (a lock, a network, an overloaded machine), or the worker did not start, or workers on
+  other machines were lost twice. The verdict is `failed`, and the rollout asks again.
 
-A verifier *still answers* if a fresh worker answers the last request that had an answer. If the verifier never answered
-or no longer does, that is an outage: the verdict is `failed` and never a wrong answer, whatever the text was.
+A verifier *still answers* if a fresh worker answers the last request that had an answer. If it never answered or no
+longer does, that is an outage: the verdict is `failed` and never a wrong answer, whatever the text was.
 """
 
 from __future__ import annotations
@@ -34,26 +33,21 @@ RETRY_SECONDS = 1.0
 KINDS = {"cpu": "timeout", "wall": "timeout", "memory": "memory", "crash": "crash", "start": "worker", "lost": "worker"}
 """The kind of the verdict for each kind of `WorkerError`."""
 
-
 _begin: list[BeginWorker] = [WorkerProcess]
 """Functions that begin a worker. The last one is used."""
 
 
 def begin_workers(begin: BeginWorker) -> Callable[[], None]:
-    """All pools of this program begin their workers with this function from now on.
-
-    Their present workers are replaced before they are asked again. Returns a function that undoes the change.
-    """
+    """All pools of this program begin their workers with this function from now on, and replace their present ones
+    before they ask them again. Returns a function that undoes the change."""
     _begin.append(begin)
     return lambda: _begin.remove(begin) if begin in _begin else None
 
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """The answer to a request: a verdict on each attempt that it holds, and what the function logged.
-
-    Where the worker did not answer there is one verdict, whatever the request holds.
-    """
+    """The answer to a request: a verdict on each attempt that it holds, or one alone where the worker did not answer;
+    and what the function logged."""
 
     verdicts: tuple[Verdict, ...]
     logged: Gauges = field(default_factory=dict[str, Gauge])
@@ -119,11 +113,8 @@ class _PoolState:
 
 
 class WorkerPool:
-    """At most `size` workers of one `spec`. They start when needed, and all event loops and threads share them.
-
-    `name`: the name of the verifier in gauges and messages. `witness`: a request that a working verifier is known to
-    answer.
-    """
+    """At most `size` workers of one `spec`. They start when needed, and all event loops and threads share them. `name`
+    is that of the verifier in gauges and messages, and `witness` a request that a working verifier answers."""
 
     def __init__(self, spec: Spec, size: int, name: str, witness: Any = None) -> None:
         self.name = name
@@ -146,8 +137,8 @@ class WorkerPool:
         return await asyncio.wrap_future(self.submit(request))
 
     def gauges(self) -> Gauges:
-        """Since the last call: waiting requests at each new request, seconds of waiting and of work, starts of workers,
-        and seconds by kind of verdict."""
+        """Since the last call: waiting requests at each new one, seconds of waiting and of work, starts of workers, and
+        seconds by kind of verdict."""
         shared = self._shared
         with shared.lock:
             taken, shared.counts = shared.counts, {}
@@ -165,7 +156,7 @@ class WorkerPool:
 
 def _serve(shared: _PoolState, calls: Iterator[_Call]) -> None:
     """Runs in each thread: answers requests with one worker, and keeps the worker as long as it works."""
-    # At most one worker. In a list the functions below can put one in and take it out.
+    # At most one worker, in a list, so that the functions below can put one in and take it out.
     held: list[Worker] = []
     try:
         for call in calls:
@@ -211,8 +202,8 @@ def _answer(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAns
     if shared.witness is None:
         return _failed_answer(kind, f"{fault.why}, and the verifier has not answered anything yet")
     try:
-        # The verifier still answers an earlier request, so this request broke it, and its text is worth 0. With a
-        # failed verdict, a policy could keep its bad answers out of the batch by texts that kill the verifier.
+        # The request broke a verifier that still answers, so its text is worth 0. With a failed verdict, a policy could
+        # keep its bad answers out of the batch by texts that kill the verifier.
         if _ask(shared, held, shared.witness).failed is None:
             return WorkerAnswer((Verdict.value(0.0, kind, fault.why),))
     except WorkerError:
@@ -221,8 +212,8 @@ def _answer(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAns
 
 
 def _ask(shared: _PoolState, held: list[Worker], request: bytes) -> WorkerAnswer:
-    """One request to this thread's worker. The worker is started if there is none, and dropped if it has ended or
-    workers are begun in another way now."""
+    """One request to this thread's worker. It is started if there is none, and dropped if it has ended or workers are
+    begun in another way now."""
     if held and shared.workers.get(held[0]) is not _begin[-1]:
         _drop(shared, held)
     if not held:
@@ -278,8 +269,7 @@ def _drop(shared: _PoolState, held: list[Worker]) -> None:
 def _answer_of_reply(reply: dict[str, Any]) -> WorkerAnswer:
     """A worker's reply; `failed` if it is no verdict and no list of verdicts."""
     try:
-        # The reply comes from a process that runs foreign code: a wrong form is the verifier's
-        # fault and raises nothing here.
+        # The process runs foreign code: a wrong form is the verifier's fault and raises nothing here.
         verdicts = [_verdict(part) for part in reply.get("several", [reply])]
         logged = {str(name): Gauge(float(total), float(n)) for name, (total, n) in reply.get("logged", {}).items()}
         return WorkerAnswer((verdicts[0], *verdicts[1:]), logged)

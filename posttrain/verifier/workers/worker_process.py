@@ -1,5 +1,5 @@
-"""The trainer's side of one worker process. The worker gets a clean environment, is asked over pipes, and is killed
-together with everything it started."""
+"""The trainer's side of one worker process, which gets a clean environment, is asked over pipes, and is killed together
+with everything it started."""
 
 from __future__ import annotations
 
@@ -33,11 +33,8 @@ OUT_OF_MEMORY = 77
 
 @dataclass(frozen=True)
 class Spec:
-    """The function that a worker runs, and its limits.
-
-    `maker` is `module:function`. In the worker it is called with `argument` and returns the function that answers
-    requests.
-    """
+    """The function that a worker runs, and its limits. `maker` is `module:function`: called in the worker with
+    `argument`, it returns the function that answers requests."""
 
     maker: str
     argument: str = ""
@@ -50,8 +47,8 @@ class Spec:
     start: float = 120.0
     """Seconds within which the worker must be ready."""
     preload: bool = False
-    """Build the handler once, before the answering process is forked, so that a new one starts in milliseconds. Only
-    for a maker that starts no thread."""
+    """Build the handler before the answering process is forked, so that a new one starts in milliseconds. Only for a
+    maker that starts no thread."""
     most: int = MOST_BYTES
     """The most bytes of a reply."""
     quiet: bool = False
@@ -59,8 +56,8 @@ class Spec:
 
 
 class WorkerError(Exception):
-    """A worker did not answer. `kind` is the reason: start, wall, cpu, memory, crash, or lost for one on another
-    machine that is gone. `killed`: by SIGKILL."""
+    """A worker did not answer. `kind`: start, wall, cpu, memory, crash, or lost for one on another machine that is
+    gone. `killed`: by SIGKILL."""
 
     def __init__(self, kind: str, why: str, killed: bool = False) -> None:
         super().__init__(why)
@@ -113,9 +110,8 @@ class WorkerProcess:
         self.pid: int | None = None
         self.usable = True
         self.process = subprocess.Popen(
-            # With `-P` the import path is the one of `scrubbed`, without the current folder before it. A session of
-            # its own gives the guardian its own process group, which is killed as a whole, and keeps Ctrl-C of the
-            # terminal from it.
+            # With `-P` the import path is that of `scrubbed`, without the current folder. A session of its own gives
+            # the guardian a process group, which is killed as a whole, and keeps the terminal's Ctrl-C from it.
             [sys.executable, "-P", "-m", "posttrain.verifier.workers.guardian", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -142,12 +138,8 @@ class WorkerProcess:
 
     def ask(self, request: bytes) -> dict[str, Any]:
         """The reply to a pickled request. The answering process first says that it has taken the request. If one ends
-        before that, the next one must not find the rest of the request, so the whole worker is ended.
-
-        Raises:
-            EndedError: the answering process ended; ask again.
-            WorkerError: the worker has ended and is no longer `usable`.
-        """
+        before that, the next one must not find the rest of the request, so the whole worker is ended. EndedError if the
+        answering process ended: ask again. WorkerError if the worker has, and is no longer `usable`."""
         try:
             # The time of a request begins when there is a process to answer it, so that a slow
             # start counts against nobody.
@@ -185,10 +177,7 @@ class WorkerProcess:
                     pipe.close()
 
     def _read_pending(self, deadline: float) -> None:
-        """Read messages that came since the last answer, until an answering process is ready.
-
-        There are such messages if the answering process was killed while it was idle.
-        """
+        """Read messages until an answering process is ready. There are some if one was killed while it was idle."""
         while self.pid is None or self._has_message():
             if self.pid is None:
                 self._ready(deadline)
