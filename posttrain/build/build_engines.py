@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -40,11 +41,9 @@ BEFORE_TRIAL = -2
 
 @dataclass(frozen=True)
 class ServedSampler:
-    """A sampler, and what else a run asks of its engine: to wait, to empty caches, to free memory, to end.
-
-    An engine in another process computes by itself, so the run only waits until its turns have reached it. Such an
-    engine manages its own memory and caches.
-    """
+    """A sampler, and what else a run asks of its engine: to wait, to empty caches, to free memory, to end. An engine in
+    another process computes by itself and manages its own memory: the run only waits until its turns have reached
+    it."""
 
     sampler: Sampler
     close: Callable[[], None]
@@ -87,14 +86,11 @@ def served_here(engine: EmbeddedEngine, settings: Embedded) -> ServedSampler:
 
 
 def check_engine(run: Run) -> None:
-    """ConfigError where the run's engine is not installed, or its compiled kernels cannot be built.
-
-    Called before the run folder is made, so that such a run leaves no folder.
-    """
-    if not isinstance(run.engine, Embedded):
-        for stage in run.stages:
-            if isinstance(stage, OnlinePreference) and stage.share is not None:
-                raise ConfigError(f"{stage.name}.algorithm={stage.algorithm.name}: {_ONE_MODEL}")
+    """ConfigError where the run's engine is not installed, or its compiled kernels cannot be built. Called before the
+    run folder is made, so that such a run leaves no folder."""
+    for stage in () if isinstance(run.engine, Embedded) else run.stages:
+        if isinstance(stage, OnlinePreference) and stage.share is not None:
+            raise ConfigError(f"{stage.name}.algorithm={stage.algorithm.name}: {_ONE_MODEL}")
     check_installed(run)
     if not isinstance(run.engine, Embedded):
         refuse_few(run.engine, run.placement)
@@ -114,10 +110,6 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], kee
     Args:
         text: decodes token ids, special tokens included; stop strings are searched in the result.
         keeps: nobody else uses the policy's weights, so the embedded engine keeps them and takes no copy.
-
-    Raises:
-        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
-        EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
         # A copy (`twin`): the learner changes the policy's weights in place, and the engine must sample with the
@@ -128,19 +120,13 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], kee
 
 
 def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
-    """Returns the sampler, after checking that it can keep the sampling contract of every stage. Else it is closed.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Returns the sampler, after checking that it can keep the sampling contract of every stage. Else it is closed."""
     try:
         for stage in run.stages:
             if stage.contract is not None:
                 stage.contract.for_training(serving.sampler.keeps_sets)
     except BaseException:
-        # After any exception the engine is closed here: it has processes, threads and memory, and nobody else knows it
-        # yet.
-        serving.close()
+        serving.close()  # nobody else knows it yet
         raise
     return serving
 
@@ -149,15 +135,10 @@ def make_opponent(
     run: Run, policy: Policy, reference: PreTrainedModel, share: float, text: Callable[[np.ndarray], str]
 ) -> ServedSampler:
     """An engine that samples from pi^(1 - share) ref^share. It has its own copy of the policy's weights, which are
-    pushed to it like to the first one; with share=1 it holds the reference alone.
-
-    Raises:
-        ConfigError: the run's engine is another one, which samples one model only.
-    """
+    pushed to it like to the first one; with share=1 it holds the reference alone."""
     if not isinstance(run.engine, Embedded):
         raise ConfigError(_ONE_MODEL)
-    # Without drafted tokens, which are made for the policy's own text, and without a timeline, which is the first
-    # engine's.
+    # Drafted tokens are made for the policy's own text, and the timeline is the first engine's.
     settings = replace(run.engine, lookup=0, draft=None, timeline=False)
     if share == 1:
         return served_here(embedded_engine(run, settings, replace(policy, module=reference, lora=None), text), settings)
@@ -180,11 +161,8 @@ def embedded_engine(
     mixture: Mixture | None = None,
     version: int | None = None,
 ) -> EmbeddedEngine:
-    """The embedded engine with the run's settings, over the policy's own module.
-
-    Args:
-        version: of the weights it begins with; None: 0, or that before the trial of an adapter.
-    """
+    """The embedded engine with the run's settings, over the policy's own module. `version`: of the weights it begins
+    with; None: 0, or that before the trial of an adapter."""
     begun = 0 if policy.lora is None else BEFORE_TRIAL
     return EmbeddedEngine(
         policy.module,
@@ -206,18 +184,13 @@ def embedded_engine(
 
 
 def _speculation(run: Run, settings: Embedded, policy: Policy) -> Lookup | Draft | None:
-    """What drafts tokens for the engine: repeated text, a small model, or nothing.
-
-    Raises:
-        ConfigError: the small model has another tokenizer or a shorter context.
-    """
+    """What drafts tokens for the engine: repeated text, a small model with the same tokenizer, or nothing."""
     if settings.lookup:
         return Lookup(settings.lookup)
     if settings.draft is None:
         return None
-    small = open_policy(
-        replace(run.model, path=settings.draft, context=None, lora=None, quantize=None), run.seed, policy.context
-    )
+    model = replace(run.model, path=settings.draft, context=None, lora=None, quantize=None)
+    small = open_policy(model, run.seed, policy.context)
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={settings.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"
@@ -244,36 +217,19 @@ def check_vllm(run: Run, settings: VLLM, policy: Policy) -> None:
 
 def _vllm(run: Run, settings: VLLM, policy: Policy) -> ServedSampler:
     check_vllm(run, settings, policy)
-    if settings.apart:
-        return _server(run, settings, policy)
-    engine = VLLMEngine(
-        policy,
-        slots=run.slots,
-        cache_bytes=int(settings.cache_gib * GIB),
-        eager=settings.eager,
-        timeout=settings.timeout,
-        inflight=settings.update == "inflight",
-        workers=settings.workers,
-    )
-    return ServedSampler(engine, engine.close)
-
-
-def _server(run: Run, settings: VLLM, policy: Policy) -> ServedSampler:
-    """A vLLM server that runs already, or one that is started here."""
+    updates: Any = {"timeout": settings.timeout, "inflight": settings.update == "inflight"}
+    cache: Any = {"slots": run.slots, "cache_bytes": int(settings.cache_gib * GIB), "eager": settings.eager}
+    if not settings.apart:
+        engine = VLLMEngine(policy, **cache, **updates, workers=settings.workers)
+        return ServedSampler(engine, engine.close)
+    # A server that runs already, or one that is started here.
     patience = Patience(answer=settings.timeout)
-    inflight = settings.update == "inflight"
-    client = partial(VLLMServer, policy, timeout=settings.timeout, inflight=inflight, workers=settings.workers)
+    client = partial(VLLMServer, policy, **updates, workers=settings.workers)
     if settings.url is not None:
         share = Path(settings.share) if settings.share is not None else folder_for_weights(policy)
         endpoint = Endpoint(settings.url, ROLE, key_env=settings.key_env, patience=patience)
         return ServedSampler(client(endpoint, share=share), lambda: None)
-    spawned = SpawnedServer(
-        policy,
-        slots=run.slots,
-        cache_bytes=int(settings.cache_gib * GIB),
-        eager=settings.eager,
-        workers=settings.workers,
-    )
+    spawned = SpawnedServer(policy, **cache, workers=settings.workers)
     share = spawned.folder if settings.share is None else Path(settings.share)
     endpoint = Endpoint(spawned.url, ROLE, patience=patience)
     return ServedSampler(client(endpoint, share=share, ended=spawned.ended), spawned.close)

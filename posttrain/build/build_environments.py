@@ -28,10 +28,7 @@ REWARD_LINE = (
 
 def check_environment(env: Environment, stages: Sequence[Stage], config: Env) -> None:
     """Raises ConfigError for a stage that needs demonstrations, judgements or verdicts which its environment cannot
-    give.
-
-    Verdicts may also come from the reward models of the environment's configuration.
-    """
+    give. Verdicts may also come from the reward models of the environment's configuration."""
     abilities = declared(env)
     texts = abilities.demonstrations
     styles = texts.styles if texts is not None else ()
@@ -42,9 +39,8 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             hints(env)  # raises where it writes none
         if isinstance(stage, Rejection) and stage.method.regenerate is not None:
             for reward in config.rewards:
-                # A completion from the middle of an answer is judged by the environment alone. With a model that pays,
-                # whole answers and such completions would have different rewards. Settings do not tell a process
-                # reward model from another one (`model:PATH`); that is refused when it is loaded.
+                # Completions from the middle of an answer are judged by the environment alone; with a model that pays,
+                # whole answers would have other rewards. Which `model:PATH` scores steps is only known when loaded.
                 if reward.judge_run or reward.steps != "score":
                     raise ConfigError(stage.judged_alone(reward.function))
         if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
@@ -87,11 +83,8 @@ def make_environment(run: Run, objects: RuntimeObjects = RuntimeObjects()) -> En
 
 
 def own_environments(run: Run, env: Environment, objects: RuntimeObjects = RuntimeObjects()) -> dict[str, Environment]:
-    """The environments of stages that have their own, by the stage's name.
-
-    Stages with equal settings share one object, which may also be `env`. So two stages have the same environment
-    exactly if their objects are identical.
-    """
+    """The environments of stages that have their own, by the stage's name. Stages with equal settings share one object,
+    which may also be `env`: two stages have the same environment exactly if their objects are identical."""
     built: list[tuple[Env, Environment]] = [(run.env, env)]
     out: dict[str, Environment] = {}
     try:

@@ -1,4 +1,5 @@
-"""Builds the parts of a `Run`: the policy, the roles that need no run folder, and all parts that stages share."""
+"""Builds the parts of a `Run`: the policy, learners and optimizers, the roles that need no run folder, and all parts
+that stages share."""
 
 from __future__ import annotations
 
@@ -16,25 +17,26 @@ import transformers
 
 from posttrain.build.build_engines import ServedSampler, all_sleep, make_opponent
 from posttrain.build.build_environments import distinct
-from posttrain.build.build_optimizers import beside, make_optimizer, own_learner
 from posttrain.build.build_reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.build.distributed_run import lead_learner
 from posttrain.build.open_model import open_policy
 from posttrain.build.request.branch import begun_with, run_source, same_base
 from posttrain.build.request.run_request import check_lengths
 from posttrain.build.spawn_engines import PlacedEnvironments, placed_engine, placed_environments
-from posttrain.config.run import Run
+from posttrain.config.run import Model, Optimizer, Run
 from posttrain.config.stages.stage import Stage, check_patterns
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact_secrets import scrubbed_data
+from posttrain.engine.embedded.exact_replay import SamplerReplay
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.learner.frozen_reference import freeze, frozen_module
 from posttrain.engine.learner.learner import HEADS, FrozenScorer, HFLearner
 from posttrain.engine.learner.learner_routers import refuse_balance, refuse_replay
 from posttrain.engine.model.policy_model import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import eight_bit
+from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import run_file
@@ -52,6 +54,38 @@ from posttrain.stages.run_parts import RunParts, StageSetting
 from posttrain.system.errors import ConfigError
 from posttrain.system.version import VERSION
 
+
+def own_learner(run: Run, policy: Policy) -> HFLearner:
+    """The learner of a run in one process."""
+    return HFLearner(
+        policy,
+        gradient_checkpointing=run.model.checkpointing,
+        offload_activations=run.model.offload_activations,
+        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
+        replays=run.model.router_replay != "none",
+    )
+
+
+def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
+    """The optimizer of a stage."""
+    # The device of the optimizer's state; None: that of the parameters.
+    home = torch.device("cpu") if model.offload_optimizer else None
+    return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
+
+
+def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, StageOptimizer]:
+    """A second model that trains, with its optimizer: a copy of the learner as it is now. Weights that never train are
+    shared."""
+    policy = learner.policy.twin()
+    # A copy has the gradients of the original too, if there are any.
+    policy.module.zero_grad(set_to_none=True)
+    # Nothing is sampled from it, so it has no sampler's numbers and no sampler's experts to replay.
+    second = HFLearner(
+        policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations
+    )
+    return second, make_optimizer(run.model, second, config)
+
+
 CANARY = 16
 """Tokens that learner and engine both score after every push of weights."""
 WORDS = ("bad_words", "allowed_words")
@@ -59,10 +93,8 @@ WORDS = ("bad_words", "allowed_words")
 
 
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = (), held: int | None = None) -> dict[str, Any]:
-    """Returns the facts that `run.json` records beside the run tree: versions, the machine, digests, sandboxes.
-
-    `held`: resident bytes of this process before the model was loaded. The run's memory is counted above them.
-    """
+    """Returns what `run.json` records beside the run tree: versions, the machine, digests, sandboxes. `held`: resident
+    bytes of this process before the model was loaded; the run's memory is counted above them."""
     resident = {} if held is None or policy.device.type != "cpu" else {"held": held}
     return {
         "versions": {
@@ -101,16 +133,11 @@ def words_in_tokens(run: Run, policy: Policy) -> list[str]:
     """Lines with the words that sampling contracts name and the token ids they became."""
     tokenizer: Any = policy.tokenizer
     spell = Renderer(tokenizer, policy.stop_ids).spell
-    named = [
-        (s.name, setting, text)
-        for s in run.stages
-        if s.contract is not None
-        for setting in WORDS
-        for text in getattr(s.contract, setting)
-    ]
     return [
-        f"{stage}.sampling.{setting}: {text!r} is {' or '.join(str(list(ids)) for ids in spell(text))}"
-        for stage, setting, text in named
+        f"{s.name}.sampling.{setting}: {text!r} is {' or '.join(str(list(ids)) for ids in spell(text))}"
+        for s in run.stages
+        for setting in WORDS
+        for text in getattr(s.contract, setting, ())
     ]
 
 
@@ -126,18 +153,16 @@ def make_policy(
 
     Args:
         env: the environment of all stages but those named in `others` (`own_environments`).
-        written: tokenizer files in a run folder. None: if a tokenizer is built, it has the characters of all
+        written: tokenizer files in a run folder. None: a tokenizer that is built has the characters of all
             environments.
-        own: the run's folder, where there is one. The policy of a branched run is made from the model in it, and its
-            weights are not loaded yet.
+        own: the run's folder, where there is one: a branched run has its model there. Its weights are not loaded yet.
         blank: the policy, if its model shall not be loaded in this process.
     """
     others = others or {}
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
     alphabet = alphabets[0]
     if others:
-        # A built tokenizer must be able to write the tasks of all environments. If one of them does not declare its
-        # characters, the tokenizer is made of bytes (None).
+        # A built tokenizer must write the tasks of all: by bytes (None), if one does not declare its characters.
         alphabet = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
     # In this order: the copy in the run's own folder, which is there even if the other run is gone; then the run with
     # which a branch begins; and only then a model that is read or built.
@@ -152,8 +177,7 @@ def make_policy(
         here = [s for s in run.stages if others.get(s.name, env) is one]
         check_prompts(run, one, policy, here)
         check_judgements(run, one, policy, here)
-    # The digest in the folder is of the model with which the run began. With other settings of the model it says
-    # nothing.
+    # The digest in the folder is of the model with which the run began, and says nothing with other settings.
     if own is not None and run.model == run_file(own).run.model:
         same_base(own, policy)
     return with_reward_head(run, policy)
@@ -182,11 +206,11 @@ def opponent_of(
     `engines`."""
     serving = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     engines.append(serving)
-    # With share 1 the opponent is the reference alone. Then no weights of the policy have to be pushed to it.
-    follows = None
-    if share != 1:
-        follows = Sync(roles.learner, serving.sampler, probe_ids(policy), run.model.dtype, forget=serving.forget)
-    return Opponent(serving.sampler, follows)
+    # With share 1 the opponent is the reference alone, to which no weights are pushed.
+    if share == 1:
+        return Opponent(serving.sampler, None)
+    sync = Sync(roles.learner, serving.sampler, probe_ids(policy), run.model.dtype, forget=serving.forget)
+    return Opponent(serving.sampler, sync)
 
 
 @dataclass(frozen=True)
@@ -293,15 +317,10 @@ class TrainedJudges:
         return judges
 
 
-def _compile(learner: HFLearner, policy: Policy, say: Callable[[str], None]) -> None:
-    say("compiling the learner's layers (model.compile=true) ...")
-    say(learner.compile(packed_text(probe_ids(policy))))
-
-
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
     """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
     for stage in run.stages:
-        # Heads that this stage does not train are left out. So a pattern that only fits such a head fits nothing here.
+        # Without heads that this stage does not train: a pattern that only fits such a head fits nothing.
         read = [n for n in parameters if not n.startswith(HEADS) or n.startswith(stage.heads)]
         check_patterns(stage.optimizer, parameters, f"{stage.name}.optimizer", read)
         if stage.optimizer.kind == "adamw8bit":
@@ -318,25 +337,21 @@ def make_parts(
     say: Callable[[str], None] = lambda line: None,
     lead: RankLead | None = None,
 ) -> RunParts:
-    """The parts that all stages of a run share.
-
-    Args:
-        others: see `make_policy`.
-        say: tells the user of what takes long.
-    """
+    """The parts that all stages of a run share. `others`: see `make_policy`. `say`: tells the user of what takes
+    long."""
     models, others = RewardModels(run, policy, book.folder), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
     engines = [roles.serving]
     learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)
     if run.model.compile:
-        _compile(learner, policy, say)
+        say("compiling the learner's layers (model.compile=true) ...")
+        say(learner.compile(packed_text(probe_ids(policy))))
     for line in (j.line for j in roles.rollout.judges if isinstance(j, ModelJudge)):
         say(line)
 
     def close() -> None:
         roles.serving.keep_timeline(book.folder)
-        # The run's engine ends with it (`roles.close`), after the processes that may ask it. An opponent's engine has
-        # nothing to end.
+        # The engine ends with it, after the processes that may ask it. An opponent's engine has nothing to end.
         elsewhere.close()
         models.close()
 

@@ -1,8 +1,6 @@
 """A run whose learner is several processes (ranks): how the ranks start, get the model, and become parts of the run.
-
-Each rank reads its own rows of the model (`engine.parallel.sharded_load`) where that is possible. Else rank 0 reads the
-whole model and sends it.
-"""
+Each rank reads its own rows of the model (`engine.parallel.sharded_load`) where that is possible, else rank 0 sends the
+whole model."""
 
 from __future__ import annotations
 
@@ -61,8 +59,6 @@ from posttrain.system.child_lifetime import ending_with_parent
 from posttrain.system.errors import ConfigError, DataError, EngineError
 from posttrain.system.machine import cores
 
-# Parts of the lines that are printed.
-OWN_ENGINE = "the engine in this process"
 SENT = "rank 0 reads the whole model, and every rank gets all of it before it keeps its rows"
 
 
@@ -72,11 +68,9 @@ def with_absolute_path(model: Model) -> Model:
 
 
 def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[str, ...]]:
-    """Chooses how ranks get the model; sets `lead.reads_own_rows`. Returns (policy, lines for people).
-
-    The policy has no weights in memory (`BlankPolicy`), if ranks read rows and no engine in this process needs a whole
-    copy. Else it is None, and the model is loaded as in a run of one process.
-    """
+    """Chooses how ranks get the model; sets `lead.reads_own_rows`. Returns (policy, lines for people). The policy has
+    no weights in memory (`BlankPolicy`), if ranks read rows and no engine in this process needs a whole copy. Else it
+    is None, and the model is loaded as in a run of one process."""
     if run.model.path is None:
         return None, ()
     # The checks go from cheap to expensive: settings, config and tokenizer, names in the files, what other ranks see.
@@ -88,26 +82,21 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
     except (ConfigError, DataError) as error:
         return None, (f"note: {SENT}: {error}",)
     if strange := blank.files.strange(blank.module):
-        named = f"{', '.join(strange[:3])} is in its files under another name, or not at all"
-        return None, (f"note: {SENT}: {named}",)
+        why = f"{', '.join(strange[:3])} is in its files under another name, or not at all"
+        return None, (f"note: {SENT}: {why}",)
     # Ranks may be on several machines, where folders of the same name may have different files.
     seen = lead.all(together.see_files, str(blank.files.folder.resolve()))
     if others := [rank for rank, digest in enumerate(seen) if digest != seen[0]]:
-        where = f"rank {others[0]} does not see the same files in {blank.files.folder}"
-        return None, (f"note: {SENT}: {where}",)
+        why = f"rank {others[0]} does not see the same files in {blank.files.folder}"
+        return None, (f"note: {SENT}: {why}",)
     lead.reads_own_rows = True
-    whole = _who_is_whole(run)
-    # An engine in this process needs a whole copy anyway, so the policy is loaded as always.
-    return None if whole == OWN_ENGINE else blank, (
-        f"each rank reads its rows of {run.model.path}; whole copies: {whole}",
+    here = isinstance(run.placement, Local) and not isinstance(run.engine, VLLM)
+    apart = "the vLLM server" if isinstance(run.engine, VLLM) else "the engines in processes of their own"
+    line = (
+        f"each rank reads its rows of {run.model.path}; whole copies: {'the engine in this process' if here else apart}"
     )
-
-
-def _who_is_whole(run: Run) -> str:
-    """Returns the name of the process that has a whole copy of the model."""
-    if isinstance(run.engine, VLLM):
-        return "the vLLM server"
-    return OWN_ENGINE if isinstance(run.placement, Local) else "the engines in processes of their own"
+    # An engine in this process needs a whole copy anyway, so the policy is loaded as always.
+    return None if here else blank, (line,)
 
 
 def _why_whole(run: Run, parallel: Parallel) -> str:
@@ -142,16 +131,14 @@ LEARNERS: dict[Parallel, tuple[Any, Any]] = {
     "experts": (LeadExpertLearner, ExpertLearner),
 }
 """By the way in which ranks share a model: (the learner of rank 0, the learner of another rank)."""
-ROW_CHECKS = (UpdateCheck, FrozenCheck)
-"""The checks that every rank makes of its own rows."""
 PLANTED = ExitStack()
 """Holds the fault that a run plants, in the process of a rank, for as long as that lives."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankStart:
-    """Makes the learner of another rank than 0. It is pickled and sent, with the policy in it, or with the settings of
-    the model whose rows each rank reads."""
+    """Makes the learner of another rank than 0. It is pickled and sent, with the policy or, where each rank reads its
+    rows, the settings of the model."""
 
     policy: Policy | Model
     seed: int
@@ -197,8 +184,7 @@ def begin_rank(state: RankState, start: bytes) -> None:
 
 @contextmanager
 def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
-    """Rank 0 among ranks that wait for its orders; None where the run trains in one process. The ranks end with the
-    block."""
+    """Rank 0 among ranks that wait for its orders and end with the block; None where the run trains in one process."""
     if options.world is None:
         yield None
         return
@@ -212,9 +198,8 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
             # The other ranks wait for this entry while rank 0 checks the run (`follow`). Then all meet.
             store.set(HERE.format(0), "1")
         else:
-            world = options.world
-            options_of_ranks = {"replicas": options.replicas}
-            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, options_of_ranks)
+            world, more = options.world, {"replicas": options.replicas}
+            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, more)
             # Before the meeting, which may fail with processes that wait for it.
             closing.callback(processes.close, kill=True)
             store, key = processes.store, processes.key
@@ -271,28 +256,16 @@ def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:
 
 
 def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
-    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them.
-
-    Raises:
-        EngineError: the model cannot be sent to another process.
-        InvariantError: the rows that ranks have read are not those of the policy.
-    """
-    learner_settings: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
+    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them, which
+    must be those of the policy (else InvariantError)."""
+    settings: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
     if run.model.router_replay != "none":
-        learner_settings["replays"] = True
+        settings["replays"] = True
     sent_policy = with_absolute_path(run.model) if lead.reads_own_rows else policy
     # By it the rows that all ranks have read are compared with this policy.
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.reads_own_rows else ""
-    start_settings = (
-        run.seed,
-        torch.get_num_threads(),
-        run.deterministic,
-        faults.named(run.fault),
-        digest,
-        lead.parallel,
-        learner_settings,
-    )
-    start = RankStart(sent_policy, *start_settings)
+    process = (run.seed, torch.get_num_threads(), run.deterministic, faults.named(run.fault))
+    start = RankStart(sent_policy, *process, digest, lead.parallel, settings)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:
@@ -302,17 +275,14 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     # Inside the order, since building a learner over ranks exchanges: all must do it at once.
     with lead.ordered("build the learner", (begin_rank, (sent,))):
         own_policy = blank_policy(run.model, run.seed) if lead.reads_own_rows else policy
-        return built_learner(lead.state, own_policy, digest, LEARNERS[lead.parallel][0], lead, **learner_settings)
+        return built_learner(lead.state, own_policy, digest, LEARNERS[lead.parallel][0], lead, **settings)
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run over ranks: references, optimizers, trainers and checks are those that work on all ranks."""
     half = run.model.dtype == "float16"
-    checks_of_rows = (
-        *ROW_CHECKS,
-        *([ScaleCheck] if half else []),
-        *([ExpertsCheck] if lead.parallel == "experts" else []),
-    )
+    experts = (ExpertsCheck,) if lead.parallel == "experts" else ()
+    checks_of_rows = (UpdateCheck, FrozenCheck, *((ScaleCheck,) if half else ()), *experts)
     # None: the optimizer's state lies where the parameters do.
     optimizer_arguments: tuple[Any, ...] = (run.model.kernels, half, None)
     return replace(

@@ -1,7 +1,5 @@
-"""The policy of a target: a run folder with its own model and tokenizer files, a model directory or a hub id.
-
-Also what a run folder keeps of its policy, and the check that these files are still the ones of the run.
-"""
+"""The policy of a target: a run folder with its own model and tokenizer files, a model directory or a hub id. Also what
+a run folder keeps of its policy, and the check that these files are still the ones of the run."""
 
 from __future__ import annotations
 
@@ -68,11 +66,8 @@ def target_run(
 
 
 def _changed(folder: Path, run: Run) -> Iterator[str]:
-    """Lines about files that the run reads and that are not as they were when it began.
-
-    Raises:
-        RunFolderError: the model that it began with is such a file, and the weights are read over it.
-    """
+    """Lines about files that the run reads and that are not as they were when it began. RunFolderError for the model
+    that it began with: the weights are read over it."""
     for c in changed_files(folder, run):
         # The checkpoint of an adapter is loaded over this model. With another model it would be another policy.
         if c.path == "model.path":
@@ -84,11 +79,7 @@ def _changed(folder: Path, run: Run) -> Iterator[str]:
 
 
 def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path, str]:
-    """A target that is a checkpoint inside a run (`RUN/checkpoints/NAME`) as that run and the checkpoint's name.
-
-    Raises:
-        ConfigError: another checkpoint is named beside it.
-    """
+    """A target that is a checkpoint inside a run (`RUN/checkpoints/NAME`) as that run and the checkpoint's name."""
     source = run_source(target)
     if source is None or is_run(target):
         return target, checkpoint
@@ -99,12 +90,7 @@ def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path,
 
 
 def check_target(target: str | Path, checkpoint: str) -> None:
-    """Refuse a target that is not there, before anything is imported or chosen for it.
-
-    Raises:
-        RunFolderError: a run folder without such a checkpoint, or whose weights there are a reward model's.
-        ConfigError, DataError: no model can be read from there.
-    """
+    """Refuse a target without such a model or checkpoint, before anything is imported or chosen for it."""
     if is_run(target):
         refuse_reward_model(
             Path(target),
@@ -124,14 +110,10 @@ def model_run(target: str | Path) -> Run:
 DIGESTED = ("base_digest", "tokenizer_digest", "template_digest")
 """Entries of run.json with which a policy is compared."""
 
-# --- what a run folder keeps of its policy ----------------------------------------------------------------------------
-
 
 def keep_policy(book: RunFolder, policy: Policy) -> None:
-    """Write the model configuration and tokenizer that `kept_policy` and `show` read.
-
-    The weights beneath an adapter are written too, if the run built them or another run made them.
-    """
+    """Write the model configuration and tokenizer that `kept_policy` and `show` read, and the weights beneath an
+    adapter, if the run built them or another run made them."""
     from posttrain.engine.files.policy_files import write_config
 
     path = book.run.model.path
@@ -142,12 +124,8 @@ def keep_policy(book: RunFolder, policy: Policy) -> None:
 
 
 def kept_policy(folder: Path, allow: bool) -> Policy:
-    """The policy of a run folder, built from the folder alone where that is enough. Its weights are not loaded yet.
-
-    Raises:
-        RunFolderError: its tokenizer is not the one the run was made with.
-        UntrustedError: building its model needs what `model.*` names, and that is not allowed.
-    """
+    """The policy of a run folder, built from the folder alone where that is enough, and checked against its record. Its
+    weights are not loaded yet."""
     from posttrain.engine.files.policy_files import kept
     from posttrain.engine.model.policy_model import load_policy
 
@@ -163,8 +141,7 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     try:
         policy = kept(file.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
-        # A run that built its model, or began with another run, has its model in this folder alone: nothing else can be
-        # read.
+        # A run that built its model, or began with another run, has its model in this folder alone.
         if file.run.model.path is None or run_source(file.run.model.path) is not None:
             raise
         try:
@@ -177,10 +154,8 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
 
 def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
-    """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints.
-
-    `most`: tokens of the run's longest sequence, for a model whose context is not said.
-    """
+    """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints. `most`: tokens
+    of the run's longest sequence, for a model whose context is not said."""
     from posttrain.engine.model.policy_model import load_policy
 
     if run_source(model.path) is not None:
@@ -189,11 +164,7 @@ def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
 
 
 def adapter_base(folder: Path) -> str:
-    """The model beneath the adapter that a run trained, by the name with which PEFT finds it.
-
-    Raises:
-        ConfigError: it trained no adapter, or over weights that are nowhere but in the run folder.
-    """
+    """The model beneath the adapter that a run trained, by the name with which PEFT finds it."""
     model = run_file(folder).run.model
     if model.lora is None:
         raise ConfigError(f"{folder} trained all weights, so there is no adapter to write: leave --adapter out")
@@ -213,10 +184,8 @@ def adapter_base(folder: Path) -> str:
 
 
 def built_policy(folder: Path, run: Run) -> Policy:
-    """The policy of a run folder, as `run.model` describes it. Permission for what that names was given before.
-
-    A model that was built by the run gets its tokenizer from the folder, so no environment is needed for its alphabet.
-    """
+    """The policy of a run folder, as `run.model` describes it; what that names was permitted before. A model that the
+    run built gets its tokenizer from the folder, so no environment is needed for its alphabet."""
     from posttrain.engine.model.policy_model import load_policy
 
     refuse_damage_beside(folder)
@@ -239,11 +208,9 @@ def _same_words(folder: Path, policy: Policy) -> None:
     for what, now in (("tokenizer", policy.tokenizer_digest), ("template", policy.template_digest)):
         then: Any = facts.get(f"{what}_digest")
         if then not in (None, now):
-            name, means = (
-                (what, "its token ids mean other text")
-                if what == "tokenizer"
-                else ("chat template", "a conversation becomes other tokens")
-            )
+            name, means = what, "its token ids mean other text"
+            if what == "template":
+                name, means = "chat template", "a conversation becomes other tokens"
             raise RunFolderError(
                 f"{folder / TOKENIZER} is not the {name} the run was made with ({then}; now {now}): {means}. Copy the"
                 " folder again"

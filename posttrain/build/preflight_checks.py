@@ -1,8 +1,6 @@
-"""Checks before the first step, on the parts of the run: prompts, verifier, user's rewards, templates and split.
-
-The complete check of an environment is `posttrain.environment.conformance`. Here its claims are tested on a few tasks,
-together with the claims that need the policy's tokenizer.
-"""
+"""Checks before the first step, on the parts of the run: prompts, verifier, user's rewards, templates and split. The
+complete check of an environment is `posttrain.environment.conformance`; here its claims are tested on a few tasks, with
+those that need the policy's tokenizer."""
 
 from __future__ import annotations
 
@@ -44,12 +42,8 @@ LEAKS, SECONDS = 500, 0.3
 
 
 async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
-    """Test every claim of the run's environments; returns notes for the user.
-
-    Raises:
-        InvariantError: the first claim about prompts, verifier or split that does not hold.
-        DataError: the data cannot be read.
-    """
+    """Test every claim of the run's environments; returns notes for the user. InvariantError or DataError for the first
+    claim about prompts, verifier or split that does not hold."""
     # By identity: stages that share an environment are tested once.
     settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
@@ -91,20 +85,13 @@ def lint_notes(parts: RunParts, env: Environment) -> list[str]:
     def length(task: Task, completion: str) -> int:
         return sum(len(ids) for ids in parts.renderer.pair(task.prompt, completion, task.id, task.tools))
 
-    findings = env.abilities.lint(length, parts.sampler.context)
-    return [
-        f"{f.name}: {f.seen}{f'; {f.advice}' if f.advice else ''}"
-        for f in findings
-        if f.warns or f.name == "length bias"
-    ]
+    findings = [f for f in env.abilities.lint(length, parts.sampler.context) if f.warns or f.name == "length bias"]
+    return [f"{f.name}: {f.seen}{f'; {f.advice}' if f.advice else ''}" for f in findings]
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
-    """Checks that the tokenizer can encode every observation. A note says that missing characters will be replaced.
-
-    Raises:
-        DataError: the tokenizer cannot encode the replacement either. The message names the environment.
-    """
+    """Checks that the tokenizer can encode every observation. A note says that missing characters will be replaced;
+    DataError where it cannot encode the replacement either."""
     writable = cast("Renderer", parts.renderer).writable
     try:
         writable.check()
@@ -119,8 +106,7 @@ def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
 
 
 def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Task]) -> None:
-    """Checks that a rollout's prompt is what the model's own tokenizer writes: one begin token, and nothing
-    appended."""
+    """Checks that a rollout's prompt is what the model's own tokenizer writes: one begin token, nothing appended."""
     special = set(tokenizer.all_special_ids)
     for task in tasks:
         if not isinstance(task.prompt, str) and any(
@@ -134,13 +120,9 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
             # Allowed is what the tokenizer writes, without any number of the special tokens at its end: a prompt may
             # begin with special tokens, and must not end in one. If the text itself begins with a special token, the
             # tokens without any added ones are allowed too.
-            full, bare = (
-                tokenizer(task.prompt)["input_ids"],
-                tokenizer(task.prompt, add_special_tokens=False)["input_ids"],
-            )
-            options = [
-                full[: len(full) - n] for n in range(len(full)) if all(i in special for i in full[len(full) - n :])
-            ]
+            full, bare = (tokenizer(task.prompt, add_special_tokens=x)["input_ids"] for x in (True, False))
+            ends = range(len(full), 0, -1)
+            options = [full[:end] for end in ends if all(i in special for i in full[end:])]
             options += [bare] if bare[:1] and bare[0] in special else []
         else:
             text = template_process.apply(tokenizer, Chat(tokenizer, ()).readable(task.prompt), generate=True)
@@ -171,10 +153,8 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
 
 
 async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
-    """Checks that the environment's own verifier gives a score of 0 to an empty answer and to one that looks right.
-
-    A verifier with partial credit must give less than 1.
-    """
+    """Checks that the environment's own verifier gives 0 to an empty answer and to one that looks right, or less than 1
+    if it gives partial credit."""
     gold = env.abilities.gold
     if gold is None or gold.verdict is None:
         return
@@ -216,11 +196,9 @@ async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
 async def _won_without_answers(
     tasks: Sequence[Task], answers: Sequence[str], earned: Callable[[Sequence[str]], Awaitable[np.ndarray]]
 ) -> list[str]:
-    """Notes where rewards seem inverted, or can be won without an answer; [] where they seem right.
-
-    An answer is tried in each form of `SHAPES`, such as inside a box, until right answers earn more than those of other
-    tasks. In that form they are compared with texts that are no answers.
-    """
+    """Notes where rewards seem inverted, or can be won without an answer; [] where they seem right. An answer is tried
+    in each form of `SHAPES`, such as inside a box, until right answers earn more than those of other tasks. In that
+    form they are compared with texts that are no answers."""
     for form in SHAPES.values():
         said = [form.format(a) for a in answers]
         # Each task gets its own answer, and then that of the next one.
@@ -244,18 +222,17 @@ async def _won_without_answers(
 async def _own_verdict(
     env: Environment, verdict: Callable[[Attempt], Awaitable[Verdict]], task: Task, turns: Sequence[str]
 ) -> Verdict:
-    """The verdict on a scripted episode. A verifier that fails is asked again, as often as in a rollout.
-
-    Raises:
-        InvariantError: it fails each time, which says nothing about the answer.
-    """
-    played = await _play(env, task, turns)
-    result = await verdict(played)
-    # A verifier may fail now and then in a rollout too.
-    for _ in range(JUDGE_RETRIES):
-        if result.state is not State.FAILED:
-            break
-        result = await verdict(played)
+    """The verdict on a scripted episode. A verifier that fails is asked again, as often as in a rollout. If it fails
+    each time (InvariantError), that says nothing about the answer."""
+    try:
+        played = await attempt(env, task, turns)
+    except IndexError as error:
+        raise InvariantError(
+            f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for"
+        ) from error
+    result, left = await verdict(played), JUDGE_RETRIES
+    while result.state is State.FAILED and left:
+        result, left = await verdict(played), left - 1
     if result.state is State.FAILED:
         raise InvariantError(
             f"verifier {env.name!r} fails on task {task.id!r} ({result.kind}: {result.why or 'without a reason'}), each"
@@ -265,24 +242,9 @@ async def _own_verdict(
     return result
 
 
-async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
-    """One scripted episode. InvariantError where the environment asks for more turns than its known answer has."""
-    try:
-        return await attempt(env, task, turns)
-    except IndexError as error:
-        raise InvariantError(
-            f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for"
-        ) from error
-
-
 async def conversations_append(parts: RunParts, setting: StageSetting, task: Task) -> bool:
-    """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence.
-
-    Returns whether the environment may send the policy observations.
-
-    Raises:
-        DataError: the template rewrites earlier messages, or refuses them. The message names the place and the setting.
-    """
+    """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence;
+    DataError where the template rewrites or refuses messages. Returns whether the environment may send observations."""
     render: Any = parts.renderer
     if render.history == "rewrite":
         return True
@@ -291,16 +253,17 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     # Known right answers lead furthest into an episode. Without them a script of neutral texts shows the observations.
     turns = (gold.right(task) if gold is not None and env.abilities.vouched else None) or (_probe_text(render),) * TURNS
     chat, dialogue = not isinstance(task.prompt, str), setting.rollout.dialogue
-    talk = _ScriptedTalk(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
-    talk.other = lambda: _ScriptedTalk(
-        render, dialogue(task.id), (_probe_text(render),) * TURNS, Sampling(), chat=chat, task=task.id
-    )
+
+    def scripted(said: Sequence[str]) -> _ScriptedTalk:
+        return _ScriptedTalk(render, dialogue(task.id), said, Sampling(), chat=chat, task=task.id)
+
+    talk = scripted(turns)
+    talk.other = lambda: scripted((_probe_text(render),) * TURNS)
     try:
         async with asyncio.timeout(PLAYED):
             await env.play(task, talk)
     except (_ScriptEnded, TimeoutError):
-        # What was played so far has shown what the template does.
-        pass
+        pass  # what was played so far has shown what the template does
     except PosttrainError:
         raise
     except Exception:
@@ -330,11 +293,8 @@ class _ScriptEnded(Exception):
 
 
 class _ScriptedTalk(DemonstrationTalk):
-    """Scripted turns in the policy's chat template.
-
-    It records the tools that are offered (`tools`), and how often the policy was shown something (`shown`): the prompt,
-    then observations.
-    """
+    """Scripted turns in the policy's chat template. It records the tools that are offered (`tools`), and how often the
+    policy was shown something (`shown`): the prompt, then observations."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     shown = 0
@@ -361,15 +321,12 @@ class _ScriptedTalk(DemonstrationTalk):
 
 def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list[str]:
     """Checks that none of the first training tasks is a held-out task of `env` or of `others`, which are measured too.
-
     Tasks of different environments are the same if their prompts are written alike. Later training tasks are compared
     when a step asks for them. Returns a note if two tasks have the same prompt and answer, and the environment's key
-    says that they differ.
-    """
+    says that they differ."""
     same = sameness(env)
-    # Held-out tasks in three tables. `held`: by the environment's own key, which decides. `elsewhere`: those of other
-    # environments, by the text of the prompt. `asked`: by prompt and answer, to find a key that tells equal tasks
-    # apart.
+    # By the environment's own key, which decides; those of other environments by the text of the prompt; and by prompt
+    # and answer, to find a key that tells equal tasks apart.
     held = {same(t): t.id for t in env.heldout}
     elsewhere = {as_written(t): t.id for other in others for t in other.heldout}
     asked = {as_asked(t): t.id for t in env.heldout if t.answer is not None}

@@ -1,8 +1,6 @@
-"""The lineage of weights: the models, data and code that they come from, as run.json and lineage.json record them.
-
-A lineage is a list of links, from the base model over earlier runs to this run. This file makes the link of a run,
-checks that it fits the links before it, and removes the paths of this machine from names.
-"""
+"""The lineage of weights: the models, data and code that they come from, as run.json and lineage.json record them. It
+is a list of links, from the base model over earlier runs to this run. This file makes the link of a run, checks that it
+fits the links before it, and removes the paths of this machine from names."""
 
 from __future__ import annotations
 
@@ -83,11 +81,8 @@ MOST_SESSIONS = 1000
 
 
 def parents(run: Run) -> tuple[LineageLink, ...]:
-    """The links of the model with which a run begins, if it is a run folder or a directory with lineage.json; else ().
-
-    Raises:
-        RunFolderError, DataError: the record there is damaged, or its links do not fit each other.
-    """
+    """The links of the model with which a run begins, if it is a run folder or a directory with lineage.json; else
+    ()."""
     if run.model.path is None:
         return ()
     source = run_source(run.model.path)
@@ -95,14 +90,7 @@ def parents(run: Run) -> tuple[LineageLink, ...]:
 
 
 def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]) -> dict[str, Any]:
-    """Returns the entry `BEGAN` of run.json: what a run began with.
-
-    Args:
-        environments: by the names of the stages.
-
-    Raises:
-        DataError: the model's weights are not those that its lineage names.
-    """
+    """Returns the entry `BEGAN` of run.json: what a run began with. `environments`: by the names of the stages."""
     from posttrain.engine.files.fingerprint import fingerprint
     from posttrain.engine.model.policy_model import base_digest, named_tensors
 
@@ -114,38 +102,25 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
         "data": {name: tasks_digest(e) for name, e in environments.items()},
         "code": {s.name: code_digests(run.env_of(s)) for s in run.stages},
     }
-    shared: dict[str, Any] = {
-        "tokenizer": policy.tokenizer_digest,
-        "template": policy.template_digest,
-        "dtype": run.model.dtype,
-    }
+    shared: dict[str, Any] = {"tokenizer": policy.tokenizer_digest, "template": policy.template_digest}
+    shared["dtype"] = run.model.dtype
     links = parents(run) or _bases(run, facts, shared)
     check_links((*links, LineageLink(kind="run", name="(new)", began=weights, base=facts["base"], **shared)))
     return {BEGAN: {"links": chain(links), **facts}}
 
 
 def _bases(run: Run, facts: Mapping[str, Any], shared: Mapping[str, Any]) -> tuple[LineageLink, ...]:
-    """The links of a model without lineage: a base model, and an adapter over it where the model is one.
-
-    `shared`: the fields that all these links have alike: tokenizer, template and dtype.
-    """
-    path = run.model.path
-    if path is None:
-        name = f"built: {run.model.arch}, random weights of seed {run.seed}"
-        return (LineageLink(kind="base", name=name, weights=facts["base"] or facts["weights"], **shared),)
-    saved = saved_adapter(path)
-    base = LineageLink(
-        kind="base",
-        name=_model_name(path if saved is None else saved.base),
-        weights=facts["base"] or facts["weights"],
-        **shared,
-    )
-    if saved is None:
+    """The links of a model without lineage: a base model, and an adapter over it where the model is one. `shared`: the
+    fields that all these links have alike."""
+    path, name = run.model.path, f"built: {run.model.arch}, random weights of seed {run.seed}"
+    saved = saved_adapter(path) if path is not None else None
+    if path is not None:
+        name = _model_name(path if saved is None else saved.base)
+    base = LineageLink(kind="base", name=name, weights=facts["base"] or facts["weights"], **shared)
+    if path is None or saved is None:
         return (base,)
-    adapter = LineageLink(
-        kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **shared
-    )
-    return base, adapter
+    began = {"weights": facts["weights"], "began": facts["base"]}
+    return base, LineageLink(kind="adapter", name=_model_name(path), **began, **shared)
 
 
 def _model_name(path: str) -> str:
@@ -153,16 +128,9 @@ def _model_name(path: str) -> str:
     return Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else local_names(path)
 
 
-# --- data and code ----------------------------------------------------------------------------------------------------
-
-
 def tasks_digest(environment: Environment, info: bool = False) -> str:
     """Digest of the tasks of an environment: all rows of the user's data, and the held-out tasks. `info`: include their
-    other columns.
-
-    Raises:
-        DataError: a held-out task has an answer or info that JSON cannot have.
-    """
+    other columns."""
     h = hashlib.blake2b(digest_size=16)
     rows: Any = declared(environment).rows or ()
     for row in rows:
@@ -206,15 +174,9 @@ def code_digests(env: Env) -> dict[str, str]:
     return out
 
 
-# --- the link of a run ------------------------------------------------------------------------------------------------
-
-
 def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[LineageLink, ...]:
     """The verified links up to a checkpoint of a run. None: up to the run itself, which has no checkpoint yet.
-
-    Raises:
-        RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit.
-    """
+    RunFolderError where a record was changed, a parent is not what it was, or links do not fit."""
     file = run_file(folder)
     facts = object_of(file.facts.get(BEGAN))
     if BEGAN in file.edited:
@@ -297,10 +259,8 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
 
 
 def _parent_is_there(folder: Path, file: RunFile) -> None:
-    """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed.
-
-    Only for a run that this user made on this machine, because the other folder is outside this one.
-    """
+    """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed. Only
+    for a run that this user made on this machine, because the other folder is outside this one."""
     origin = object_of(file.facts.get("branched_from"))
     if not origin or provenance.recall(file.identity) is None or not is_run(str(origin.get("run"))):
         return
@@ -322,9 +282,6 @@ def _parent_is_there(folder: Path, file: RunFile) -> None:
         )
 
 
-# --- in a run folder --------------------------------------------------------------------------------------------------
-
-
 def sessions(folder: Path) -> list[dict[str, Any]]:
     """The sessions in which the run was begun and resumed: for each the checkpoint from which it went on, and the
     version of posttrain."""
@@ -333,11 +290,8 @@ def sessions(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_lineage(folder: Path, begun_from: str | None = None) -> None:
-    """Write lineage.json of a run folder anew, up to its last checkpoint.
-
-    Args:
-        begun_from: set where a session begins now: the name of the checkpoint from which it goes on, '' without one.
-    """
+    """Write lineage.json of a run folder anew, up to its last checkpoint. `begun_from`: set where a session begins now:
+    the name of the checkpoint from which it goes on, '' without one."""
     kept = sessions(folder)
     if begun_from is not None:
         # Only the newest are kept, so that the file of a run that is resumed very often does not grow for ever.

@@ -83,9 +83,6 @@ def _names(run: Run, s: Setting) -> list[str]:
     return [s.path, below_stage, *(f"{x.name}.{below_stage}" for x in run.stages)]
 
 
-# --- pages ------------------------------------------------------------
-
-
 def _title(run: Run, columns: int) -> list[str]:
     text = f"settings of {visible(run.recipe)}, each given as key=value (STAGE=none leaves a stage out):"
     return _wrapped(text, columns, "")
@@ -93,8 +90,8 @@ def _title(run: Run, columns: int) -> list[str]:
 
 def _main(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
     yield from _title(run, columns)
-    stages = {s.name for s in run.stages}
-    shared = [s for g in all_groups for s in g.settings if s.main and not _of_stage(s, stages)]
+    of_stages = {"STAGE", *(s.name for s in run.stages)}
+    shared = [s for g in all_groups for s in g.settings if s.main and s.path.partition(".")[0] not in of_stages]
     yield from ("", "model, data and run")
     yield from _lines(sorted(shared, key=lambda s: s.main), columns)
     yield from _arguments(run, all_groups, columns)
@@ -108,7 +105,8 @@ def _main(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Itera
         yield from _lines(sorted(main_settings, key=lambda s: s.main), columns)
     names = list(dict.fromkeys(n for g in all_groups for n in g.names if "." not in n))
     yield ""
-    more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={_example(run)}), or all"
+    example = f"{run.stages[-1].name}.optimizer"
+    more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={example}), or all"
     yield from textwrap.wrap(more, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -123,24 +121,13 @@ def _arguments(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> 
         yield from _lines([Setting("env.args.NAME", (), text, "")], columns)
 
 
-def _example(run: Run) -> str:
-    return f"{run.stages[-1].name}.optimizer"
-
-
-def _of_stage(s: Setting, stages: Iterable[str]) -> bool:
-    head = s.path.partition(".")[0]
-    return head == "STAGE" or head in stages
-
-
 def _group(g: SettingGroup, columns: int) -> Iterator[str]:
     """The lines of one group, with the pieces that are not in use."""
     yield from ("", g.title)
     yield from _lines(g.settings, columns)
     if g.others:
-        yield from (
-            "",
-            *_wrapped("not in use; choose one as CHOICE=PIECE, then its numbers can be set:", columns, "  "),
-        )
+        note = "not in use; choose one as CHOICE=PIECE, then its numbers can be set:"
+        yield from ("", *_wrapped(note, columns, "  "))
         for other in g.others:
             yield from _alternative(other, columns, long=False)
 

@@ -6,7 +6,7 @@ import argparse
 import re
 import textwrap
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[ArgumentParser]
@@ -24,7 +24,7 @@ class HelpText(RawDescriptionHelpFormatter):
     can be copied."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+        return _wrapped(" ".join(text.split()), width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(part for line in text.splitlines() for part in fitted(line, width))
@@ -40,37 +40,25 @@ def fitted(line: str, width: int) -> list[str]:
         return [line]
     lead = line[: len(line) - len(line.lstrip())]
     if not line.lstrip().startswith("posttrain "):
-        return textwrap.wrap(
-            line.strip(),
-            width,
-            initial_indent=lead,
-            subsequent_indent=lead,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        return _wrapped(line.strip(), width, lead, lead)
     # After a comment the command could not be continued with `\`, so the comment stands on a line before it.
     command, comment = re.fullmatch(r"(.*?)( +#.*)?", line.strip()).groups(default="")  # type: ignore[union-attr]
     comment_lines = [f"{lead}# {comment.strip(' #')}"] if comment else []
     if len(lead + command) <= width:
         return [*comment_lines, lead + command]
-    lines = textwrap.wrap(
-        command,
-        width - 2,
-        initial_indent=lead,
-        subsequent_indent=f"{lead}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = _wrapped(command, width - 2, lead, f"{lead}  ")
     return [*comment_lines, *(f"{x} \\" for x in lines[:-1]), lines[-1]]
 
 
+def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
+    """The text in lines, where no word is broken. `first`, `then`: what the first line and the others begin with."""
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def add_command(
-    sub: Subparsers,
-    name: str,
-    call: object,
-    text: str,
-    example: str,
-    add_help: bool = True,
+    sub: Subparsers, name: str, call: object, text: str, example: str, add_help: bool = True
 ) -> ArgumentParser:
     """Add a command to the program; returns its parser.
 
@@ -94,11 +82,19 @@ def add_command(
     return p
 
 
-def add_trust(p: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def flag(p: argparse._ActionsContainer, name: str, text: str, **more: Any) -> None:
+    """Add an option without a value."""
+    p.add_argument(name, action="store_true", help=text, **more)
+
+
+def option(
+    p: argparse._ActionsContainer, name: str, value: str | tuple[str, ...] | None, text: str, **more: Any
+) -> None:
+    """Add an option with a value. `value`: what stands for it in help texts; None: the name, or the choices."""
+    p.add_argument(name, metavar=value, help=text, **more)
+
+
+def add_trust(p: argparse._ActionsContainer) -> None:
     """Add --trust, for folders and files made by somebody else."""
-    p.add_argument(
-        "--trust",
-        action="store_true",
-        help="of a run folder or a YAML file that was not made here by you: allow the code, addresses, secrets and "
-        "files that it asks for, which are listed",
-    )
+    text = "of a run folder or a YAML file that was not made here by you: allow the code, addresses, secrets and "
+    flag(p, "--trust", f"{text}files that it asks for, which are listed")

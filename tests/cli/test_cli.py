@@ -80,7 +80,7 @@ def test_one_function_writes_the_tables_of_all_commands() -> None:
     assert {p for p in made if not p.startswith("lab/")} == {"report/console.py"}
 
 
-@pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2].removesuffix("_command") for c in COMMANDS])
+@pytest.mark.parametrize("command", [c.__name__.removeprefix("add_") for c in COMMANDS])
 def test_every_command_has_help_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -410,14 +410,14 @@ def test_a_bug_and_a_warning_are_told_as_text() -> None:
     code = f"""
 import threading, warnings
 from posttrain.cli import main
-from posttrain.cli.commands import faults_command
+from posttrain.cli.commands import lesson_commands
 H = {HOSTILE!r}
 def bug(o):
     warnings.warn(H)
     t = threading.Thread(target=lambda: 1 / len([]) if False else (_ for _ in ()).throw(ValueError(H)))
     t.start(); t.join()
     raise RuntimeError(H)
-faults_command.faults = bug
+lesson_commands.faults = bug
 main(["faults"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
