@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.build.request.defaults import Choices, given_paths, room_for_minibatches, word
-from posttrain.build.request.input_measures import GIB, Machine, ModelSize
+from posttrain.build.request.input_measures import GIB, Machine, ModelSize, memory_here
 from posttrain.build.request.run_file import is_recipe, run_of
 from posttrain.config import overrides as dotted
 from posttrain.config.engines import VLLM, Embedded
@@ -262,8 +262,7 @@ def here() -> tuple[Hardware, bool]:
         accelerator, source = bool(probed["accelerator"]), f"probed on {probed['date']}, {probed['versions']}"
     except (OSError, ValueError, KeyError, TypeError):
         # Not probed. Memory is known and can be planned. The speeds given here are never read.
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
-        return Hardware(HERE, Device(float(pages), 1e11, 1e10, "this machine", accelerator=False)), False
+        return Hardware(HERE, Device(float(memory_here()), 1e11, 1e10, "this machine", accelerator=False)), False
     latency = figures.pop("latency")
     device = Device(**figures, source=source, link=figures["bandwidth"], accelerator=accelerator)
     # A step of the learner reaches only a part of the arithmetic that one large product reaches.

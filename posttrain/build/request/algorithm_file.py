@@ -15,9 +15,6 @@ from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.system.errors import ConfigError
 from posttrain.verifier.user_code import named_object
 
-BOTH = (Algorithm, PreferenceAlgorithm)
-"""The types of the algorithms of both ladders."""
-
 
 def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
     """The algorithm itself, one of a ladder by its name, or `path.py:NAME`: an `Algorithm` or a `PreferenceAlgorithm`,
@@ -27,7 +24,7 @@ def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
     if ":" not in given:
         return any_named(given)
     wanted = "an Algorithm or a PreferenceAlgorithm, such as posttrain.ladder.algorithm.patch makes,"
-    return named_object(given, "algorithm=", BOTH, algorithm_module, wanted)
+    return named_object(given, "algorithm=", (Algorithm, PreferenceAlgorithm), algorithm_module, wanted)
 
 
 def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
@@ -42,11 +39,8 @@ def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
 
 
 def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
-    """Takes `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME` out of the overrides.
-
-    Returns:
-        (the other overrides, `handed` with these algorithms as objects in `files`).
-    """
+    """Takes `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME` out of the overrides. Returns (the other
+    overrides, `handed` with these algorithms as objects in `files`)."""
     # An override can only have names, so an algorithm of a file (a word with a colon) is handed over as an object.
     # `files`: by the stage, or '' where no stage is named, (the word, the algorithm).
     files, others = dict[str, tuple[str, AnyAlgorithm]](), list[str]()

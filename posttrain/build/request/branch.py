@@ -1,9 +1,8 @@
 """A run that begins with the weights of another one: `model=runs/X`, or of one checkpoint,
 `model=runs/X/checkpoints/NAME`.
 
-Model configuration, tokenizer and weights come from that folder alone. The checkpoint's name is written into the new
-run's settings. The new folder has a copy of the model with which it began, so it can go on even if the other run is
-gone.
+Model configuration, tokenizer and weights come from that folder alone. The new run's settings name the checkpoint, and
+its folder has a copy of the model, so it can go on even if the other run is gone.
 """
 
 from __future__ import annotations
@@ -28,21 +27,15 @@ LONGEST_CHAIN = 32
 
 
 def refuse_reward_model(folder: Path, state: Mapping[str, Any], what: str, otherwise: str) -> None:
-    """Raises RunFolderError if a checkpoint of this run has the weights of a reward model.
-
-    Args:
-        state: the checkpoint's state.
-        what: what is not possible with a reward model, for the message.
-        otherwise: a sentence about what to do instead.
-    """
+    """Raises RunFolderError if a checkpoint with this state has the weights of a reward model. `what`: what is not
+    possible with one. `otherwise`: a sentence about what to do instead."""
     stage = trained_at(run_file(folder).run.stages, state)
     if stage is not None:
         raise RunFolderError(f"{folder} holds the reward model that {stage.name} trained, and {what}. {otherwise}")
 
 
 def run_source(path: str | Path | None) -> tuple[Path, str] | None:
-    """(run folder, name of the checkpoint) of a path; None where it is no run. Without a named checkpoint it is
-    `last`."""
+    """(run folder, name of the checkpoint, `last` where none is named) of a path; None where it is no run."""
     if path is None:
         return None
     folder, inside = folder_of(Path(path).expanduser())
@@ -50,11 +43,8 @@ def run_source(path: str | Path | None) -> tuple[Path, str] | None:
 
 
 def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
-    """(the run, whose settings name the checkpoint with which it begins; what run.json records about that checkpoint).
-
-    Raises:
-        RunFolderError: there is no checkpoint yet, or it is damaged.
-    """
+    """(the run, whose settings name the checkpoint with which it begins; what run.json records about that
+    checkpoint)."""
     source = run_source(run.model.path)
     if source is None:
         saved = saved_adapter(run.model.path) if run.model.path is not None else None
@@ -63,16 +53,11 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         # No run: a folder with a saved adapter, which is trained further. Its settings become the run's.
         lora = goes_on(run.model.lora, saved.lora, f"model={run.model.path}")
         return replace(run, model=replace(run.model, lora=lora)), {}
-    # From here on: the run begins with another run. `last` is replaced by the checkpoint's own name, since the other
-    # run may go on and then has another last checkpoint.
+    # The run begins with another run, which may go on and then has another checkpoint `last`.
     folder, name = source
     checkpoint, file = find(folder, name), run_file(folder)
-    refuse_reward_model(
-        folder,
-        checkpoint.state,
-        "no policy starts from it",
-        f"Begin with the model that it began with, and reward it: env.rewards=model:{folder}",
-    )
+    advice = f"Begin with the model that it began with, and reward it: env.rewards=model:{folder}"
+    refuse_reward_model(folder, checkpoint.state, "no policy starts from it", advice)
     origin = {
         "run": str(folder),
         "identity": file.identity,
@@ -82,11 +67,10 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         "weights": checkpoint.state.get("weights"),
         "before": file.facts.get("branched_from"),
     }
-    path = str(folder / "checkpoints" / checkpoint.name)
-    trained_lora = file.run.model.lora
+    path, lora, quantize = str(folder / "checkpoints" / checkpoint.name), run.model.lora, run.model.quantize
     # An adapter that was trained goes on with its own settings; weights without one may get a new adapter.
-    lora = run.model.lora if trained_lora is None else goes_on(run.model.lora, trained_lora, f"model={folder}")
-    quantize = run.model.quantize if trained_lora is None else file.run.model.quantize
+    if (trained := file.run.model).lora is not None:
+        lora, quantize = goes_on(lora, trained.lora, f"model={folder}"), trained.quantize
     if run.model.quantize not in (None, quantize):
         raise ConfigError(
             f"model={folder}: its adapter was trained over weights that were held otherwise, and goes on over them."
@@ -110,15 +94,9 @@ def was_built(path: str | Path | None) -> bool:
 
 
 def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
-    """The policy (`engine.model.policy_model.Policy`) at `model.path`, which is a run or one of its checkpoints.
-
-    The weights beneath an adapter are the run's own copy, where it has one, or else those of the model that it was
-    given. `most`: tokens of the run's longest sequence, for a model whose context is not said.
-
-    Raises:
-        DataError: the model needs code of its own, so its folder is not enough.
-        RunFolderError: the model beneath the adapter has changed since.
-    """
+    """The policy (`engine.model.policy_model.Policy`) at `model.path`, which is a run or one of its checkpoints. The
+    weights beneath an adapter are the run's own copy, where it has one, or else those of the model that it was given.
+    `most`: tokens of the run's longest sequence, for a model whose context is not said."""
     from posttrain.engine.files.policy_files import BASE
     from posttrain.engine.learner.learner import HFLearner
     from posttrain.engine.model.locate_model import check_source
@@ -131,12 +109,9 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     before = run_file(source[0]).run.model
     # The other run's policy is rebuilt as it was, with its own adapter and its own quantization, and its weights are
     # loaded into it. After that a new adapter may be added.
-    own_adapter = before.lora
-    as_it_was = replace(model, lora=own_adapter, quantize=before.quantize)
+    as_it_was = replace(model, lora=before.lora, quantize=before.quantize)
     try:
-        # The checkpoint has all weights that trained. The frozen ones beneath an adapter are in the run folder, if it
-        # keeps them, or in the model that the run was given.
-        if own_adapter is None or before.path is None or (source[0] / MODEL / BASE).exists():
+        if before.lora is None or before.path is None or (source[0] / MODEL / BASE).exists():
             policy = kept_in(source[0], as_it_was, most)
         else:
             check_source(f"{source[0]}: model.path", before.path)
@@ -148,7 +123,7 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
         ) from error
     load_weights(checkpoint.folder, HFLearner(policy))
     policy = replace(policy, source=f"from {model.path}")
-    return policy if own_adapter is not None else with_adapter(policy, model, seed)
+    return policy if before.lora is not None else with_adapter(policy, model, seed)
 
 
 def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
@@ -160,11 +135,8 @@ def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
 
 
 def same_base(folder: Path, policy: Any) -> Any:
-    """Returns the policy, after checking that its frozen weights are those with which the folder's run began.
-
-    Raises:
-        RunFolderError: they are others, so the run's adapter does not fit them.
-    """
+    """Returns the policy, after checking that its frozen weights are those with which the folder's run began: else the
+    run's adapter does not fit them (RunFolderError)."""
     from posttrain.engine.model.policy_model import base_digest
 
     then: Any = run_file(folder).facts.get("base_digest")

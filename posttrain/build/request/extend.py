@@ -1,8 +1,6 @@
-"""A run that goes on with other settings: `posttrain run --resume RUN rl.steps=200`.
-
-The table `ALLOWED` has the settings that may change. All others stay, because the steps so far were taken with them. A
-new run that begins with the weights of this one may change anything (`model=RUN`, see `build.request.branch`).
-"""
+"""A run that goes on with other settings: `posttrain run --resume RUN rl.steps=200`. The table `ALLOWED` has the
+settings that may change. All others stay, because the steps so far were taken with them; a new run that begins with the
+weights of this one may change anything (`model=RUN`, see `build.request.branch`)."""
 
 from __future__ import annotations
 
@@ -82,6 +80,7 @@ ALLOWED: Mapping[str, str] = {
     "Embedded.timeline": "whether a timeline is written",
 }
 """Fields (`Class.field`) that may change when a run goes on. The texts say what they are, for readers of this table."""
+_PASSES = "its passes were counted as steps when it began; set steps"
 REFUSED: Mapping[str, str] = {
     "Model": "the weights are of this model",
     "Env": "the record and the held-out figures are of these tasks and rewards",
@@ -89,10 +88,7 @@ REFUSED: Mapping[str, str] = {
     "Optimizer": "the optimizer's state and its learning rates so far belong to this setting",
     "Sampling": "the samples so far were drawn by this contract",
     "Algorithm": "the steps so far were taken by this algorithm",
-    **dict.fromkeys(
-        ("Supervised.epochs", "Preference.epochs", "RewardModel.epochs"),
-        "its passes were counted as steps when it began; set steps",
-    ),
+    **{f"{kind}.epochs": _PASSES for kind in ("Supervised", "Preference", "RewardModel")},
     "Run.seed": "tasks and random numbers would no longer follow those before",
     "Evaluation.seed": "held-out figures would no longer be of the same draws",
 }
@@ -131,14 +127,8 @@ MAY = (
 
 
 def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -> tuple[Change, ...]:
-    """The changes from `old` to `new`, if `ALLOWED` has all of them.
-
-    Args:
-        words: the overrides as the user wrote them.
-
-    Raises:
-        ConfigError: a change is not allowed. The message has the reason, and the command of a new run that may make it.
-    """
+    """The changes from `old` to `new`, if `ALLOWED` has all of them; else ConfigError with the reason, and the command
+    of a new run that may make it. `words`: the overrides as the user wrote them."""
     if [s.name for s in old.stages] != [s.name for s in new.stages]:
         raise ConfigError(f"a run goes on with the stages it was begun with.\n{_branch(folder, old, words)}")
     edits = changes(old, new)
@@ -147,8 +137,7 @@ def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -
             continue
         # The reason of the field, else that of its class, else one that is true of every setting.
         why = REFUSED.get(c.field) or REFUSED.get(c.field.partition(".")[0]) or "the steps so far were taken with it"
-        # The message names the override as the user wrote it: it may be a short key (`clip.high`), or change several
-        # fields.
+        # As the user wrote it: it may be a short key (`clip.high`), or change several fields.
         override = next((w for w in words if c.path in _alone(old, w)), f"{c.path}={c.after}")
         raise ConfigError(
             f"{override} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
@@ -166,10 +155,8 @@ def _alone(run: Run, word: str) -> set[str]:
 
 
 def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str:
-    """A sentence and the command of a new run that begins with the weights of this one.
-
-    The new run begins at the stage to which the setting `path` belongs, or at the last stage.
-    """
+    """A sentence and the command of a new run that begins with the weights of this one, at the stage to which the
+    setting `path` belongs, or at the last stage."""
     names = [s.name for s in run.stages]
     stage_of_path = path.partition(".")[0]
     stages_before = names[: names.index(stage_of_path) if stage_of_path in names else len(names) - 1]
@@ -207,11 +194,8 @@ GOES_ON: Mapping[str, Any] = {"ended": "", "waited": 0}
 
 
 def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> ResumedRun:
-    """Returns the extension of a run that goes on from a checkpoint with new settings.
-
-    Raises:
-        ConfigError: a change is not allowed, or comes too late: the stage ended before, or has taken more steps.
-    """
+    """Returns the extension of a run that goes on from a checkpoint with new settings; ConfigError for a change that is
+    not allowed, or comes too late: the stage ended before, or has taken more steps."""
     edits = check_changes(book.folder, book.run, new)
     if checkpoint is None:
         return ResumedRun(new, edits, None, None, 0)
@@ -278,8 +262,7 @@ def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> N
 
 
 def _ended_still(stage: Stage, running: Mapping[str, Any], edits: Sequence[Change]) -> str:
-    """Returns the reason why the stage would end again at once, by the time, target or rounds that ended it; else
-    ''."""
+    """Returns the reason why the stage would end again at once, by its time, target or rounds; else ''."""
     changed = {c.field for c in edits}
     seconds = float(running.get("seconds", 0.0))
     if stage.wall_time is not None and seconds >= stage.wall_time:
@@ -333,14 +316,11 @@ def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Chec
 
 
 def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run) -> None:
-    """Write this user's note of a run anew, after `RunFolder.record_change` wrote its run.json.
-
-    The note keeps what this user allowed the run to do. A folder of somebody else has no note and gets none.
-    """
+    """Write this user's note of a run anew, after `RunFolder.record_change` wrote its run.json. A folder of somebody
+    else has no note and gets none."""
     if before is None:
         return
-    # The user's note has what the user allowed before, and what this command adds, since the user wrote it. What the
-    # folder asked for without permission does not get into the note.
+    # What the user allowed before, and what this command adds; not what the folder asked for without permission.
     asked_before = {a.digest for a in asks(old)}
     allowed: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in asked_before]
     written = run_file(folder)

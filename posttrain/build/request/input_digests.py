@@ -1,9 +1,7 @@
-"""Digests of the inputs that a run reads by path, and which of them changed before a resume.
-
-Every setting that names a file, a folder or a model counts (`Ask.reads`), with the modules beside a Python file that it
-imports, and so do the tasks that the environments give. A hub id counts by its revision in the cache. What a user's
-code opens by itself is not known.
-"""
+"""Digests of the inputs that a run reads by path, and which of them changed before a resume. Every setting that names a
+file, a folder or a model counts (`Ask.reads`), with the modules beside a Python file that it imports, and so do the
+tasks that the environments give. A hub id counts by its revision in the cache. What a user's code opens by itself is
+not known."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ Digests = dict[str, dict[str, str]]
 
 
 def input_digests(run: Run) -> Digests:
-    """Digest of every file that a run reads from outside its folder. A branch has a copy of its model in the folder."""
+    """Digest of every file that a run reads from outside its folder. A branch has a copy of its model there."""
     out: Digests = {}
     for ask in asks(run):
         if ask.reads and not (ask.path == "model.path" and run_source(ask.reads[0])):
@@ -113,9 +111,6 @@ def _modules(path: Path) -> list[Path]:
     return sorted(p for p in paths if p != path and p.suffix == ".py")
 
 
-# --- what changed -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ChangedInput:
     """An input that is not as it was. `now`: the digests of all files of its setting."""
@@ -161,7 +156,8 @@ def _began(facts: Mapping[str, Any]) -> Digests:
     later = [object_of(x).get(INPUTS) for x in cast("list[Any]", history)] if isinstance(history, list) else []
     every = (object_of(facts.get(BEGAN)).get(INPUTS), *later)
     # Later entries replace earlier ones: what was accepted is what the run is compared with from then on.
-    return {k: _texts(v) for entry in every for k, v in object_of(entry).items()}
+    entries = [item for entry in every for item in object_of(entry).items()]
+    return {path: {str(k): str(v) for k, v in object_of(digests).items()} for path, digests in entries}
 
 
 def _differ(then: Digests, now: Digests) -> list[ChangedInput]:
@@ -180,16 +176,8 @@ def _same(before: str | None, after: str | None) -> bool:
     return before == after or (None in (before, after) and (before or after or "").startswith(REVISION))
 
 
-def _texts(data: Any) -> dict[str, str]:
-    return {str(k): str(v) for k, v in object_of(data).items()}
-
-
 def accepted(folder: Path, changed: list[ChangedInput], accept: bool) -> Digests:
-    """The new digests, which the history of the run records.
-
-    Raises:
-        RunFolderError: something changed, and that was not accepted.
-    """
+    """The new digests, which the history of the run records; RunFolderError where a change was not accepted."""
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise RunFolderError(

@@ -1,8 +1,5 @@
-"""Sizes of a model, of the data and of the machine, measured before anything is loaded.
-
-`build.request.defaults` chooses settings by them. Of a model only config.json and the sizes of its files are read, of
-the data only the lengths of its texts.
-"""
+"""Sizes of a model, of the data and of the machine, measured before anything is loaded; `build.request.defaults`
+chooses settings by them. Of a model only config.json and the sizes of its files are read, of the data only lengths."""
 
 from __future__ import annotations
 
@@ -43,9 +40,7 @@ class ModelSize:
 
 def model_size(path: str) -> ModelSize | None:
     """The sizes of a model directory or hub id; None where its config.json cannot be read, or describes no decoder.
-
-    What is wrong with it is reported where the model is loaded.
-    """
+    What is wrong with it is reported where the model is loaded."""
     saved = saved_adapter(path)
     path = path if saved is None else saved.base
     config = _config(Path(path).expanduser(), path)
@@ -79,15 +74,12 @@ def model_size(path: str) -> ModelSize | None:
 
 def _config(folder: Path, path: str) -> dict[str, Any] | None:
     """config.json as an object; None where it cannot be read. For a hub id only this one file is fetched."""
-    file = folder / "config.json"
-    if not folder.is_dir():
-        if folder.exists() or (fetched := _fetched(path)) is None:
-            return None
-        file = fetched
+    file = folder / "config.json" if folder.is_dir() else None if folder.exists() else _fetched(path)
+    if file is None:
+        return None
     try:
-        return read_untrusted.parse_object(
-            read_untrusted.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError
-        )
+        data = read_untrusted.read_bytes(file, LARGEST_CONFIG, DataError)
+        return read_untrusted.parse_object(data, str(file), DataError)
     except (DataError, OSError):
         return None
 
@@ -119,10 +111,8 @@ def _weight_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """How many rows the user's data has, and the lengths of its longest texts in bytes (UTF-8).
-
-    A token has at least one byte, and about four in English.
-    """
+    """How many rows the user's data has, and the lengths of its longest texts in bytes (UTF-8). A token has at least
+    one byte, and about four in English."""
 
     rows: int
     completions: int
@@ -136,11 +126,8 @@ class DataSize:
 
 
 def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize | None:
-    """The size of the user's data; None where the environment makes its tasks itself. `objects`: those of the program.
-
-    Raises:
-        DataError, ConfigError: the data cannot be read; the message names the row.
-    """
+    """The size of the user's data; None where the environment makes its tasks itself. `objects`: those of the
+    program."""
     if env.name != "prompts" or env.prompts is None:
         return None
     from posttrain.environment.make import checked
@@ -162,11 +149,8 @@ def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize 
             answer_bytes = max(answer_bytes, sum(len(t.encode()) for t in texts_of(talk.messages)) - prompt_bytes)
         rows, completions = rows + 1, completions + (row.completion is not None or talk is not None)
         judged += row.judged is not None
-        prompt, completion, together = (
-            max(prompt, prompt_bytes),
-            max(completion, answer_bytes),
-            max(together, prompt_bytes + answer_bytes),
-        )
+        prompt, completion = max(prompt, prompt_bytes), max(completion, answer_bytes)
+        together = max(together, prompt_bytes + answer_bytes)
     return DataSize(
         rows=rows,
         completions=completions,
@@ -202,9 +186,13 @@ def machine(asked: str | None = None) -> Machine:
         memory = torch.cuda.get_device_properties(index).total_memory / GIB
         why = f"one GPU: {torch.cuda.get_device_name(index)}, {memory:.0f} GiB"
         return Machine(device=device, why=why, memory=memory, cores=cores())
+    return Machine(device=device, why=why, memory=memory_here() / GIB, cores=cores())
+
+
+def memory_here() -> int:
+    """Bytes of this machine's memory."""
     # A system without `sysconf`, such as Windows, does not say: 16 GiB are assumed.
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
-    return Machine(device=device, why=why, memory=pages / GIB, cores=cores())
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,18 +223,14 @@ def best_device(seen: SeenDevices) -> tuple[str, str]:
 
 def _seen(torch: Any) -> SeenDevices:
     mps = getattr(torch.backends, "mps", None)
-    mps = mps is not None and mps.is_available()
+    mps, float64 = mps is not None and mps.is_available(), True
+    try:
+        torch.zeros(1, dtype=torch.float64, device="mps" if mps else "cpu")
+    except (TypeError, RuntimeError):
+        float64 = False
     return SeenDevices(
         cuda=torch.cuda.is_available(),
         mps=mps,
-        mps_float64=mps and _has_float64(torch, "mps"),
+        mps_float64=mps and float64,
         built_with_cuda=bool(getattr(torch.version, "cuda", None)),
     )
-
-
-def _has_float64(torch: Any, device: str) -> bool:
-    try:
-        torch.zeros(1, dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError):
-        return False
-    return True

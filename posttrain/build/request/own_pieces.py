@@ -1,8 +1,8 @@
 """Pieces of algorithms that the user's own Python files define: which a run has, and how a resumed run imports them.
 
-Their code runs with all rights of the user. So a file is imported only if two conditions hold: it is as it was when the
-run was begun; and the user made the run on this machine, or allows the import with `--trust`. A command that only reads
-a run folder needs no class.
+Their code runs with all rights of the user. So a file is imported only if it is as it was when the run was begun, and
+the user made the run on this machine, or allows the import with `--trust`. A command that only reads a run folder needs
+no class.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _DIGEST = "__posttrain_digest__"
 
 
 def own_classes(run: Run) -> dict[str, type]:
-    """The classes of all pieces of the run's algorithms that are not posttrain's own, by their names.
-
-    Raises:
-        ConfigError: two of them have one name, or there are too many.
-    """
+    """The classes of all pieces of the run's algorithms that are not posttrain's own, by their names."""
     algorithms = [a for algorithm in algorithms_of(run.stages).values() for a in algorithm.lineage()]
     classes = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
     by_name: dict[str, type] = {}
@@ -50,11 +46,8 @@ def own_classes(run: Run) -> dict[str, type]:
 
 
 def algorithm_module(path: Path) -> ModuleType:
-    """Import a file of algorithms.
-
-    An unchanged file that was imported before is not run again. So its classes stay the same objects, and two
-    algorithms made of them can be equal.
-    """
+    """Import a file of algorithms. An unchanged file that was imported before is not run again: its classes stay the
+    same objects, so that two algorithms made of them can be equal."""
     digest = file_digest(path)
     module = sys.modules.get(module_name(path))
     # Changed or not is decided by the text, not by the time of the file.
@@ -73,12 +66,8 @@ def piece_asks(pieces: Sequence[OwnPiece]) -> Iterator[Ask]:
 
 
 def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
-    """Checks that the files of recorded pieces are as they were when the run was begun.
-
-    Raises:
-        ConfigError: a file has changed or is gone, or a class was defined without a file.
-        RunFolderError: no run writes such a record of a piece.
-    """
+    """Checks that the files of recorded pieces are as they were when the run was begun: ConfigError where one has
+    changed or is gone, or a class has no file; RunFolderError for a record that no run writes."""
     for p in pieces:
         if not p.file:
             raise ConfigError(
@@ -90,8 +79,7 @@ def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
         # A relative path would name whatever lies in the folder where the command is run.
         if p.file not in p.files or not all(Path(name).is_absolute() for name in p.files):
             raise RunFolderError(f"{folder / 'run.json'} is damaged: the piece {p.name} has no digest of its file")
-        # `files` has the imported file and the file of the class, which may be a module beside it. All are compared
-        # before anything is imported.
+        # The imported file and that of the class, which may be a module beside it: all before anything is imported.
         for name, digest in p.files.items():
             exists = Path(name).is_file()
             if exists and file_digest(Path(name)) == digest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from posttrain.record.runtime_objects import LARGEST_ROWS
@@ -18,11 +18,8 @@ DEEPEST = 100
 
 def jsonl(rows: Any, split: str = "train") -> str:
     """The rows as JSONL. Packages such as datasets and pandas are not imported: an object is known by its methods.
-
-    Raises:
-        ConfigError: these are no rows, or there are too many to be kept with a run.
-        DataError: a row is no dict, or has a value that JSON does not have. The message names the row.
-    """
+    ConfigError: these are no rows, or too many to be kept with a run. DataError names a row that is no dict, or has a
+    value that JSON does not have."""
     lines, size = list[str](), 0
     for number, row in enumerate(_rows(rows, split), 1):
         if not isinstance(row, Mapping):
@@ -56,24 +53,16 @@ def _rows(rows: Any, split: str) -> Iterable[Any]:
             return mapping[split]
         raise ConfigError(f"prompts: a dict is one row; give {WANTED}")
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a data frame
-        return _frame(rows)
+        # It has NaN or NA where only other rows have a value.
+        return ({k: v for k, v in row.items() if not _missing(v)} for row in rows.to_dict("records"))
     if isinstance(rows, Iterable) and not isinstance(rows, str | bytes):
         return cast("Iterable[Any]", rows)
     raise ConfigError(f"prompts: {type(rows).__name__} holds no rows; give {WANTED}")
 
 
-def _frame(frame: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a data frame without missing values. A frame has NaN or NA where only other rows have a value."""
-    for row in frame.to_dict("records"):
-        yield {k: v for k, v in row.items() if not _missing(v)}
-
-
 def _missing(value: Any) -> bool:
-    return (
-        value is None
-        or type(value).__name__ in ("NAType", "NaTType")
-        or (isinstance(value, float) and math.isnan(value))
-    )
+    absent = value is None or type(value).__name__ in ("NAType", "NaTType")
+    return absent or (isinstance(value, float) and math.isnan(value))
 
 
 def _plain(value: Any, place: str, depth: int = 0) -> Any:

@@ -1,11 +1,9 @@
 """A run as a YAML file that people edit: `posttrain run RECIPE --dry-run` writes it, `posttrain run my.yaml` reads it.
 
 Values are read as people write them: `1e-6` is a number, `no` is a text. Reading is strict: an unknown key, a key given
-twice or a value of a wrong type is an error with file and line. Aliases, tags and large files are refused.
-
-An algorithm is written as a name, as `path.py:NAME`, as `base:` one of these with the choices that differ, or with all
-its choices. The last part of this file, `run_of`, finds the run of whatever a command names: a recipe, a YAML file or
-`path.py:NAME`.
+twice or a value of a wrong type is an error with file and line. Aliases, tags and large files are refused. An algorithm
+is written as a name, as `path.py:NAME`, as `base:` one of these with the choices that differ, or with all its choices.
+`run_of` finds the run of whatever a command names: a recipe, a YAML file or `path.py:NAME`.
 """
 
 from __future__ import annotations
@@ -66,9 +64,6 @@ for _tag, _form, _first in (
 
 # The tags that a run may have: those that PyYAML itself gives to plain values.
 _PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("bool", "int", "float", "null", "str", "seq", "map")}
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def to_yaml(
@@ -160,9 +155,6 @@ def _finite(value: Any) -> Any:
     return [_finite(x) for x in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def from_yaml(text: bytes | str, place: str) -> Run:
     """The run that a YAML text describes; `place` names it in messages."""
     lines: dict[str, int] = {}
@@ -196,9 +188,7 @@ def _run(data: Any) -> Run:
             "stages: write each stage under its name; posttrain run RECIPE --dry-run writes a whole run to begin with"
         )
     listed: list[Any] = []
-    kinds = cast(
-        "dict[str, type[Stage]]", dataclass_json.pieces(dataclass_json.tuple_item(dataclass_json.hints(Run)["stages"]))
-    )
+    kinds: Any = dataclass_json.pieces(dataclass_json.tuple_item(dataclass_json.hints(Run)["stages"]))
     for name, body in cast("dict[str, Any]", stages).items():
         if not isinstance(body, dict):
             raise ConfigError(f"stages.{name}: the settings of a stage are wanted here")
@@ -353,25 +343,15 @@ def run_of(given: str | Run) -> Run:
         return given
     if is_recipe(given):
         return shipped(given)
-    if is_yaml(given):
-        return _of_yaml(given)
-    return _of_python(given)
-
-
-def is_yaml(given: str | Run) -> bool:
-    """True where the argument is a YAML file, which may come from elsewhere."""
-    return not isinstance(given, Run) and Path(given).suffix in YAML
-
-
-def _of_yaml(given: str) -> Run:
-    """The run of a YAML file. The Python files of its algorithms are listed for the user first, then imported."""
-
+    if not is_yaml(given):
+        # `path.py:name`: a `Run`, or a function without arguments that returns one.
+        return named_object(given, "", Run, partial(user_module, what="run"), "a Run")
     path = Path(given).expanduser()
     # The list comes first: reading the run imports these files, and imported code can do anything.
     list_file(given, [a for word in algorithm_files(path) if (a := ask_of("algorithm", code_of(word)))])
     return read_run(path)
 
 
-def _of_python(given: str) -> Run:
-    """The run of `path.py:name`: a `Run`, or a function without arguments that returns one."""
-    return named_object(given, "", Run, partial(user_module, what="run"), "a Run")
+def is_yaml(given: str | Run) -> bool:
+    """True where the argument is a YAML file, which may come from elsewhere."""
+    return not isinstance(given, Run) and Path(given).suffix in YAML

@@ -190,9 +190,8 @@ def settled(request: RunRequest) -> RunRequest:
     look at the machine."""
     if request.given is None:
         return request
-    ready = for_model(
-        request.run, request.given, trained=not was_built(request.run.model.path), objects=request.objects
-    )
+    built = was_built(request.run.model.path)
+    ready = for_model(request.run, request.given, trained=not built, objects=request.objects)
     facts = {"chosen": dict(ready.chosen), **request.recorded}
     return replace(request, run=ready.run, notes=(*request.notes, *ready.lines), recorded=facts)
 
@@ -226,22 +225,18 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     except BaseException:
         book.close()
         raise
+    if longer is not None and not (longer.changes or inputs):
+        longer = None
     notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))
-    notes = (*notes, *input_notes(folder, inputs))
-    if longer is None or not (longer.changes or inputs):
-        return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects)
-    notes = (*notes, *longer.lines)
+    notes = (*notes, *input_notes(folder, inputs), *(longer.lines if longer is not None else ()))
     return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects, longer=longer)
 
 
 def same_tasks(
     asked: RunRequest, environment: Environment, others: Mapping[str, Environment], accept: bool
 ) -> RunRequest:
-    """The request of a resumed run, after checking that its stages have the tasks with which it began.
-
-    Raises:
-        RunFolderError: they have other tasks, and the user did not accept that (`accept`).
-    """
+    """The request of a resumed run, after checking that its stages have the tasks with which it began, or that the user
+    accepts others (`accept`)."""
     book, run = asked.book, asked.run
     if book is None:
         return asked
@@ -254,15 +249,8 @@ def same_tasks(
 
 def check_early(run: Run, own: Path | None = None) -> None:
     """Checks what is not about one setting alone: missing packages, missing models, answers longer than the context.
-
-    Later checks need torch: the files of a model, its tokenizer, the device, the engine.
-
-    Args:
-        own: the folder of a resumed run. A branch has there the model with which it began.
-
-    Raises:
-        ConfigError, DataError: one of these is wrong.
-    """
+    Later checks need torch: the files of a model, its tokenizer, the device, the engine. `own`: the folder of a resumed
+    run; a branch has there the model with which it began."""
     check_trackers(run)
     _check_architecture(run, own)
     check_installed(run)
@@ -276,12 +264,9 @@ def check_early(run: Run, own: Path | None = None) -> None:
 
 
 def _check_architecture(run: Run, own: Path | None) -> None:
-    """Raises ConfigError for an engine that cannot serve the model's architecture.
-
-    vLLM cannot, if the model has a recurrent state whose weights could not be checked there. The embedded engine
-    cannot, if it shall compute the same bits each time (`deterministic`, `exact`) and the model is computed in batches
-    whose shape varies.
-    """
+    """Raises ConfigError for an engine that cannot serve the model's architecture: vLLM, if the model has a recurrent
+    state whose weights could not be checked there; the embedded engine, if it shall compute the same bits each time
+    (`deterministic`, `exact`) and the model is computed in batches whose shape varies."""
     same_bits = isinstance(run.engine, Embedded) and (run.deterministic or run.exact)
     if run.model.path is None:
         if same_bits and run.model.arch in MIXTURES:
@@ -299,8 +284,7 @@ def _check_architecture(run: Run, own: Path | None) -> None:
 
 
 def check_installed(run: Run) -> None:
-    """ConfigError where the package of the run's engine is not installed, or the machine lacks what its placement
-    needs."""
+    """ConfigError where the engine's package is not installed, or the machine lacks what its placement needs."""
     check_machine(run.placement)
     if isinstance(run.engine, VLLM) and run.engine.url is None:
         installed()

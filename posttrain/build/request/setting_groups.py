@@ -1,7 +1,5 @@
 """The settings of a run in groups, each with its value and its meaning, as `posttrain run RECIPE --help` prints them.
-
-Several stages of one kind share the lines of their settings. Such a line has the value of each stage.
-"""
+Several stages of one kind share the lines of their settings, with the value of each stage."""
 
 from __future__ import annotations
 
@@ -30,15 +28,8 @@ MAIN: dict[type, tuple[str, ...]] = {
     Run: ("model", "model.lora", "env", "env.prompts", "env.rewards", "env.heldout", "engine", "seed", "trackers"),
     Supervised: ("style", "epochs", "steps", "batch", "optimizer.lr"),
     Reinforce: (
-        "algorithm",
-        "steps",
-        "prompts",
-        "siblings",
-        "optimizer.lr",
-        "sampling.max_tokens",
-        "sampling.temperature",
-        "minibatches",
-        "eval_every",
+        *("algorithm", "steps", "prompts", "siblings", "optimizer.lr"),
+        *("sampling.max_tokens", "sampling.temperature", "minibatches", "eval_every"),
     ),
     Preference: ("algorithm", "epochs", "steps", "batch", "optimizer.lr", "beta", "eval_every"),
     Rejection: (
@@ -110,17 +101,15 @@ def plain_word(value: Any) -> str:
 
 
 def groups(run: Run) -> tuple[SettingGroup, ...]:
-    """All settings of a run: the run's own, the model, the environment, the engine and its placement, then each kind of
+    """All settings of a run: its own, the model, the environment, the engine and its placement, then each kind of
     stage."""
-    top = [*_settings((run,), "", MAIN[Run])]
     heads = ("model", "env", "engine", "placement")
-    out = [
-        SettingGroup((h,), h, tuple(s for s in top if s.path.partition(".")[0] == h), tuple(_alternatives(run, h)))
-        for h in heads
-    ]
-    # All other settings of the tree form the group `run`, which is shown first.
-    rest = tuple(s for s in top if s.path.partition(".")[0] not in heads)
-    out.insert(0, SettingGroup(("run", "evaluation"), "run", rest))
+    # By group. All other settings of the tree form the group `run`, which is shown first.
+    top: dict[str, list[Setting]] = {h: [] for h in ("run", *heads)}
+    for s in _settings((run,), "", MAIN[Run]):
+        top[head if (head := s.path.partition(".")[0]) in heads else "run"].append(s)
+    out = [SettingGroup(("run", "evaluation"), "run", tuple(top["run"]))]
+    out += [SettingGroup((h,), h, tuple(top[h]), tuple(_alternatives(run, h))) for h in heads]
     for kind in dict.fromkeys(type(s) for s in run.stages):
         out += _stage_groups(tuple(s for s in run.stages if type(s) is kind))
     return tuple(out)
@@ -141,13 +130,8 @@ def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[SettingGroup]:
     for part, settings in parts.items():
         if settings:
             others = tuple(_other_pieces(stages, label)) if part == "algorithm" else ()
-            full_names = tuple(f"{n}.{part}" for n in names) if part else ()
-            yield SettingGroup(
-                ((part, *full_names) if part else names), f"{title}: {part}" if part else title, tuple(settings), others
-            )
-
-
-# --- one setting after another ------------------------------------------------------------
+            asked = (part, *(f"{n}.{part}" for n in names)) if part else names
+            yield SettingGroup(asked, f"{title}: {part}" if part else title, tuple(settings), others)
 
 
 def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: str = "") -> Iterator[Setting]:
@@ -171,28 +155,16 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
         group = dataclass_json.pieces(declared)
         # A field that is always the same group of settings, such as `sampling`, gets no line of its own: the lines of
         # the group's settings are enough.
-        only_a_group = (
-            len(group) == 1
-            and not dataclass_json.is_union(declared)
-            and not any(m in SHORT for m in dataclass_json.members(declared))
-        )
-        if not only_a_group:
-            yield Setting(
-                here,
-                values,
-                _text(cls, name, declared),
-                _valid(declared),
-                main.index(here_inside) + 1 if here_inside in main else 0,
-            )
+        short = any(m in SHORT for m in dataclass_json.members(declared))
+        if len(group) != 1 or dataclass_json.is_union(declared) or short:
+            place = main.index(here_inside) + 1 if here_inside in main else 0
+            yield Setting(here, values, _text(cls, name, declared), _valid(declared), place)
         yield from _below(values, here, main, here_inside)
 
 
 def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
-    """Yields the arguments that a shipped environment takes, from its fields.
-
-    Yields nothing for another environment, whose fields are not known without running it. Then only the arguments that
-    are set get lines.
-    """
+    """Yields the arguments that a shipped environment takes, from its fields. Those of another environment are not
+    known without running it: then only the arguments that are set get lines."""
     environment_class = shipped_class(nodes[0].name) if len({n.name for n in nodes}) == 1 else None
     if environment_class is None:
         return
@@ -252,9 +224,6 @@ def _valid(declared: Any) -> str:
     if type(None) in dataclass_json.members(declared) and names:
         names.append("none")
     return ", ".join(names)
-
-
-# --- pieces that are not in use ------------------------------------------------------------
 
 
 def _alternatives(run: Run, head: str) -> Iterator[Alternative]:

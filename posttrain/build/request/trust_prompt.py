@@ -18,7 +18,7 @@ from posttrain.config.run import Run
 from posttrain.record import provenance
 from posttrain.record.external_access import Ask, Kind, asks, grave, values
 from posttrain.record.run_reader import RunFile, missing_episodes, run_file
-from posttrain.record.runtime_objects import OwnPiece, own_pieces
+from posttrain.record.runtime_objects import own_pieces
 from posttrain.system.errors import UntrustedError
 from posttrain.system.terminal_output import tell
 
@@ -53,15 +53,16 @@ def admitted(
         change: the command's own changes of the run.
 
     Raises:
-        ConfigError: a file that defines a piece of the algorithm is gone or was changed.
-        UntrustedError: the folder asks for something that is not in this user's note of the run and is not allowed
-            now.
+        UntrustedError: the folder asks for something that is neither in this user's note of the run nor allowed now.
     """
     run_json = run_file(folder)
     # The classes of pieces whose file was not imported yet. A command that reads no stage needs none of them.
     absent = run_json.absent if not parts or STAGES in parts else ()
     run = change(dotted.apply(run_json.run, list(overrides)))
-    wanted = [*_imports(run_json, absent), *_wanted(run_json, run, parts), *(_links(Path(folder)) if links else ())]
+    # Without a note nothing was ever allowed, so everything is asked.
+    noted = (provenance.recall(run_json.identity) or provenance.Note()).asked
+    imports = [ask for ask in piece_asks(absent) if ask.digest not in noted]
+    wanted = [*imports, *_wanted(run_json, run, parts, noted), *(_links(Path(folder)) if links else ())]
     # Before the first import: code that runs could change all that is decided after it.
     _permit(folder, run_json, wanted, allow, say)
     if not absent:
@@ -84,18 +85,14 @@ def _permit(folder: Path | str, run_json: RunFile, wanted: Sequence[Ask], allow:
 
 
 def permit_file(file: str, run: Run, given: Collection[str], allow: bool, say: Say = to_stderr) -> None:
-    """List what a run file asks for, before any of it is used.
+    """List what a run file asks for, before any of it is used. UntrustedError where it names an address together with a
+    secret, or code of a model, and neither the command nor --trust (`allow`) does.
 
     Args:
         run: the run of the file with overrides in place.
         given: full paths of the settings that the command itself gives.
-        allow: the user gave --trust.
-
-    Raises:
-        UntrustedError: it names an address together with a secret, or code of a model, and the command does not.
     """
-    # What the command itself names was written by the user. A dot is added on both sides, so that `env` does not cover
-    # `env2`.
+    # What the command itself names was written by the user. The dots: `env` does not cover `env2`.
     asked = [a for a in asks(run) if not any(f"{a.path}.".startswith(f"{p}.") for p in given)]
     list_file(file, asked, say)
     # Of all requests together, since an address is grave only with a secret, which the command itself may name.
@@ -131,26 +128,17 @@ def _whose(run_json: RunFile) -> str:
     return "asks for more than when you made it"
 
 
-def _wanted(run_json: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
+def _wanted(run_json: RunFile, run: Run, parts: Sequence[str], noted: Collection[str]) -> Iterator[Ask]:
     """Yields the requests of the folder: values that come from the folder and not from an override, and are not in the
     user's note."""
-    # Without a note nothing was ever allowed, so everything is asked.
-    note = provenance.recall(run_json.identity) or provenance.Note()
     stored, now = values(run_json.run), values(run)
     stages = {s.name for s in run.stages}
     for ask in asks(run):
         head = ask.path.split(".")[0]
         read = not parts or head in parts or (head in stages and STAGES in parts)
-        # Three ways out: the command does not read it, it was allowed when the run was made, or an override has put
-        # another value there, which is the user's own word.
-        if read and ask.digest not in note.asked and ask.path in stored and stored[ask.path] == now[ask.path]:
+        # An override that has put another value there is the user's own word.
+        if read and ask.digest not in noted and ask.path in stored and stored[ask.path] == now[ask.path]:
             yield ask
-
-
-def _imports(run_json: RunFile, absent: Sequence[OwnPiece]) -> Iterator[Ask]:
-    """The files that are imported for the algorithm's pieces and are not in the user's note."""
-    note = provenance.recall(run_json.identity) or provenance.Note()
-    yield from (ask for ask in piece_asks(absent) if ask.digest not in note.asked)
 
 
 def _links(folder: Path) -> Iterator[Ask]:
@@ -159,20 +147,15 @@ def _links(folder: Path) -> Iterator[Ask]:
     for place, inner, names in os.walk(folder):
         for path in sorted(Path(place, n) for n in (*inner, *names)):
             if path.is_symlink():
-                yield Ask(
-                    str(path.relative_to(folder)),
-                    Kind.OUTSIDE,
-                    f"is a link, and what is written there goes to {os.path.realpath(path)}",
-                )
+                goes = f"is a link, and what is written there goes to {os.path.realpath(path)}"
+                yield Ask(str(path.relative_to(folder)), Kind.OUTSIDE, goes)
 
 
 def remember_run(folder: Path, run: Run) -> Iterator[str]:
     """Write this user's note of a run that was just made. Yields a line where it cannot be written."""
     run_json = run_file(folder)
-    why = provenance.remember(
-        run_json.identity or "", run_json.digest, [*asks(run), *piece_asks(own_pieces(run_json.facts))]
-    )
-    if why:
+    asked = [*asks(run), *piece_asks(own_pieces(run_json.facts))]
+    if why := provenance.remember(run_json.identity or "", run_json.digest, asked):
         yield f"note: going on with this run will need --trust, because no note of it could be written: {why}"
 
 

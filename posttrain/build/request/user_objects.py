@@ -110,30 +110,6 @@ def prompts(
     return PromptData(Env(name="prompts", args=args, prompts=f"{INLINE}{digest}"), {digest: text})
 
 
-# --- into the tree ----------------------------------------------------------------------------------------------------
-
-
-def place(
-    run: Run,
-    env: Any = None,
-    rewards: Sequence[GivenReward] | GivenReward | None = None,
-    algorithm: AnyAlgorithm | None = None,
-) -> tuple[Run, RuntimeObjects]:
-    """(the run with the names of these objects in its tree, the objects)."""
-    given = RuntimeObjects()
-    if env is not None:
-        run, given = _with_env(run, env, given)
-    if rewards is not None:
-        words, functions = named_rewards(rewards)
-        # A resumed run is handed its functions once more. Then its own settings of these rewards stay.
-        again = _handed_again(run.env.rewards, words, rewards)
-        run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
-        given = replace(given, rewards=functions)
-    if algorithm is not None:
-        run = _with_algorithm(run, algorithm)
-    return run, replace(given, pieces=own_classes(run))
-
-
 @dataclass(frozen=True)
 class UserObjects:
     """The objects that a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that
@@ -147,23 +123,29 @@ class UserObjects:
     stands for the only stage that can have such an algorithm."""
 
     def place(self, run: Run) -> tuple[Run, RuntimeObjects]:
-        run, given = place(run, self.env, self.rewards, self.algorithm)
+        """(the run with the names of these objects in its tree, the objects)."""
+        given = RuntimeObjects()
+        if self.env is not None:
+            run, given = _with_env(run, self.env, given)
+        if self.rewards is not None:
+            words, functions = named_rewards(self.rewards)
+            # A resumed run is handed its functions once more. Then its own settings of these rewards stay.
+            again = _handed_again(run.env.rewards, words, self.rewards)
+            run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
+            given = replace(given, rewards=functions)
+        if self.algorithm is not None:
+            run = _with_algorithm(run, self.algorithm)
         for stage, (_, algorithm) in self.files.items():
             run = _with_algorithm(run, algorithm, stage)
         return run, replace(given, pieces=own_classes(run), algorithms=dict(self.files.values()))
 
     @property
-    def _own_rewards(self) -> bool:
-        """True where an environment's settings came with rewards."""
-        return isinstance(self.env, Env) and bool(self.env.rewards)
-
-    @property
     def paths(self) -> frozenset[str]:
         """The paths of the settings that these objects give."""
-        return frozenset(
-            ({"env.name", "env.prompts"} if self.env is not None else set[str]())
-            | ({"env.rewards"} if self.rewards is not None or self._own_rewards else set[str]())
-        )
+        paths = ["env.name", "env.prompts"] if self.env is not None else []
+        # An environment's settings may come with rewards.
+        rewards = self.rewards is not None or (isinstance(self.env, Env) and self.env.rewards)
+        return frozenset([*paths, "env.rewards"] if rewards else paths)
 
 
 def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
@@ -215,10 +197,8 @@ def _named(run: Run, env: Env) -> Run:
 def _handed_again(
     own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[GivenReward] | GivenReward
 ) -> tuple[Reward, ...]:
-    """The run's own rewards, if the given ones are handed to it again; else ().
-
-    A run that is resumed or evaluated already names its functions, with weights. A function that is handed again
-    without a weight keeps the weight that it has; one with a weight gets that.
+    """The run's own rewards, if the given ones are handed to it again; else (). A function that is handed again without
+    a weight keeps the weight that it has in the run; one with a weight gets that.
 
     Args:
         own: the rewards of the run.
@@ -343,9 +323,6 @@ def _setting(value: Any, name: str) -> str:
     )
 
 
-# --- the record, and going on -----------------------------------------------------------------------------------------
-
-
 def recorded(given: RuntimeObjects) -> dict[str, Any]:
     """Returns the entry of the objects in run.json; an empty one where there are no objects."""
     notes = given.notes()
@@ -353,11 +330,8 @@ def recorded(given: RuntimeObjects) -> dict[str, Any]:
 
 
 def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
-    """Returns the objects that a program hands to a run that goes on, checked against the names in its folder.
-
-    Raises:
-        ConfigError: an object that the run names is not handed, or one is handed that it does not name.
-    """
+    """Returns the objects that a program hands to a run that goes on. ConfigError where one that the run names is not
+    handed, or one is handed that it does not name."""
     run = run_file(folder).run
     placed, given = handed.place(run)
     objects = replace(given, folder=folder)
