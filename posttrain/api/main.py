@@ -139,7 +139,11 @@ def evaluate(
         ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
-    _check_asked(target, checkpoint, remote, ema)
+    if ema and not is_run(target):
+        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
+    if not is_url(target):
+        refuse(remote)
+        check_target(target, checkpoint)
     objects = UserObjects(None if isinstance(env, str) else env, rewards)
     overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
     run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
@@ -181,14 +185,6 @@ def _load(weights: Path | None, ema: bool, learner: Any) -> None:
 
     if weights is not None:
         (load_average if ema else load_weights)(weights, learner)
-
-
-def _check_asked(target: str | Path, checkpoint: str, remote: EndpointOptions, ema: bool) -> None:
-    if ema and not is_run(target):
-        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
-    if not is_url(target):
-        refuse(remote)
-        check_target(target, checkpoint)
 
 
 def _check_measurable(environment: Environment, config: Env, served: bool, measured: bool) -> None:
@@ -257,19 +253,14 @@ def export(
     Raises:
         InvariantError: what was read back is not what the run holds. Nothing is kept that could be taken for good.
     """
-    return certified_export(run_folder, folder, checkpoint, trust, public, adapter, ema)[0]
+    choice = {"checkpoint": checkpoint, "trust": trust, "adapter": adapter, "ema": ema}
+    return certified_export(run_folder, folder, public, **choice)[0]
 
 
 def certified_export(
-    run_folder: str | Path,
-    folder: str | Path,
-    checkpoint: str = "last",
-    trust: bool = False,
-    public: bool = False,
-    adapter: bool = False,
-    ema: bool = False,
+    run_folder: str | Path, folder: str | Path, public: bool, *, checkpoint: str, **more: bool
 ) -> tuple[Path | str, ExportCertificate]:
-    """`export`, with the certificate."""
+    """`export`, with the certificate. `more`: the other fields of `report.export.export_model.ExportChoice`."""
     source, target = Path(run_folder), Path(folder)
     # Both only for their errors, before torch is imported.
     run_file(source)
@@ -282,7 +273,7 @@ def certified_export(
         ready(folder)
     from posttrain.report.export.export_model import ExportChoice, export_to
 
-    choice = ExportChoice(checkpoint=checkpoint, trust=trust, adapter=adapter, ema=ema)
+    choice = ExportChoice(checkpoint=checkpoint, **more)
     if not is_hub(folder):
         return target, export_to(source, target, target.resolve().name, choice)
     # Nothing reaches the hub before it was read back and compared: `export_to` raises where that fails.

@@ -75,11 +75,7 @@ class Planned:
 
 
 def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
-    """The stage that these words describe.
-
-    Raises:
-        ConfigError: a word, a model or a number means nothing.
-    """
+    """The stage that these words describe. ConfigError where a word, a model or a number means nothing."""
     asked, overrides = machine_word(words)
     where, timed = here() if asked == HERE else (machine(asked), True)
     base = run_of(recipe)
@@ -89,29 +85,24 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
     run, notes = _chosen(run, given_paths(base, overrides), shape, positions, where, is_recipe(recipe))
     stage = stage_of(run, options.stage)
     lengths, length_notes = lengths_of(stage, run.model.context or positions, options)
-    work = replace(
-        work_of(run, stage, shape, lengths),
-        ranks=_ranks(options, where, run),
-        replicas=options.replicas,
-        parallel=options.parallel,
-    )
-    assumed = replace(assumed_of(run, stage, work, options), drafts=_drafts(run, options))
-    workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
-    own_engines = None if work.engines else min(workers, where.count)
-    timed_stage = throughput(work, where, assumed, own_engines, workers) if timed else None
+    cut = {"ranks": _ranks(options, where, run), "replicas": options.replicas, "parallel": options.parallel}
+    work = replace(work_of(run, stage, shape, lengths), **cut)
+    e, accepted = run.engine, options.assumed.accepted
+    drafts = (e.lookup or e.drafts * (e.draft is not None)) if isinstance(e, Embedded) else 0
+    if accepted and not drafts:
+        raise ConfigError(
+            f"--accepted {accepted:g} is about drafted tokens, and this engine drafts none. Set engine.lookup=4, or"
+            " leave --accepted out"
+        )
+    assumed = replace(assumed_of(run, stage, work, options), drafts=drafts)
+    timed_stage = throughput_of(run, work, where, assumed) if timed else None
     return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *length_notes), timed=timed_stage)
 
 
-def _drafts(run: Run, options: PlanOptions) -> int:
-    """Tokens that the engine drafts for each pass."""
-    e = run.engine
-    drafts = (e.lookup or e.drafts * (e.draft is not None)) if isinstance(e, Embedded) else 0
-    if options.assumed.accepted and not drafts:
-        raise ConfigError(
-            f"--accepted {options.assumed.accepted:g} is about drafted tokens, and this engine drafts none. Set"
-            " engine.lookup=4, or leave --accepted out"
-        )
-    return drafts
+def throughput_of(run: Run, work: Work, where: Hardware, assumed: Assumed) -> Throughput:
+    """The times of a stage of a run on a machine."""
+    workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
+    return throughput(work, where, assumed, None if work.engines else min(workers, where.count), workers)
 
 
 def assumed_of(run: Run, stage: Stage, work: Work, options: PlanOptions) -> Assumed:
@@ -162,11 +153,8 @@ def _ranks(options: PlanOptions, where: Hardware, run: Run) -> int:
 
 
 def model_shape(model: Model) -> tuple[ModelShape, int]:
-    """The shape of a run's model, and its positions; 0: not said.
-
-    Raises:
-        ConfigError: no folder and no known model has this name, or it is no decoder that is known.
-    """
+    """The shape of a run's model, and its positions; 0: not said. ConfigError for a name of no folder and no known
+    model."""
     if model.path is None:
         config = {
             "model_type": "gemma2" if model.arch == "gemma" else model.arch,
@@ -176,8 +164,7 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
             "num_key_value_heads": model.kv_heads,
             "head_dim": model.hidden // model.heads,
             "intermediate_size": model.ffn,
-            # Another architecture's name for `intermediate_size`. A name that an architecture does not read does no
-            # harm.
+            # Another architecture's name for `intermediate_size`.
             "n_inner": model.ffn,
             "vocab_size": ALPHABET,
             "num_local_experts": model.experts,
@@ -189,19 +176,16 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
     if folder.is_dir():
         # The shape comes first: it refuses a file that is missing or broken.
         shape, config_file = read_shape(folder), json.loads((folder / "config.json").read_text())
-        return shape, next(
-            (v for k in ("max_position_embeddings", "n_positions") if isinstance(v := config_file.get(k), int)), 0
-        )
+        positions = [config_file.get(k) for k in ("max_position_embeddings", "n_positions")]
+        return shape, next((n for n in positions if isinstance(n, int)), 0)
     return shape_by_name(model.path), 0
 
 
 def _chosen(
     run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Hardware, recipe: bool
 ) -> tuple[Run, tuple[str, ...]]:
-    """The run with the settings that `posttrain run` would choose for this model on this machine.
-
-    Of a run that is no recipe it chooses none. Here only the device is taken from the machine that is planned.
-    """
+    """The run with the settings that `posttrain run` would choose for this model on this machine. Of a run that is no
+    recipe it chooses none. Here only the device is taken from the machine that is planned."""
     if run.model.path is None:
         return run, ()
     size = ModelSize(
@@ -240,9 +224,6 @@ def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Length
     assumed = [n for n in ("prompt", "answer", "spread") if getattr(options, n) is None]
     note = f"prompts of {prompt:,} tokens, answers of {lengths.answer:,.0f} in the mean and at most {most:,}"
     return lengths, (note + (f"; assumed: --{', --'.join(assumed)}" if assumed else ""),)
-
-
-# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 def cache_file() -> Path:

@@ -52,13 +52,16 @@ from posttrain.system.files import disk_full_is_reported
 from posttrain.system.shell import command_line
 from posttrain.verifier.reward_source import CALLS, CountedSource
 
+DETERMINISTIC = (
+    "deterministic: torch's deterministic algorithms, and passes of a fixed size in the engine, whose idle rows are"
+    " its price (docs/guides/precision.md has figures)"
+)
+
 
 @contextmanager
 def open_session(request: RunRequest) -> Iterator[RunSession]:
-    """A run that is ready for its first step. At the end of the block its parts are closed, and its summary is written.
-
-    The summary is printed, unless the run is quiet or an error ended it.
-    """
+    """A run that is ready for its first step. At the end of the block its parts are closed, and its summary is written,
+    and printed, unless the run is quiet or an error ended it."""
     session = build_session(request)
     shows_summary = not request.quiet
     try:
@@ -76,7 +79,7 @@ def open_session(request: RunRequest) -> Iterator[RunSession]:
 
 @dataclass
 class RunSession:
-    """A run with its parts, from before its first step to its end."""
+    """A run with its parts."""
 
     run: Run
     book: RunFolder
@@ -129,17 +132,13 @@ def build_session(request: RunRequest) -> RunSession:
 
 
 def new_folder(runs: Path, recipe: str) -> Path:
-    """Make `runs/RECIPE-TIME`. Runs that begin in the same second get `-2`, `-3` and so on.
-
-    Raises:
-        RunFolderError: it cannot be made.
-    """
+    """Make `runs/RECIPE-TIME`. Runs that begin in the same second get `-2`, `-3` and so on."""
     began = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
     while True:
         folder = runs / (began if number == 1 else f"{began}-{number}")
         try:
-            # `mkdir` raises if the folder exists. So two runs that begin at once cannot both get it.
+            # It raises if the folder exists: two runs that begin at once cannot both get it.
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
@@ -151,10 +150,8 @@ def new_folder(runs: Path, recipe: str) -> Path:
 
 
 def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
-    """Builds the parts in order. The run folder is made only after the checks before it have passed.
-
-    `cleanup` gets a function for each part that closes it.
-    """
+    """Builds the parts in order. The run folder is made only after the checks before it have passed. `cleanup` gets a
+    function for each part that closes it."""
     # Memory is read before the model is loaded: what the run takes is counted above it.
     run, book, quiet, resident_before = request.run, request.book, request.quiet, resident()
     check_drivers(run)
@@ -191,7 +188,8 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     if not quiet:
         trackers.insert(0, terminal)
         about = (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *notes)
-        more = (*price_lines(run), *right_lines(run), f"run folder: {book.folder}", *tracker_lines(trackers))
+        price = (DETERMINISTIC,) if run.deterministic else ()
+        more = (*price, *right_lines(run), f"run folder: {book.folder}", *tracker_lines(trackers))
         for line in (*about, *more):
             terminal.say(line)
     say = (lambda line: None) if quiet else terminal.say
@@ -226,16 +224,6 @@ def count_on(folder: Path, environments: Iterable[Environment]) -> None:
         source.calls = max((int(s.clock.get(name, 0)) for s in steps), default=0)
 
 
-def price_lines(run: Run) -> tuple[str, ...]:
-    """Returns the effect and the cost of `deterministic=true`, as lines for people."""
-    if not run.deterministic:
-        return ()
-    return (
-        "deterministic: torch's deterministic algorithms, and passes of a fixed size in the engine, whose idle rows are"
-        " its price (docs/guides/precision.md has figures)",
-    )
-
-
 def right_lines(run: Run) -> tuple[str, ...]:
     """Returns lines that say what counts as a right answer, where answers are judged."""
     if not run.env.judges:
@@ -267,11 +255,8 @@ def heldout_notes(run: Run, by_stage: Mapping[str, Environment]) -> tuple[str, .
 
 
 def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, ...]:
-    """Write the lineage record of a run that begins or is resumed.
-
-    If it cannot be made, that is only a line for people here. The run goes on, but its weights cannot be exported or
-    used by another run.
-    """
+    """Write the lineage record of a run that begins or is resumed. If it cannot be made, that is only a line for
+    people: the run goes on, but its weights cannot be exported or used by another run."""
     try:
         with disk_full_is_reported(book.folder / LINEAGE, lambda: "Nothing was lost"):
             write_lineage(book.folder, "" if checkpoint is None else checkpoint.name)
@@ -281,18 +266,14 @@ def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, .
 
 
 def session_policy(request: RunRequest, blank: Policy | None = None) -> Policy:
-    """The policy of the run; `blank` if its model is not loaded in this process.
-
-    A resumed branch has its model in its own folder. Only if it was interrupted before it kept the weights of its
-    start, the other run is read once more.
-    """
+    """The policy of the run; `blank` if its model is not loaded in this process. A resumed branch has its model in its
+    own folder. Only if it was interrupted before it kept the weights of its start, the other run is read once more."""
     run, book, checkpoint = request.run, request.book, request.checkpoint
     if book is None:
         return make_policy(run, request.environment, request.others, blank=blank)
     if not is_branch(book.folder):
         return same_base(book.folder, make_policy(run, request.environment, request.others, blank=blank))
-    # Without a checkpoint, a branch goes on from the weights of its start. They may be kept in its folder already. Else
-    # they are read from the other run once more.
+    # Without a checkpoint, a branch goes on from the weights of its start, which may be kept in its folder already.
     start_is_kept = (book.folder / "kept" / START).is_dir()
     own_folder = book.folder if checkpoint is not None or start_is_kept else None
     policy = make_policy(run, request.environment, request.others, own=own_folder)

@@ -34,32 +34,17 @@ NARROWEST_CELL = 8
 
 def tree() -> str:
     """The trees of both ladders: each algorithm below the one it patches, with its changes."""
-    more = with_reasons(
-        (
-            (command_line("ladder", "NAME"), "one in full: formulas, numbers, what it reads and costs"),
-            (command_line("ladder", "--table"), "those of reward in one table: baseline, region, anchor, cost"),
-            (command_line("ladder", "--diff", "A", "B"), "the choices in which two differ"),
-            (command_line("ladder", "--on", "RUN"), "what each would do with the batches of one of your runs"),
-        ),
-        screen_width(),
+    more = (
+        (command_line("ladder", "NAME"), "one in full: formulas, numbers, what it reads and costs"),
+        (command_line("ladder", "--table"), "those of reward in one table: baseline, region, anchor, cost"),
+        (command_line("ladder", "--diff", "A", "B"), "the choices in which two differ"),
+        (command_line("ladder", "--on", "RUN"), "what each would do with the batches of one of your runs"),
     )
-    return "\n".join(
-        [
-            *_form(),
-            "",
-            *picture(_width()),
-            "",
-            "Preference algorithms learn from judgements:",
-            "",
-            *_form(PREFERENCE_FORM),
-            "",
-            *picture(_width(), PREFERENCES),
-            "",
-            f"{len(LADDER)} algorithms of reward and {len(PREFERENCES)} of preference; numbers that are off are not"
-            " printed.",
-            *more,
-        ]
-    )
+    counts = f"{len(LADDER)} algorithms of reward and {len(PREFERENCES)} of preference"
+    out = [*_form(), "", *picture(_width()), "", "Preference algorithms learn from judgements:", ""]
+    out += [*_form(PREFERENCE_FORM), "", *picture(_width(), PREFERENCES), ""]
+    out += [f"{counts}; numbers that are off are not printed.", *with_reasons(more, screen_width())]
+    return "\n".join(out)
 
 
 def _named(name: str) -> AnyAlgorithm:
@@ -121,15 +106,8 @@ def _row(a: Algorithm) -> tuple[str, ...]:
         memory_words.append("K" if a.stores_top or (a.distill and a.distill.top) else "V")
     forwards = str(costs.forwards) + (f"+{costs.late}" if costs.late else "")
     region = "-" if a.clip is None else type(a.clip).__name__.lower()
-    return (
-        a.name,
-        credit_words(a),
-        region,
-        a.aggregate,
-        anchor(a) or "-",
-        forwards,
-        "+".join(memory_words) or "-",
-    )
+    memory = "+".join(memory_words) or "-"
+    return a.name, credit_words(a), region, a.aggregate, anchor(a) or "-", forwards, memory
 
 
 def one(name: str) -> str:
@@ -164,12 +142,8 @@ def _reward(a: Algorithm) -> list[str]:
         out += _prose("  KL       ", f"its gradient is {a.pull.truth}")
     costs = cost(a)
     out += ["", *_prose("reads    ", ", ".join(reads(a)) or "nothing beside what the sampler stored")]
-    out += _prose(
-        "compares ",
-        f"pi with {formula('anchor', a.anchor).removeprefix('anchor = ')}"
-        if anchor(a)
-        else "pi with nothing: no ratio",
-    )
+    with_what = formula("anchor", a.anchor).removeprefix("anchor = ") if anchor(a) else "nothing: no ratio"
+    out += _prose("compares ", f"pi with {with_what}")
     out += _prose("forwards ", "; ".join(costs.passes) or "none beside rollout and learning")
     out += _prose("samples  ", "; ".join(costs.generation)) if costs.generation else []
     return out + (_prose("memory   ", "; ".join(costs.memory)) if costs.memory else [])
@@ -191,7 +165,7 @@ def _prose(lead: str, text: str) -> list[str]:
 
 
 def _form(form: str = FORM) -> list[str]:
-    """The form that all algorithms of a ladder have. Where a line is too long for the terminal, its words stand below
+    """The form that all algorithms of a ladder have. Words of a line that is too long for the terminal stand below
     it."""
     out: list[str] = []
     for line in form.split("\n"):

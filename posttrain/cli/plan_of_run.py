@@ -1,7 +1,5 @@
-"""`posttrain plan --against RUN` and `--budget RUN` in the terminal.
-
-The first prints each term of a plan beside what the run took. The second prints what to make faster first.
-"""
+"""`posttrain plan --against RUN` and `--budget RUN` in the terminal: each term of a plan beside what the run took, and
+what to make faster first."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`posttrain run RECIPE --help`: the settings as text, as wide as the terminal.
-
-Without NAME it shows the settings that people change first. `--help all` shows all of them. `--help NAME` shows one
-group, one setting, or all settings below that name.
-"""
+"""`posttrain run RECIPE --help`: the settings as text, as wide as the terminal. Without NAME it shows those that people
+change first, `--help all` all of them, and `--help NAME` one group, one setting, or all settings below that name."""
 
 from __future__ import annotations
 
@@ -171,12 +168,9 @@ def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> list[str]:
-    """Lines of at most `columns`, broken at spaces. A list without spaces that is too long is broken after its commas.
-    Any other word that is too long stays whole.
-
-    Args:
-        first, then: what the first line and the further lines begin with; None: as the first.
-    """
+    """Lines of at most `columns`, broken at spaces. A list without spaces that is too long is broken after its commas;
+    any other word that is too long stays whole. `first`, `then`: what the first line and the further lines begin
+    with."""
     then = first if then is None else then
     lines, line, empty = list[str](), first, True
     for word in text.split():

@@ -120,12 +120,9 @@ Engine = Embedded | VLLM
 def engine_refusals(
     engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ahead: str
 ) -> Iterator[str]:
-    """Yields a message about each thing that the engine of a run cannot do. Each message says what to change.
-
-    Args:
-        lora: whether the model has an adapter.
-        ahead: the name of a stage that asks for samples while the learner works; '' where none does.
-    """
+    """Yields a message about each thing that the engine of a run cannot do, with what to change. `lora`: whether the
+    model has an adapter. `ahead`: the name of a stage that asks for samples while the learner works; '' where none
+    does."""
     if not isinstance(engine, Embedded):
         if exact:
             yield (
@@ -150,7 +147,7 @@ def engine_refusals(
             f"{ahead}.staleness asks for samples while the learner works, and with engine.sleep=true the engine has no"
             f" cache then: set {ahead}.staleness=0, or engine.sleep=false"
         )
-    for name in [n for n, on in (("deterministic", deterministic), ("exact", exact)) if on]:
+    for name in ["deterministic"] * deterministic + ["exact"] * exact:
         if engine.lookup or engine.draft:
             yield (
                 f"{name}=true computes fixed shapes, and drafts differ in number: set engine.lookup=0 engine.draft=none"
@@ -173,12 +170,8 @@ def _positive(name: str, value: float) -> None:
 
 
 def pause_refusals(stage: str, engine: Engine, local: bool, deterministic: bool) -> Iterator[str]:
-    """Yields the reasons why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to
-    change.
-
-    Args:
-        local: whether the engine computes in the learner's process.
-    """
+    """Yields the reason why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to
+    change. `local`: whether the engine computes in the learner's process."""
     setting = f"{stage}.unfinished=pause stops turns while the learner computes"
     if not (local and isinstance(engine, Embedded)):
         yield f"{setting}, and this engine goes on meanwhile by itself: set {stage}.unfinished=go_on"

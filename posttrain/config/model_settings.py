@@ -60,11 +60,7 @@ class Lora:
 
 
 def goes_on(asked: Lora | None, saved: Lora, where: str) -> Lora:
-    """The adapter of a model that has one already: that one goes on.
-
-    Raises:
-        ConfigError: another one is asked for.
-    """
+    """The adapter of a model that has one already: that one goes on. ConfigError where another one is asked for."""
     if asked not in (None, saved):
         raise ConfigError(
             f"{where}: there is an adapter already ({saved.words()}), and it is trained further. Leave model.lora out;"
@@ -82,51 +78,24 @@ def check_frozen(lora: Lora | None, quantize: str | None) -> None:
         )
 
 
-def refuse_dora(lora: Lora | None, quantize: str | None) -> None:
-    """ConfigError for DoRA over weights in few bits."""
-    if quantize is not None and lora is not None and lora.dora:
-        raise ConfigError(
-            f"model.quantize={quantize} with model.lora.dora=true: PEFT computes DoRA's norms from float weights. Set"
-            " one of them off"
-        )
-
-
-def check_served_elsewhere(lora: Lora | None, quantize: str | None) -> None:
-    """ConfigError for what vLLM cannot serve."""
-    if lora is not None and lora.dora:
-        raise ConfigError(
-            "model.lora.dora=true with engine=vllm: vLLM serves no DoRA adapters. Set engine=embedded, or"
-            " model.lora.dora=false"
-        )
-    if quantize is not None:
-        raise ConfigError(
-            f"model.quantize={quantize} with engine=vllm: vLLM would answer from other weights than the learner's. Set"
-            " engine=embedded, or leave it out"
-        )
-
-
 DEVICE = re.compile(r"cpu|(cuda|mps|xpu)(:\d{1,3})?")
 """Pattern of a device as torch names it. The processor has one name, by which it is told from accelerators."""
 
 
 def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:
-    """Refuse a device that does not exist, and settings that move tensors to the CPU where the device is the CPU.
-
-    Raises:
-        ConfigError: it says what to set.
-    """
+    """ConfigError for a device that does not exist, or settings that move tensors to the CPU where the device is it."""
     if not DEVICE.fullmatch(device):
         raise ConfigError(f"model.device={device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu")
+    moves = "from an accelerator to the memory of the CPU; with model.device=cpu"
     if offload_activations and device == "cpu":
         raise ConfigError(
-            "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
-            " model.device=cpu they are there. Set it to false, or keep fewer with"
-            " model.gradient_checkpointing=selective"
+            f"model.offload_activations=true moves activations {moves} they are there. Set it to false, or keep fewer"
+            " with model.gradient_checkpointing=selective"
         )
     if offload_optimizer and device == "cpu":
         raise ConfigError(
-            "model.offload_optimizer=true moves the optimizer's state from an accelerator to the memory of the CPU;"
-            " with model.device=cpu it is there. Set it to false, or keep less with optimizer.kind=adamw8bit"
+            f"model.offload_optimizer=true moves the optimizer's state {moves} it is there. Set it to false, or keep"
+            " less with optimizer.kind=adamw8bit"
         )
 
 
@@ -135,12 +104,9 @@ RouterReplay = Literal["none", "sampler", "start"]
 
 
 def router_refusals(replay: RouterReplay, balanced: str, records: bool) -> Iterator[str]:
-    """Yields a message about each thing that a run cannot do with routers. Each message says what to change.
-
-    Args:
-        balanced: the name of a stage with a load-balance loss; '' where none has one.
-        records: whether its engine records the routers' choices.
-    """
+    """Yields a message about each thing that a run cannot do with routers, with what to change. `balanced`: the name of
+    a stage with a load-balance loss; '' where none has one. `records`: whether its engine records the routers'
+    choices."""
     if replay == "sampler" and not records:
         yield (
             "model.router_replay=sampler reads the experts that the sampler chose, which this library reads from its"

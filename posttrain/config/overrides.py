@@ -98,9 +98,6 @@ def _left_out(node: Node, name: str) -> bool:
     return out
 
 
-# --- addresses -------------------------------------------------------------------------------------------------------
-
-
 def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
     """The full path of a shortened key: `clip.high` -> (rl, algorithm, clip, high)."""
     parts = tuple(key.split("."))
@@ -127,10 +124,7 @@ def _meant(run: Run, parts: tuple[str, ...], word: str) -> tuple[Stage, ...]:
     # Stages of two ladders may be in one run. The ladder is told from the algorithm's name, or from the choice: `clip`
     # is of reward, `link` of preference. Where it is not told, those of reward are meant.
     kinds = {s.name: algorithm_type(type(s)) for s in run.stages}
-    if len(parts) == 1:
-        fits = [k for k, rows in LADDERS.items() if word in rows]
-    else:
-        fits = [k for k in LADDERS if parts[1] in choices(k)]
+    fits = [k for k, rows in LADDERS.items() if (word in rows if len(parts) == 1 else parts[1] in choices(k))]
     meant = tuple(s for s in run.stages if kinds[s.name] in fits)
     return meant or tuple(s for s in run.stages if kinds[s.name] is Algorithm) or run.stages
 
@@ -149,7 +143,7 @@ def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
 
 def _suggest(run: Run, key: str) -> str:
     """Suggest full paths with the same last word or a close one, else the nearest full path, else the first words of
-    all paths."""
+    all."""
     full = [path for path, _ in surface(run)]
     ends: dict[str, list[str]] = {}
     for path in sorted(full, key=lambda p: p.count(".")):
@@ -164,9 +158,6 @@ def _suggest(run: Run, key: str) -> str:
     return f"settings begin with one of {', '.join(sorted({p.partition('.')[0] for p in full}))}"
 
 
-# --- rebuilding ------------------------------------------------------------------------------------------------------
-
-
 def _env(env: Env | None, word: str) -> Env:
     """A named environment starts from its default settings; only the number of held-out tasks is kept."""
     return Env(name=word) if env is None else Env(name=word, heldout=env.heldout)
@@ -179,30 +170,22 @@ def _model(model: Model, word: str) -> Model:
     return model if path is None and model.path is None else replace(model, path=path, context=None)
 
 
-def _algorithm(current: AnyAlgorithm, word: str) -> AnyAlgorithm:
-    # An algorithm of the same ladder: a stage learns from reward or from preferences.
-    return named_algorithm(type(current), word)
-
-
 def _number(kind: type, field: str, path: str) -> Callable[[Any, str], Any]:
     """Returns a function that builds a group of settings with its defaults, and one whole number as its `field`."""
     return lambda _, word: kind(**{field: read(int, word, path)})
 
 
-def _optimizer(optimizer: Optimizer, word: str) -> Optimizer:
-    return replace(optimizer, kind=read(dataclass_json.hints(Optimizer)["kind"], word, "optimizer"))
-
-
 SHORT: dict[type, Callable[[Any, str], Any]] = {
     Env: _env,
     Model: _model,
-    Algorithm: _algorithm,
-    PreferenceAlgorithm: _algorithm,
+    # Of the same ladder: a stage learns from reward or from preferences.
+    Algorithm: lambda _, word: named_algorithm(Algorithm, word),
+    PreferenceAlgorithm: lambda _, word: named_algorithm(PreferenceAlgorithm, word),
     RejectionMethod: lambda _, word: named_method(word),
     Lora: _number(Lora, "rank", "model.lora"),
     Replay: _number(Replay, "size", "replay"),
     Regenerate: _number(Regenerate, "completions", "method.regenerate"),
-    Optimizer: _optimizer,
+    Optimizer: lambda o, word: replace(o, kind=read(dataclass_json.hints(Optimizer)["kind"], word, "optimizer")),
 }
 """Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `method=NAME`, `model.lora=RANK`,
 `rl.replay=SIZE`, `method.regenerate=COMPLETIONS`, `optimizer=KIND`."""
@@ -225,7 +208,9 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
     if dataclasses.is_dataclass(current) and not isinstance(current, type):
         return _fields(declared, current, node, path)
     if isinstance(current, Mapping):
-        return _mapping(declared, cast("Mapping[str, Any]", current), node, path)
+        before, item = cast("Mapping[str, Any]", current), dataclass_json.mapping_item(declared)
+        set_now = {n: _rebuild(item, before.get(n), part, f"{path}.{n}") for n, part in node.parts.items()}
+        return {**before, **set_now}
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
     name = next(iter(node.parts))
@@ -285,14 +270,6 @@ def _fields(declared: Any, current: Any, node: Node, path: str, **changes: Any) 
     return replace(current, **changes)
 
 
-def _mapping(declared: Any, current: Mapping[str, Any], node: Node, path: str) -> Mapping[str, Any]:
-    item = dataclass_json.mapping_item(declared)
-    return {
-        **current,
-        **{name: _rebuild(item, current.get(name), part, f"{path}.{name}") for name, part in node.parts.items()},
-    }
-
-
 def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) -> tuple[Any, ...]:
     """Elements by position (`rewards.0.weight`) or by the name of their type (`shape.overlong.cache`)."""
     item = dataclass_json.tuple_item(declared)
@@ -311,8 +288,8 @@ def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) ->
 
 
 def _patched(base: Any, node: Node, path: str) -> Any:
-    """All changed choices of an algorithm as one patch. A user's earlier patch is merged into it; changes without
-    effect are left out."""
+    """All changed choices of an algorithm as one patch, with a user's earlier patch; changes without effect are left
+    out."""
     kind = cast("type[Any]", type(base))
     known = {name: dataclass_json.hints(kind)[name] for name in choices(kind)}
     wanted: dict[str, Any] = {}
@@ -328,9 +305,6 @@ def _patched(base: Any, node: Node, path: str) -> Any:
         wanted = {**{name: new for name, (_, new) in differences(parent, base).items()}, **wanted}
     changes = {name: value for name, value in wanted.items() if getattr(parent, name) != value}
     return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent
-
-
-# --- the surface -----------------------------------------------------------------------------------------------------
 
 
 def surface(run: Run) -> list[tuple[str, str]]:

@@ -72,22 +72,15 @@ Placement = Local | Processes | Ray
 
 
 def placement_refusals(placement: Placement, engine: Engine) -> str:
-    """Returns a message that says what an engine in another process cannot do, and what to change; '' where all
-    fits."""
+    """Returns what an engine in another process cannot do, and what to change; '' where all fits."""
     if isinstance(placement, Local):
         return ""
     kind = type(placement).__name__.lower()
     if isinstance(engine, Embedded):
-        if engine.timeline:
-            return (
-                f"engine.timeline=true writes times of an engine in the learner's process, and placement={kind} has"
-                " none there: set engine.timeline=false, or placement=local"
-            )
-        if engine.sleep:
-            return (
-                f"engine.sleep=true is about an engine in the learner's process, and placement={kind} has none there:"
-                " set engine.sleep=false, or placement=local"
-            )
+        for name, does in (("timeline", "writes times of"), ("sleep", "is about")):
+            if getattr(engine, name):
+                setting = f"engine.{name}=true {does} an engine in the learner's process"
+                return f"{setting}, and placement={kind} has none there: set engine.{name}=false, or placement=local"
         return ""
     if engine.url is not None:
         return (
@@ -103,8 +96,7 @@ def placement_refusals(placement: Placement, engine: Engine) -> str:
 
 
 def learner_cores(placement: Placement) -> int:
-    """Cores of this machine that the engines leave to the learner. 0: the engines have no cores of their own, or they
-    leave none; the learner then uses all."""
+    """Cores of this machine that the engines leave to the learner. 0: they have none of their own, or leave none."""
     if isinstance(placement, Local | Ray) or not placement.cores:
         return 0
     return max(0, cores() - placement.cores * placement.engines)
@@ -112,14 +104,11 @@ def learner_cores(placement: Placement) -> int:
 
 def check_machine(placement: Placement) -> None:
     """ConfigError for what this machine lacks: a package, or cores."""
-    if isinstance(placement, Local):
-        return
-    if isinstance(placement, Ray):
-        if find_spec("ray") is None:
-            raise ConfigError(
-                'placement=ray needs Ray: pip install "posttrain[ray]", or take placement=processes, which needs no'
-                " package"
-            )
+    if isinstance(placement, Ray) and find_spec("ray") is None:
+        raise ConfigError(
+            'placement=ray needs Ray: pip install "posttrain[ray]", or take placement=processes, which needs no package'
+        )
+    if isinstance(placement, Local | Ray):
         return
     if placement.cores and not hasattr(os, "sched_setaffinity"):
         raise ConfigError(

@@ -19,10 +19,8 @@ from posttrain.system.errors import ConfigError
 
 SECONDS = 600.0
 """How long a rank waits in an exchange for the others before the run stops."""
-TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""The environment variable that torchrun sets in each of its processes."""
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""The environment variable in which torchrun counts how often it has started them again."""
+TORCHRUN, RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
+"""The environment variables that torchrun sets in its processes, and in which it counts how often it restarted them."""
 Parallel = Literal["rows", "tensor", "experts"]
 """How ranks share a model: rows of every weight (`fully_shard`), columns and rows of each layer (tensor parallelism),
 or whole experts of a mixture (expert parallelism)."""

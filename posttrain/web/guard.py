@@ -2,8 +2,8 @@
 
 A page that computes is a program that others could use: another page in the same browser, another user of the machine,
 or a hostile site whose name points to 127.0.0.1. So every request must name this machine as its host, must come from
-this server's own page, and must carry a secret. The secret is in the address that the browser is opened with. The first
-answer puts it into a cookie that no script can read, and redirects the browser to the address without the secret.
+this server's own page, and must carry a secret. It is in the address that the browser is opened with. The first answer
+puts it into a cookie that no script can read, and redirects the browser to the address without it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Guard:
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie. It has the port, so that servers on other ports of this machine have other
-        cookies."""
+        """The name of the cookie. It has the port: servers on other ports of this machine have other cookies."""
         return f"posttrain-{self.port}"
 
     @property
@@ -96,6 +95,6 @@ class Guard:
             return web.Response(status=error.status, text=f"{error.reason}\n")
 
     async def limit(self, request: web.Request, answer: web.StreamResponse) -> None:
-        """Set the headers that limit a page; for `on_response_prepare`. A stream has sent its headers before the
+        """Set the headers that limit a page; for `on_response_prepare`: a stream sends its headers before the
         middleware sees it."""
         answer.headers.update(HEADERS)

@@ -46,12 +46,8 @@ def bound_socket(port: int) -> socket.socket:
 async def serve_locally(
     app: web.Application, guard: Guard, at: socket.socket, path: str, open_browser: bool, say: Callable[[str], None]
 ) -> int:
-    """Serve until SIGINT or SIGTERM; returns 128 and the signal's number.
-
-    Args:
-        at: a socket of `bound_socket`.
-        path: the page that is opened first.
-    """
+    """Serve until SIGINT or SIGTERM; returns 128 and the signal's number. `at`: a socket of `bound_socket`. `path`: the
+    page that is opened first."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     signals: list[int] = []
 
@@ -63,8 +59,7 @@ async def serve_locally(
         loop.add_signal_handler(number, end, number)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=GRACE, handler_cancellation=True)
     await runner.setup()
-    # The port is set before the first request, because hosts, cookie and address contain it. The system may have chosen
-    # it.
+    # Before the first request: hosts, cookie and address contain the port, which the system may have chosen.
     guard.port = at.getsockname()[1]
     try:
         await web.SockSite(runner, at).start()

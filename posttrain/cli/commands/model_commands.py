@@ -187,7 +187,8 @@ def export(o: Namespace) -> int:
         raise ConfigError("--public is about a repository of the hub: export to hub:USER/NAME, or leave it out")
     from posttrain.api import main
 
-    written, certificate = main.certified_export(o.run, o.folder, o.checkpoint, o.trust, o.public, o.adapter, o.ema)
+    choice = {n: getattr(o, n) for n in ("checkpoint", "trust", "adapter", "ema")}
+    written, certificate = main.certified_export(o.run, o.folder, o.public, **choice)
     tell(f"pushed to {written}" if is_hub(o.folder) else f"wrote {written}")
     tell(certificate.line)
     return 0

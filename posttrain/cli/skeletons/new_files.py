@@ -20,31 +20,23 @@ EXAMPLES = tuple((a, b) for a in range(10, 90, 10) for b in range(1, 9))
 Shape = Literal["env", "tools", "judged", "dialog"]
 """Kinds of environments that are written. env: one question and one answer. tools: with tools and several turns.
 judged: answers are judged by a known taste. dialog: a conversation with a simulated user and a persona to keep."""
+YOUR_MODEL = "train a model that you have: its path for MODEL"
 JUDGE = "judge:http://127.0.0.1:8000/v1"
 """The judge in the commands and files that are written: `posttrain serve`, or another server on this machine."""
 
 
 def new_env(name: str, folder: Path | str = ".", kind: Shape = "env") -> tuple[Path, Path]:
-    """Write NAME.py and test_NAME.py into a folder; returns both paths. A missing folder is made.
-
-    Raises:
-        ConfigError: NAME is not a name for a Python file, or one of the files exists.
-    """
+    """Write NAME.py and test_NAME.py into a folder, which is made where it is missing; returns both paths. ConfigError
+    where NAME is not a name for a Python file, or one of the files exists."""
     files = {f"{name}.py": f"new_{kind}.txt", f"test_{name}.py": f"new_{kind}_test.txt"}
-    one, two, *_ = _write(
-        name, folder, {**files, **({f"{name}.md": "new_dialog_rubric.txt"} if kind == "dialog" else {})}
-    )
+    rubric = {f"{name}.md": "new_dialog_rubric.txt"} if kind == "dialog" else {}
+    one, two, *_ = _write(name, folder, files | rubric)
     return one, two
 
 
 def new_benchmark(name: str, file: Path | str, folder: Path | str = ".") -> list[Path]:
     """Write the items of a benchmark file as NAME.jsonl, its rubric as NAME.md, the rubric of a judge that is held out
-    as NAME_heldout.md, a run with both judges as NAME.py, and test_NAME.py; returns the paths.
-
-    Raises:
-        ConfigError: as `new_env`.
-        DataError: the file is no benchmark.
-    """
+    as NAME_heldout.md, a run with both judges as NAME.py, and test_NAME.py; returns the paths."""
     rubric, items = benchmark(file)
     texts = {
         f"{name}.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in items),
@@ -56,11 +48,7 @@ def new_benchmark(name: str, file: Path | str, folder: Path | str = ".") -> list
 
 
 def new_reward(name: str, folder: Path | str = ".") -> tuple[Path, Path, Path]:
-    """Write NAME.py with a reward function, test_NAME.py, and NAME.jsonl with rows to try it on; returns the paths.
-
-    Raises:
-        ConfigError: as `new_env`.
-    """
+    """Write NAME.py with a reward function, test_NAME.py, and NAME.jsonl with rows to try it on; returns the paths."""
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "completion": str(a + b)} for a, b in EXAMPLES]
     files = {f"{name}.py": "new_reward.txt", f"test_{name}.py": "new_reward_test.txt"}
     one, two = _write(name, folder, files, {f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
@@ -128,51 +116,40 @@ def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[st
     }[kind]
     judge = (f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={path.with_suffix('.md')}", "env.measured=true")
     # A judged environment is learned by preferences, so its model goes into DPO; the others learn from reward.
-    own_model = ("run", "dpo", "model=MODEL", f"env={env}", "sft=none") if kind == "judged" else None
+    recipe, more = ("dpo", ("sft=none",)) if kind == "judged" else ("grpo", ())
+    paid = [(command_line(*train, *judge), "the same, paid by a judge that is served there")]
     return _listed(
         (command_line("check", env), "try it and its verifier"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
         (command_line(*train), "train a small model from scratch on it"),
-        *(
-            [(command_line(*train, *judge), "the same, paid by a judge that is served there")]
-            if kind == "dialog"
-            else []
-        ),
-        (
-            command_line(*(own_model or ("run", "grpo", "model=MODEL", f"env={env}"))),
-            "train a model that you have: its path for MODEL",
-        ),
+        *(paid if kind == "dialog" else []),
+        (command_line("run", recipe, "model=MODEL", f"env={env}", *more), YOUR_MODEL),
     )
 
 
 def benchmark_steps(run: Path, test: Path, rows: Path, rubric: Path) -> list[str]:
     """Returns the next steps to try with a benchmark and its judges."""
-    paid = (f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={rubric}")
+    check = command_line(
+        *("check", "prompts", f"env.prompts={rows}", f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={rubric}")
+    )
+    tiny = command_line("run", f"{run}:run", "rl.optimizer.lr=5e-4", "rl.steps=20", "rl.sampling.max_tokens=32")
     return _listed(
         (f"{python()} {shlex.quote(str(test))}", "its own test, with a scripted judge (or: pytest)"),
-        (
-            command_line("check", "prompts", f"env.prompts={rows}", *paid),
-            "what the judge pays; it must be served there",
-        ),
-        (
-            command_line("run", f"{run}:run", "rl.optimizer.lr=5e-4", "rl.steps=20", "rl.sampling.max_tokens=32"),
-            "the whole way on a tiny model that is built, with the judge served there",
-        ),
-        (command_line("run", f"{run}:run", "model=MODEL"), "train a model that you have: its path for MODEL"),
+        (check, "what the judge pays; it must be served there"),
+        (tiny, "the whole way on a tiny model that is built, with the judge served there"),
+        (command_line("run", f"{run}:run", "model=MODEL"), YOUR_MODEL),
     )
 
 
 def reward_steps(path: Path, test: Path, rows: Path, name: str) -> list[str]:
     """Returns the next steps to try with a reward function."""
     data = (f"env.prompts={rows}", f"env.rewards={path}:{name}")
+    tiny = command_line("run", "verifiable", *data)
     return _listed(
         (command_line("check", "prompts", *data), "try it on the rows"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
-        (
-            command_line("run", "verifiable", *data),
-            "train a small model from scratch on it: imitation, then the reward",
-        ),
-        (command_line("run", "grpo", "model=MODEL", *data), "train a model that you have: its path for MODEL"),
+        (tiny, "train a small model from scratch on it: imitation, then the reward"),
+        (command_line("run", "grpo", "model=MODEL", *data), YOUR_MODEL),
     )
 
 
@@ -193,14 +170,9 @@ confident tone, lists without content, or words to the judge. Where you are not 
 
 
 def benchmark(file: Path | str) -> tuple[str, list[Mapping[str, Any]]]:
-    """(rubric, items) of a JSON file with `rubric` and `items`, or of a file with one item a line (.jsonl).
-
-    A rubric is a text, or a list of criteria: texts, or objects with `criterion` and `points`. Items have a `prompt`,
-    and each its own `rubric` where the file has none.
-
-    Raises:
-        DataError: it is no such file. The message says what is missing.
-    """
+    """(rubric, items) of a JSON file with `rubric` and `items`, or of a file with one item a line (.jsonl). A rubric is
+    a text, or a list of criteria: texts, or objects with `criterion` and `points`. Items have a `prompt`, and each its
+    own `rubric` where the file has none. DataError says what is missing."""
     path = Path(file).expanduser()
     try:
         raw = path.read_bytes()

@@ -1,9 +1,6 @@
 """Rules that choose which of a prompt's judged completions are kept, to be imitated. Each rule is a type that owns its
-numbers.
-
-A rule reads the raw rewards of one prompt's completions and nothing else. Completions that could not be judged, and
-those that were cut off, never reach it (`role.learning.rejection_selection`).
-"""
+numbers. It reads the raw rewards of one prompt's completions and nothing else. Completions that could not be judged,
+and those that were cut off, never reach it (`role.learning.rejection_selection`)."""
 
 from __future__ import annotations
 
@@ -26,11 +23,8 @@ class Keep(Open, ABC, begin=True):
     @abstractmethod
     def chosen(self, rewards: Sequence[float], improvement: int = 0) -> list[int]:
         """Returns the indices of the completions of one prompt that are kept, the first to keep first. There may be
-        none.
-
-        Args:
-            improvement: how often the same completions were imitated from before (`RejectionMethod.improvements`).
-        """
+        none. `improvement`: how often the same completions were imitated from before
+        (`RejectionMethod.improvements`)."""
 
     @abstractmethod
     def words(self) -> str:

@@ -179,13 +179,8 @@ class RewardModel(LearnsRows):
     def shape(self) -> HeadShape:
         """The shape of its head."""
         separator = self.separator if self.judgement == "steps" else ""
-        return HeadShape(
-            pool=self.pool,
-            outputs=self.attributes or ("score",),
-            gate=self.gate,
-            classes=self.classes,
-            separator=separator,
-        )
+        same = {"pool": self.pool, "gate": self.gate, "classes": self.classes}
+        return HeadShape(outputs=self.attributes or ("score",), separator=separator, **same)
 
     def beside(self, stages: tuple[Stage, ...]) -> str:
         first = next(s for s in stages if isinstance(s, RewardModel))
@@ -229,8 +224,7 @@ def head_of(stages: tuple[Stage, ...]) -> HeadShape | None:
 
 def trained_at(stages: tuple[Stage, ...], state: Mapping[str, Any]) -> RewardModel | None:
     """The stage whose reward model a checkpoint with this state holds; None where its weights are a policy's."""
-    # Inside a stage a checkpoint has the weights of that stage; between two it has those of the last one
-    # that handed its weights on.
+    # Inside a stage a checkpoint has that stage's weights; between two those of the last one that handed its on.
     done = int(state.get("stage", 0))
     if state.get("running") is not None and done < len(stages):
         now: Stage | None = stages[done]
