@@ -150,10 +150,12 @@ def evaluate(
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = contract_of(run, max_tokens, temperature)
     folder = None if weights is None else Path(target)
-    # A tokenizer that was built has the characters of all environments of the run. Here only one is made, so where
-    # stages have environments of their own the tokenizer comes from the folder.
+    # A built tokenizer has the characters of all environments, and here one is made: else it comes from the folder.
     written = folder / TOKENIZER if folder is not None and any(s.env for s in run.stages) else None
-    run = _evaluated(run, contract)
+    # Only its RL stages. Nothing of another stage is named: its weights, its time, and whether one follows.
+    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
+    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
+    run = replace(run, stages=asked or run.stages)
     with closing(make_environment(run, given)) as environment:
         judges = declared(environment).judges or run.env.has_reward_models
         _check_measurable(environment, run.env, is_url(target), judges or folder is not None)
@@ -213,14 +215,6 @@ async def _measured(
     await roles.sync.push(roles.engine.version + 2)
     sampling = contract.resolve(stop_ids, roles.renderer.spell)
     return await measure(roles.rollout, environment.heldout, sampling, how)
-
-
-def _evaluated(run: Run, contract: Sampling) -> Run:
-    """The run with only its RL stages, made independent of the stages that were removed."""
-    # Nothing of another stage is named: its weights, its time (`time_of`), and whether one follows (`hands_on`).
-    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
-    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
-    return replace(run, stages=asked or run.stages)
 
 
 def export(

@@ -32,16 +32,7 @@ from posttrain.core.gauge import Gauges, Step, merge
 from posttrain.plan.budget import OPTIMISATIONS
 from posttrain.plan.machines import Hardware, machine
 from posttrain.plan.memory import Place, places
-from posttrain.plan.of_run.against import (
-    OWN,
-    Compared,
-    largest_step,
-    memory_terms,
-    recorded_work,
-    step_seconds,
-    time_factors,
-    time_terms,
-)
+from posttrain.plan.of_run import against
 from posttrain.plan.shapes import ModelShape, read_shape
 from posttrain.plan.throughput import Throughput, Times
 from posttrain.plan.work import Work, work_of
@@ -134,8 +125,7 @@ def _of_sampling(
             saved = (rollout - max(0.0, waits)) * (1 - OPTIMISATIONS["speculation"].factor)
             yield RunChange("engine.lookup=4", saved, "only where text repeats itself; tokens stay the same", "quoted")
     if not stage.oversample and work.lengths.cv:
-        # With `oversample` a group waits for the k-th of n answers, and no longer for the longest one. The k-th
-        # shortest of n lengths is near their quantile k / (n + 1).
+        # A group then waits for the k-th of n answers. The k-th shortest length is near their quantile k / (n + 1).
         more = stage.siblings + max(1, stage.siblings // 4)
         first = work.lengths.quantile(stage.siblings / (more + 1)) / work.lengths.longest(work.sequences)
         # The slots' time that is empty, mostly while the last long answers of a step are sampled.
@@ -160,8 +150,7 @@ def _of_learning(run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, f
         yield RunChange("model.share_prefixes=true", saved, "results change by rounding", "counted")
     if run.model.lora is None and run.model.path is not None:
         price = "an adapter trains, not all weights"
-        # A training pass has three matrix products for each weight. With an adapter the one for the weight's gradient
-        # is left out.
+        # Of a training pass's three matrix products the one for the weight's gradient is left out.
         yield RunChange("model.lora.rank=16", seconds.get("learn", 0) / 3, price, "counted")
 
 
@@ -188,17 +177,17 @@ class PlanAgainst:
     steps: int
     held: float
     """Bytes that the process had before its model was loaded; 0 on an accelerator."""
-    memory: tuple[Compared, ...]
+    memory: tuple[against.Compared, ...]
     """Empty where the run recorded no peaks."""
     place: Place
-    time: tuple[Compared, ...]
+    time: tuple[against.Compared, ...]
     """Empty where nothing is known of the machine's speed."""
     own: Mapping[str, float]
     """Median seconds of the parts of a step that no plan counts, by the role of the record."""
 
     @property
     def factors(self) -> dict[str, float]:
-        return time_factors(self.time)
+        return against.time_factors(self.time)
 
 
 def stage_work(run: Run, stage: Stage, shape: ModelShape, context: int) -> Work:
@@ -235,10 +224,12 @@ def plan_against(
     machine_facts: Any = file.facts.get("machine")
     held = float(machine_facts.get("held", 0)) if isinstance(machine_facts, dict) and not base.accelerator else 0.0
     # Memory is compared with the largest step, since a peak is of one step. Time is compared with all steps.
-    place = places(recorded_work(base, largest_step(steps) or steps))[0]
-    memory = memory_terms(place, steps, held) if held or base.accelerator else []
-    rows = time_terms(timed_stage(run, stage, recorded_work(base, steps), where), steps) if timed else []
-    unplanned = {r: statistics.median(x) for r in OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
+    place = places(against.recorded_work(base, against.largest_step(steps) or steps))[0]
+    memory = against.memory_terms(place, steps, held) if held or base.accelerator else []
+    rows = (
+        against.time_terms(timed_stage(run, stage, against.recorded_work(base, steps), where), steps) if timed else []
+    )
+    unplanned = {r: statistics.median(x) for r in against.OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
     return PlanAgainst(run, stage, where, len(steps), held, tuple(memory), place, tuple(rows), unplanned)
 
 
@@ -269,7 +260,7 @@ def faster(folder: str, options: PlanOptions) -> tuple[Stage, dict[str, float], 
     mean = {name: sum(s.clock.get(name, 0.0) for s in warm) / len(warm) for name in clocks}
     seconds = {role: mean[role] for role in ROLES if role in mean}
     shape, context = run_shape(run, folder)
-    work = recorded_work(stage_work(run, stage, shape, run.model.context or context), steps)
+    work = against.recorded_work(stage_work(run, stage, shape, run.model.context or context), steps)
     return stage, seconds, by_saving(run, stage, work, seconds, merge(*(s.gauges for s in warm)), mean)
 
 
@@ -337,16 +328,15 @@ class PlanWatch:
         )
 
     def _time(self, p: Prediction, step: Step) -> str:
-        # If the predicted step is shorter than `SHORT`, the first steps but the very first, which makes checks that are
-        # made only once, say how much longer than planned a step takes.
+        # Of a step below `SHORT` the first steps, but the very first, say how much longer than planned it takes.
         if p.seen == FIRST + 1:
-            predicted = p.timed(recorded_work(p.work, p.steps[1:])).step
-            p.factor = step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
-        # Compared are full windows of `STEPS` steps, which do not overlap and have none of the first steps.
+            predicted = p.timed(against.recorded_work(p.work, p.steps[1:])).step
+            p.factor = against.step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
+        # against.Compared are full windows of `STEPS` steps, which do not overlap and have none of the first steps.
         if p.seen < FIRST + 1 + STEPS or step.index % STEPS:
             return ""
         last = p.steps[-STEPS:]
-        predicted, measured = p.factor * p.timed(recorded_work(p.work, last)).step, step_seconds(last)
+        predicted, measured = p.factor * p.timed(against.recorded_work(p.work, last)).step, against.step_seconds(last)
         if measured <= max(SLOWER * predicted, SHORT):
             return ""
         like = "its first steps and its lengths tell" if p.factor != 1 else "was planned"

@@ -112,8 +112,7 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], kee
         keeps: nobody else uses the policy's weights, so the embedded engine keeps them and takes no copy.
     """
     if isinstance(run.engine, Embedded):
-        # A copy (`twin`): the learner changes the policy's weights in place, and the engine must sample with the
-        # weights of the last push.
+        # A copy: the learner changes the policy's weights in place; the engine has those of the last push.
         served = policy if keeps else policy.twin()
         return keeping_contracts(run, served_here(embedded_engine(run, run.engine, served, text), run.engine))
     return keeping_contracts(run, _vllm(run, run.engine, policy))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from posttrain.config.env import Env
 from posttrain.config.run import Run
@@ -39,8 +38,8 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             hints(env)  # raises where it writes none
         if isinstance(stage, Rejection) and stage.method.regenerate is not None:
             for reward in config.rewards:
-                # Completions from the middle of an answer are judged by the environment alone; with a model that pays,
-                # whole answers would have other rewards. Which `model:PATH` scores steps is only known when loaded.
+                # With a model that pays, whole answers and completions from their middle would have different rewards.
+                # Which `model:PATH` scores steps is only known when it is loaded.
                 if reward.judge_run or reward.steps != "score":
                     raise ConfigError(stage.judged_alone(reward.function))
         if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
@@ -93,8 +92,10 @@ def own_environments(run: Run, env: Environment, objects: RuntimeObjects = Runti
                 continue
             stage_env = next((e for settings, e in built if settings == stage.env), None)
             if stage_env is None:
-                with errors_with_path(f"{stage.name}.env"):
+                try:
                     stage_env = environment(stage.env, run.seed, objects)
+                except (ConfigError, DataError) as error:
+                    raise type(error)(f"{stage.name}.env (called env here): {error}") from error
                 built.append((stage.env, stage_env))
             out[stage.name] = stage_env
             check_environment(stage_env, [stage], stage.env)
@@ -104,15 +105,6 @@ def own_environments(run: Run, env: Environment, objects: RuntimeObjects = Runti
             built_env.close()
         raise
     return out
-
-
-@contextmanager
-def errors_with_path(path: str) -> Generator[None]:
-    """Puts the path of a stage's own environment before the messages of its errors, which call it `env`."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        raise type(error)(f"{path} (called env here): {error}") from error
 
 
 def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:

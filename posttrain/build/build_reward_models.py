@@ -50,8 +50,7 @@ def generative_judge(run: Run, reward: Reward, resolution: float) -> GenerativeJ
     """The judge that `judge:PATH` of a reward names, with the weights of that run's last checkpoint. `run`: the one
     whose answers it judges. `resolution`: relative noise of a probability that the judge computes."""
     folder = Path(reward.judge_run).expanduser()
-    # The judge's environment is made only to read what it judges (`_judging`). It may be code, so a folder that came
-    # from elsewhere is refused.
+    # Its environment is made to read what it judges, and may be code: a folder from elsewhere is refused.
     judge_run = admitted(folder, parts=("env", "model"), allow=False)
     judging = _judging(judge_run, reward.judge_run)
     # As in the judge's last stage that samples.
@@ -341,8 +340,7 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
         model = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
     _frozen(model)
     name = folder.resolve().name if folder.is_dir() else path
-    # The policy's ids mean the same text only with the same tokenizer and template. Else the conversation is encoded
-    # again.
+    # With another tokenizer or template the policy's ids mean other text: the conversation is encoded again.
     alike = (model.tokenizer_digest, model.template_digest) == (policy.tokenizer_digest, policy.template_digest)
     if alike and model.context < policy.context:
         raise ConfigError(

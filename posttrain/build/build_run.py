@@ -164,8 +164,7 @@ def make_policy(
     if others:
         # A built tokenizer must write the tasks of all: by bytes (None), if one does not declare its characters.
         alphabet = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
-    # In this order: the copy in the run's own folder, which is there even if the other run is gone; then the run with
-    # which a branch begins; and only then a model that is read or built.
+    # First the copy in the run's own folder, which is there even if the other run is gone.
     policy = begun_with(own, run) if own is not None else blank
     if policy is None and run_source(run.model.path) is not None:
         policy = open_policy(run.model, run.seed)
@@ -249,8 +248,7 @@ def make_roles(
     if run.model.router_replay != "none":
         refuse_replay(policy.module)
     renderer = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, run.model.history)
-    # Over ranks the engine is made first, while the policy's weights are whole: it copies them. The learner then cuts
-    # the policy's weights in place.
+    # Over ranks the engine first copies the policy's weights; the learner then cuts them in place.
     serving = placed_engine(run, policy, renderer.decode, say, lead.reads_own_rows) if lead is not None else None
     # The seed is set directly before the learner is made, so that its random numbers do not depend on earlier draws.
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
@@ -289,14 +287,8 @@ def _own_rollout(
     settings = run.env_of(stage)
     # Equal rewards share the judges, so that no reward model is in memory twice.
     judges = rollout.judges if settings.rewards == run.env.rewards else models.judges(settings)
-    return replace(
-        rollout,
-        environment=env,
-        limits=settings.limits,
-        judges=judges,
-        plays=elsewhere.player(env),
-        right=settings.named_right(env.abilities.vouched),
-    )
+    right, plays = settings.named_right(env.abilities.vouched), elsewhere.player(env)
+    return replace(rollout, environment=env, limits=settings.limits, judges=judges, plays=plays, right=right)
 
 
 @dataclass

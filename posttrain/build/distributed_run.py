@@ -165,8 +165,7 @@ def built_learner(
     state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **settings: Any
 ) -> L:
     """The learner of a rank, as `make` makes it, in its state."""
-    # References are later filled into this empty copy of the model. It is made before the learner, which cuts the
-    # policy's weights.
+    # References are later filled into this empty copy. The learner that is made next cuts the weights.
     state.mould = EmptyModule(policy)
     if isinstance(policy, BlankPolicy):
         learner = read_rows(policy, state.ranks, make, *given, digest=digest, **settings)
@@ -188,8 +187,8 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
     if options.world is None:
         yield None
         return
-    # `ExitStack` closes in reverse order. First the orders end, so ranks that wait leave by themselves. Then the group
-    # is destroyed. Last, processes that still live are killed.
+    # Closed in reverse order: first the orders end, so ranks that wait leave, then the group, then processes that still
+    # live.
     with ExitStack() as closing:
         if under_torchrun():
             closing.enter_context(ending_with_parent(LAUNCHER))

@@ -112,14 +112,12 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
         if not isinstance(task.prompt, str) and any(
             s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens
         ):
-            # A message with the text of a special token is not compared: posttrain encodes it as text, and the model's
-            # own tokenizer as the special token.
+            # posttrain encodes such a message as text, and the model's own tokenizer as the special token.
             continue
         got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
-            # Allowed is what the tokenizer writes, without any number of the special tokens at its end: a prompt may
-            # begin with special tokens, and must not end in one. If the text itself begins with a special token, the
-            # tokens without any added ones are allowed too.
+            # Allowed is what the tokenizer writes without special tokens at its end; and without any added ones, where
+            # the text itself begins with a special token.
             full, bare = (tokenizer(task.prompt, add_special_tokens=x)["input_ids"] for x in (True, False))
             ends = range(len(full), 0, -1)
             options = [full[:end] for end in ends if all(i in special for i in full[end:])]

@@ -117,8 +117,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
 
     begin, end = _hosts(placement, start, threads)
     exact = run.deterministic or run.exact
-    # From here on processes and shared memory exist. If a later line raises, `failed` ends them; a pool that is made
-    # closes them itself.
+    # If a later line raises, `failed` ends processes and shared memory; a pool that is made closes them itself.
     with contextlib.ExitStack() as failed:
         failed.callback(end)
         sender = ParcelSender(_carrier(placement), deltas=placement.delta)

@@ -133,12 +133,15 @@ class Wandb(_Online):
 
         own_folder = folder / "trackers" / "wandb"
         own_folder.mkdir(parents=True, exist_ok=True)
+        # An id of this run folder, by which W&B continues a resumed run instead of beginning one.
+        identity = own_folder / "id"
+        if not identity.exists():
+            identity.write_text(uuid.uuid4().hex)
         try:
             self._run: Any = wandb.init(
                 project=_variable("WANDB_PROJECT", PROJECT),
                 name=_variable("WANDB_NAME", folder.name),
-                # The same id after a resume, so that W&B continues the run instead of beginning one.
-                id=_variable("WANDB_RUN_ID", _identity(own_folder)),
+                id=_variable("WANDB_RUN_ID", identity.read_text()),
                 resume="allow",
                 dir=_variable("WANDB_DIR", str(own_folder)),
                 config=to_plain(run),
@@ -272,14 +275,6 @@ def make_trackers(run: Run, folder: Path) -> list[Tracker]:
 def tracker_lines(trackers: Iterable[object]) -> list[str]:
     """A line for each tracker of a run: where to look at what it logs."""
     return [f"tracker {t.name}: {t.where}" for t in trackers if isinstance(t, GuardedTracker)]
-
-
-def _identity(folder: Path) -> str:
-    """An id of this run folder, kept in a file so that a resumed run has the same one."""
-    path = folder / "id"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex)
-    return path.read_text()
 
 
 def _readable(run: Run) -> list[str]:

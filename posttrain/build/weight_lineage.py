@@ -40,9 +40,8 @@ CHECKPOINT = re.compile(r"\d+-(?P<stage>[\w-]+)-(?P<step>\d+)")
 
 def stage_of(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
     """(the stage that the weights of a checkpoint come from, the step after which they were saved; None: its end)."""
-    # The name of a checkpoint inside a stage has stage and step: 00000120-rl-000040. At the end of a stage the step is
-    # 0. Then the number of finished stages tells whose weights they are: those of the last stage that handed its
-    # weights on.
+    # At the end of a stage the step is 0. Then the number of finished stages tells whose weights they are: those of the
+    # last stage that handed its weights on.
     parts_of_name = CHECKPOINT.fullmatch(checkpoint.name)
     stage = next((s for s in run.stages if parts_of_name and s.name == parts_of_name["stage"]), run.stages[-1])
     step = int(parts_of_name["step"]) if parts_of_name else 0
@@ -189,7 +188,12 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
     links = links_from(facts.get("links", []), f"{folder}/run.json, {BEGAN}", RunFolderError)
     if not links:  # an older version began it
         links = (LineageLink(kind="base", name=_model_name(file.run.model.path or "built")),)
-    _same_as_written(folder, links)
+    data = lineage_data(folder, RunFolderError)
+    if data is not None and links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)[:-1] != tuple(links):
+        raise RunFolderError(
+            f"{folder / LINEAGE} names other models before this run than run.json does. Remove it: it is written anew"
+            " from run.json when the run goes on"
+        )
     _parent_is_there(folder, file)
     run_link = LineageLink(
         kind="run",
@@ -243,19 +247,6 @@ def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict
         "data_digest": str(object_of(facts.get("data")).get(stage.name) or ""),
         "code": object_of(object_of(facts.get("code")).get(stage.name)),
     }
-
-
-def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
-    """RunFolderError where lineage.json of the folder has other links before the run than run.json."""
-    data = lineage_data(folder, RunFolderError)
-    if data is None:
-        return
-    written = links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)
-    if written[:-1] != tuple(links):
-        raise RunFolderError(
-            f"{folder / LINEAGE} names other models before this run than run.json does. Remove it: it is written anew"
-            " from run.json when the run goes on"
-        )
 
 
 def _parent_is_there(folder: Path, file: RunFile) -> None:

@@ -185,8 +185,7 @@ def table(rows: Sequence[AblationRow]) -> Iterator[str]:
     cells = [_cells(r) for r in rows]
     merged: list[tuple[AblationRow, tuple[str, ...], list[str]]] = []
     for i, (r, line) in enumerate(zip(rows, cells, strict=True)):
-        # The first row is the run's own algorithm and shares no line. Norms are compared with more digits than are
-        # printed.
+        # The first row is the run's own and shares no line. Norms are compared with more digits than are printed.
         if i > 1 and line == merged[-1][1] and math.isclose(merged[-1][0].norm, r.norm, rel_tol=EQUAL):
             merged[-1][2].append(r.name)
         else:

@@ -78,8 +78,7 @@ def _files(
 ) -> tuple[EpisodeFile, EpisodeFile]:
     """Two files: held-out evaluations, or training steps that share prompts. ConfigError says what there is."""
     kinds = {f.kind for f in files if wanted.stage in (None, f.stage)}
-    # Held-out prompts are the same at every evaluation. Training steps share prompts only where the data comes again,
-    # so they are tried after it.
+    # Held-out prompts are always the same; training steps share prompts only where the data comes again.
     if "eval" in kinds:
         evaluations = _evaluations(run, files, wanted)
         if all(s in evaluations for s in steps):

@@ -61,8 +61,8 @@ def table() -> str:
     head = ("name", "A", "region", "weight", "anchor", "fwd", "memory")
     rows = [head, *(_row(a) for a in LADDER.values())]
     wide = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    # The table is made narrower until it fits. First the gaps, then the column of the credit (place 1) down to
-    # `CREDIT`. Then always the widest column but the name, by one character, and never below `NARROWEST_CELL`.
+    # Made narrower until it fits: first the gaps, then the credit (place 1) down to `CREDIT`, then always the widest
+    # column but the name, by one character, and never below `NARROWEST_CELL`.
     gap = 2 if sum(wide) + 2 * len(wide) - 2 <= screen_width() else 1
     while (over := sum(wide) + gap * (len(wide) - 1) - screen_width()) > 0:
         widest = 1 if wide[1] > CREDIT else max(range(1, len(wide)), key=wide.__getitem__)
@@ -118,8 +118,7 @@ def one(name: str) -> str:
     out = [f"{a.name}   ({source(a)})", "", *about]
     out += ["", *_prose("note     ", a.note)] if a.note else []
     out += ["", "choices, as an override spells them:"]
-    # `wide`: the longest choice of at most 40 characters. A longer one gets a line of its own, above its meaning, so
-    # that it does not push all meanings to the right.
+    # A choice of more than 40 characters gets a line of its own, and does not push all meanings to the right.
     wide = max(len(f"{f}={compact(getattr(a, f))}") for f in choices if len(f"{f}={compact(getattr(a, f))}") <= 40)
     for f in choices:
         typed = f"  {f}={compact(getattr(a, f))}"

@@ -320,8 +320,7 @@ def bar(idle: float) -> str:
 
 def _sweep_notes(rows: Sequence[SweptValue]) -> Iterator[str]:
     rates = [rate_of(r) for r in rows]
-    # The first value that is nearly as good as the best. Later values often cost more: a larger staleness, for example,
-    # means older samples.
+    # The first that is nearly the best: later values often cost more, such as older samples.
     best = next(r for r, rate in zip(rows, rates, strict=True) if rate >= NEAR * max(rates))
     yield (
         f"{best.value} is the first within {1 - NEAR:.0%} of the most tokens a second. Simulated:"

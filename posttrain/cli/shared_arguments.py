@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,19 +59,19 @@ def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str
 
 
 def add_command(
-    sub: Subparsers, name: str, call: object, text: str, example: str, add_help: bool = True
+    sub: Subparsers, call: Callable[[Namespace], int], text: str, example: str, name: str = "", add_help: bool = True
 ) -> ArgumentParser:
     """Add a command to the program; returns its parser.
 
     Args:
-        call: the function of the command: options -> exit code.
+        call: the function of the command: options -> exit code. It has the command's name, unless `name` is given.
         text: what the command does, for its help and the list of commands.
         example: command lines for its help.
         add_help: whether it gets the usual --help; `run` has its own.
     """
     # `allow_abbrev=False`: with abbreviations, a new option could change what an abbreviation in an old command means.
     p = sub.add_parser(
-        name,
+        name or call.__name__,
         help=text,
         description=text,
         epilog=f"example:\n  {example}\n\n{EXIT_CODES}",

@@ -67,9 +67,8 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
         if node.word is not None and node.word != word:
             raise ConfigError(f"{'.'.join(path)} is given twice, as {node.word!r} and as {word!r}; keep one")
         node.word = word
-    # A path names a stage by its name and not as an element of `stages`, so what is said of stages is taken out first,
-    # and the rest is a change of the run's other fields. The run is built once, of both: new stages may be valid with
-    # the new fields alone.
+    # Stages are addressed by their names, so they are taken out first. The run is built once: new stages may be valid
+    # with the new fields alone.
     stage_nodes = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
     stages = tuple(
         _forget_right(s, _rebuild(type(s), s, node, s.name), node)
@@ -121,8 +120,8 @@ def _meant(run: Run, parts: tuple[str, ...], word: str) -> tuple[Stage, ...]:
     learn from reward, `algorithm=simpo` those that learn from preferences."""
     if parts[0] != "algorithm":
         return run.stages
-    # Stages of two ladders may be in one run. The ladder is told from the algorithm's name, or from the choice: `clip`
-    # is of reward, `link` of preference. Where it is not told, those of reward are meant.
+    # The ladder is told from the algorithm's name, or from the choice: `clip` is of reward, `link` of preference. Else
+    # reward.
     kinds = {s.name: algorithm_type(type(s)) for s in run.stages}
     fits = [k for k, rows in LADDERS.items() if (word in rows if len(parts) == 1 else parts[1] in choices(k))]
     meant = tuple(s for s in run.stages if kinds[s.name] in fits)
@@ -297,8 +296,8 @@ def _patched(base: Any, node: Node, path: str) -> Any:
         if name not in known:
             raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, known)}")
         wanted[name] = _rebuild(known[name], getattr(base, name), part, f"{path}.{name}")
-    # A second call of `apply` must not stack a patch on the user's own: its changes are read again and made together
-    # with the new ones, which win. An override back to the published value takes the patch away.
+    # The user's own patch is not stacked on: its changes are made again together with the new ones, which win. An
+    # override back to the published value takes the patch away.
     parent = base
     if base.paper == USER_PATCH and base.parent is not None:
         parent = base.parent
@@ -328,8 +327,7 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
             yield here, dataclass_json.describe(dataclass_json.hints(Optimizer)["kind"])
             yield from _surface(Optimizer, here)
             continue
-        # A group of which only fields can be set has no line of its own. One that a single word sets (`SHORT`) or
-        # chooses has one.
+        # A group has a line of its own where a single word sets (`SHORT`) or chooses it.
         short = any(m in SHORT for m in dataclass_json.members(declared))
         item = dataclass_json.tuple_item(declared)
         pieces = dataclass_json.pieces(declared if item is None else item)

@@ -115,8 +115,7 @@ class Model:
                 f"model.quantize={self.quantize} with model.lora.dora=true: PEFT computes DoRA's norms from float"
                 " weights. Set one of them off"
             )
-        # Both spellings become the word, so that runs which are the same are equal. The class is
-        # frozen, hence the detour.
+        # Both spellings become the word, so that equal runs are equal. The class is frozen, hence the detour.
         if isinstance(self.gradient_checkpointing, bool):
             object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
         if self.compile and (self.gradient_checkpointing != "none" or self.offload_activations):

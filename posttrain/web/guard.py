@@ -57,8 +57,7 @@ class Guard:
 
     def refuses(self, request: web.Request) -> str:
         """Returns the reason why a request is refused; '' where it is not."""
-        # The Host is the name in the browser's address bar. A hostile site may let its own name point to 127.0.0.1, but
-        # then the browser sends that name.
+        # A hostile site may let its own name point to 127.0.0.1, but then the browser sends that name.
         hosts, origins = request.headers.getall("Host", []), request.headers.getall("Origin", [])
         if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
             return "this server answers to 127.0.0.1 and localhost alone"

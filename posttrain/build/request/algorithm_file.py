@@ -41,8 +41,8 @@ def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
 def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
     """Takes `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME` out of the overrides. Returns (the other
     overrides, `handed` with these algorithms as objects in `files`)."""
-    # An override can only have names, so an algorithm of a file (a word with a colon) is handed over as an object.
-    # `files`: by the stage, or '' where no stage is named, (the word, the algorithm).
+    # By the stage, or '' where none is named: (the word, the algorithm). An override can only have names, so it is an
+    # object.
     files, others = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
     for text in overrides:
         name, _, word = (part.strip() for part in text.partition("="))

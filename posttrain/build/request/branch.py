@@ -107,8 +107,7 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     assert source is not None
     checkpoint = find(*source)
     before = run_file(source[0]).run.model
-    # The other run's policy is rebuilt as it was, with its own adapter and its own quantization, and its weights are
-    # loaded into it. After that a new adapter may be added.
+    # Rebuilt as it was, with its own adapter and quantization. After its weights are loaded a new adapter may be added.
     as_it_was = replace(model, lora=before.lora, quantize=before.quantize)
     try:
         if before.lora is None or before.path is None or (source[0] / MODEL / BASE).exists():

@@ -68,6 +68,11 @@ the cache anew takes 1 % of a step at 26 M parameters, and 4 % at 1 M."""
 CACHE = 0.3
 """Share of the free memory that the key-value cache may take."""
 
+DTYPE_WHY = {
+    "cuda": "optimizer, head and losses stay float32",
+    "cpu": "the compiled kernels for CPUs are float32; bfloat16 is slower",
+}
+
 Value = str | int | float | bool
 Choice = tuple[Value, str]
 
@@ -84,15 +89,19 @@ class Choices:
 
     def made(self) -> dict[str, Choice]:
         """Every choice by its path, in the order in which they are printed."""
-        out: dict[str, Choice] = dict(self._machine())
+        where = self.where
+        out: dict[str, Choice] = {
+            "model.device": (where.device, where.why),
+            "model.dtype": (self.dtype, DTYPE_WHY.get(where.device[:4], "bfloat16 was not measured on this device")),
+            "threads": (0, f"all {where.cores} cores"),
+        }
         for stage in self.run.stages:
             out |= {f"{stage.name}.{name}": choice for name, choice in self._stage(stage)}
         out |= self._memory()
         return {path: choice for path, choice in out.items() if not self._is_given(path)}
 
     def _is_given(self, path: str) -> bool:
-        # A given group, such as an optimizer, gives all settings below it. But `model=PATH` and `env=NAME` only say
-        # what is loaded, and leave the other settings of these groups open.
+        # A given group, such as an optimizer, gives all below it. `model=PATH` and `env=NAME` only say what is loaded.
         return any(path == g or path.startswith(f"{g}.") for g in self.given if g not in ("model", "env"))
 
     def _lr(self, kind: type[Stage]) -> Choice:
@@ -101,12 +110,6 @@ class Choices:
         if self.run.model.lora is None:
             return rate, why
         return float(f"{float(rate) * LORA:.2g}"), f"an adapter: {LORA} times the rate of {why}"
-
-    def _machine(self) -> Iterator[tuple[str, Choice]]:
-        where = self.where
-        yield "model.device", (where.device, where.why)
-        yield "model.dtype", (self.dtype, _dtype_reason(where))
-        yield "threads", (0, f"all {where.cores} cores")
 
     @property
     def dtype(self) -> str:
@@ -149,8 +152,7 @@ class Choices:
         imitated = any(isinstance(s, Supervised) and s.style == "completion" for s in self.run.stages)
         longest = self.data.longest_completion if self.data is not None and imitated else 0
         most, why = ANSWER, "room to reason; most answers end earlier"
-        # An English token has about four bytes. So half as many tokens as the longest completion has bytes leave room
-        # for an answer of twice its length.
+        # A token has about four bytes: half as many tokens as bytes leave room for an answer of twice the length.
         if longest:
             most = max(128, _power(longest // 2))
             why = f"the longest completion has {longest:,} bytes"
@@ -198,8 +200,7 @@ class Choices:
             choices_made[f"{stage.name}.micro_tokens"] = (micro, "what fits in memory at once; it changes no result")
         if not isinstance(self.run.engine, Embedded) or not any(s.contract is not None for s in self.run.stages):
             return choices_made
-        # Each number of the cache has 4 bytes. Slots are counted for sequences of half the context, hence the factor 2
-        # in `slots`.
+        # Each number of the cache has 4 bytes. Slots are counted for sequences of half the context, hence the factor 2.
         bytes_per_token = 4 * self.size.layers * self.size.cache_width
         cache = round(max(0.5, min(free * CACHE, 64.0 if self.where.accelerated else 4.0)), 1)
         choices_made["engine.cache_gib"] = (cache, f"{CACHE:.0%} of the {free:.0f} GiB that the weights leave")
@@ -239,8 +240,8 @@ class Choices:
         # `bytes_each` for the weight, its gradient, the sampler's copy and the reference's copy. 8: the two moments in
         # float32. 8 more below float32: a float32 master copy with its gradient.
         bytes_per_parameter = bytes_each * (2 + sampler + reference) + 8 + (8 if bytes_each < 4 else 0)
-        # The weights beneath an adapter do not train: learner and reference share one copy. The sampler shares it too,
-        # except in float32 without quantization. The adapter's own numbers are few and not counted.
+        # Beneath an adapter learner and reference share one copy, and the sampler too, except in float32 without
+        # quantization. The adapter's own numbers are not counted.
         if self.run.model.lora is not None:
             quantized_bytes = {"int8": 1.2, "nf4": 0.7}.get(self.run.model.quantize or "")
             bytes_per_parameter = quantized_bytes or bytes_each * (1 + (sampler and bytes_each == 4))
@@ -286,14 +287,6 @@ def learning_rate(kind: type[Stage], parameters: int | None) -> Choice:
     share = math.log(parameters / TRAINED) / math.log(LARGE / TRAINED)
     between = float(f"{small ** (1 - share) * large**share:.0e}")
     return between, f"by size, between {small:g} at 1 million parameters and {large:g} at half a billion"
-
-
-def _dtype_reason(where: Machine) -> str:
-    if where.device.startswith("cuda"):
-        return "optimizer, head and losses stay float32"
-    if where.device == "cpu":
-        return "the compiled kernels for CPUs are float32; bfloat16 is slower"
-    return "bfloat16 was not measured on this device"
 
 
 def _power(number: float) -> int:

@@ -201,8 +201,7 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         return ResumedRun(new, edits, None, None, 0)
     state: dict[str, Any] = dict(checkpoint.state)
     done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in edits if c.field in LENGTH}
-    # Three cases. The running stage gets another length. Or the last stage of a finished run is opened again. Any other
-    # stage that is over cannot be longer, since later stages began with its weights.
+    # Of stages that are over only the last can be opened again: later stages began with the weights of the others.
     over, last = [s for s in new.stages[:done] if s.name in longer], new.stages[-1]
     if over and (over != [last] or done < len(new.stages)):
         name = over[0].name
@@ -307,22 +306,14 @@ def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Chec
     note = provenance.recall(written.identity)
     if e.gauges is not None and checkpoint is not None and e.state is not None:
         name = f"{int(e.state['version']):08d}-{e.run.stages[-1].name}-{e.step:06d}"
-        # The checkpoint is written first, then run.json. If the process is killed in between, the next resume finds the
-        # stage at its last step with its old length, and it ends once more.
+        # First the checkpoint, then run.json: killed in between, the stage has its old length, and ends once more.
         checkpoint = book.reopen(checkpoint, name, e.state, e.gauges)
     book.record_change(e.run, history_entry(e, written.edited))
-    carry_note(book.folder, note, written.run, e.run)
+    if note is not None:  # a folder of somebody else has no note and gets none
+        # What the user allowed before, and what this command adds; not what the folder asked for without permission.
+        asked_before = {a.digest for a in asks(written.run)}
+        allowed: list[Ask] = [a for a in asks(e.run) if a.digest in note.asked or a.digest not in asked_before]
+        now = run_file(book.folder)
+        allowed += [a for a in piece_asks(own_pieces(now.facts)) if a.digest in note.asked]
+        provenance.remember(now.identity or "", now.digest, allowed)
     return checkpoint
-
-
-def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run) -> None:
-    """Write this user's note of a run anew, after `RunFolder.record_change` wrote its run.json. A folder of somebody
-    else has no note and gets none."""
-    if before is None:
-        return
-    # What the user allowed before, and what this command adds; not what the folder asked for without permission.
-    asked_before = {a.digest for a in asks(old)}
-    allowed: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in asked_before]
-    written = run_file(folder)
-    allowed += [a for a in piece_asks(own_pieces(written.facts)) if a.digest in before.asked]
-    provenance.remember(written.identity or "", written.digest, allowed)

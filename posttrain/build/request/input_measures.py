@@ -61,8 +61,8 @@ def model_size(path: str) -> ModelSize | None:
     tables = 1 if config.get("tie_word_embeddings") else 2
     block = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim + 3 * hidden * ffn
     return ModelSize(
-        # From the sizes of the files, or else counted: the tables of the vocabulary and, in each layer (`block`), the
-        # matrices of attention (query and output, key and value) and the three of a gated feed-forward part.
+        # By the files, or counted: the tables of the vocabulary and, in each layer (`block`), the matrices of attention
+        # (query and output, key and value) and the three of a gated feed-forward part.
         parameters=_weight_bytes(Path(path).expanduser()) // stored or tables * vocabulary * hidden + layers * block,
         positions=_whole(config, "max_position_embeddings", "n_positions"),
         hidden=hidden,

@@ -48,10 +48,9 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: Any = {}  # noqa: RUF012 (PyYAML's own form)
 
 
-# The forms of scalars that are no text. PyYAML looks at a scalar's first letter to find the forms that it may have. In
-# the third column these letters are listed, and \0 stands for the empty scalar, which PyYAML lists under "". Both
-# classes get the same forms, so that a written value is read back as the same value. Examples:
-#     bool: true, False   int: 42, -7   float: 1e-6, .5, 3., -.inf, .nan   null: ~, null, and an empty scalar
+# The forms of scalars that are no text, the same for both classes, so that a written value is read back. PyYAML finds
+# them by the first letters in the third column; \0 stands for the empty scalar, which it lists under "". Examples: true
+# 42 -7 1e-6 .5 3. -.inf .nan ~ null
 for _tag, _form, _first in (
     ("bool", r"true|false|True|False", "tfTF"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
@@ -101,8 +100,7 @@ def _short(a: Any, plain: Any, named: Mapping[str, AnyAlgorithm]) -> Any:
     if (name := _name(a, named)) is not None:
         return name
     parent = a.parent
-    # The short form with `base:` is read as a change by overrides, which has this name and these words. So only such an
-    # algorithm may be written in this form.
+    # The short form is read as a change by overrides, which has this name and these words.
     if parent is None or (a.name, a.paper, a.note) != (f"{parent.name}+user", USER_PATCH, ""):
         return plain
     base = _name(parent, named)
@@ -275,8 +273,7 @@ def _parse(text: bytes | str, place: str, lines: dict[str, int]) -> Any:
 def _plain(loader: Any, node: Any, path: str, lines: dict[str, int], depth: int, place: str) -> Any:
     """The plain data of one node. `path`: its keys, joined by dots."""
     line_of_node = node.start_mark.line + 1
-    # An alias (`*name`) gives the same node a second time. With a few lines of aliases of aliases, a small file could
-    # stand for billions of values.
+    # An alias gives a node a second time; with aliases of aliases a small file could stand for billions of values.
     if depth > DEEPEST or id(node) in loader.__dict__.setdefault("_met", set()):
         raise ConfigError(
             f"{place}:{line_of_node}: {'nested too deeply' if depth > DEEPEST else 'an alias; write it out'}"

@@ -117,8 +117,9 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
 @contextmanager
 def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
     with ExitStack() as closing:
-        # torchrun repeats the command line of a new run, whose folder exists by now. That run is resumed.
-        if started_again(options):
+        # torchrun repeats the command line of a new run after a process died: the run that it began goes on.
+        again = options.out is not None and under_torchrun() and torchrun_restarts() > 0
+        if again and (Path(options.out or "") / "run.json").exists():
             recipe, overrides, options = "", (), replace(options, out=None, resume=options.out)
         asked = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
         if asked.book is not None:
@@ -137,20 +138,13 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             closing.callback(other.close)
         asked = settled(same_tasks(asked, environment, others, options.accept_changed))
         if asked.book is None:
-            # Passes are converted into steps here, where the number of tasks and the batch are known. A resumed run has
-            # its steps already.
+            # Passes become steps here, where the number of tasks and the batch are known. A resumed run has its steps.
             asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
         # Once more, now with the settings that were chosen for the model, such as its device.
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)
         asked = replace(asked, quiet=options.quiet, ranks=options.ranks, on_step=options.on_step)
         yield replace(asked, environments=tuple(environments), others=others)
-
-
-def started_again(options: RunOptions) -> bool:
-    """True where torchrun has started this command again after a process died: then the run that it began goes on."""
-    again = under_torchrun() and torchrun_restarts() > 0
-    return again and options.out is not None and (Path(options.out) / "run.json").exists()
 
 
 def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:

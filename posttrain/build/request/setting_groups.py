@@ -153,8 +153,7 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
             yield from known
             continue
         group = dataclass_json.pieces(declared)
-        # A field that is always the same group of settings, such as `sampling`, gets no line of its own: the lines of
-        # the group's settings are enough.
+        # A field that is always the same group, such as `sampling`, gets no line: those of its settings are enough.
         short = any(m in SHORT for m in dataclass_json.members(declared))
         if len(group) != 1 or dataclass_json.is_union(declared) or short:
             place = main.index(here_inside) + 1 if here_inside in main else 0

@@ -66,8 +66,7 @@ def with_epochs(
             continue
         env = environment if stage.env is None else others[stage.name]
         source = env.train
-        # A mixture of several data sets has no end. One pass over it has as many draws as all the sets have rows
-        # together.
+        # A mixture of data sets has no end: a pass over it has as many draws as all the sets have rows together.
         count = sum(n for _, n in source.passes(1)) if isinstance(source, RevisitingTasks) else source.count
         if not count:
             raise ConfigError(

@@ -22,7 +22,6 @@ from posttrain.record.runtime_objects import own_pieces
 from posttrain.system.errors import UntrustedError
 from posttrain.system.terminal_output import tell
 
-Say = Callable[[str], None]
 MOST = 20
 """Most lines printed of what a folder asks for; of the rest only their number."""
 STAGES = "stages"
@@ -41,7 +40,6 @@ def admitted(
     allow: bool = False,
     links: bool = False,
     change: Callable[[Run], Run] = lambda run: run,
-    say: Say = to_stderr,
 ) -> Run:
     """The run of a folder with overrides in place.
 
@@ -64,7 +62,12 @@ def admitted(
     imports = [ask for ask in piece_asks(absent) if ask.digest not in noted]
     wanted = [*imports, *_wanted(run_json, run, parts, noted), *(_links(Path(folder)) if links else ())]
     # Before the first import: code that runs could change all that is decided after it.
-    _permit(folder, run_json, wanted, allow, say)
+    if wanted:
+        head, lines = f"{folder} {_whose(run_json)}. It asks for this", _listed(wanted)
+        if not allow:
+            raise UntrustedError("\n".join((f"{head}:", *lines, _HELP)))
+        for line in (f"{head}, and --trust allows it:", *lines):
+            to_stderr(line)
     if not absent:
         return run
     check_files(Path(folder), absent)
@@ -73,18 +76,7 @@ def admitted(
     return change(dotted.apply(run_file(folder).run, list(overrides)))
 
 
-def _permit(folder: Path | str, run_json: RunFile, wanted: Sequence[Ask], allow: bool, say: Say) -> None:
-    """UntrustedError for what the folder asks for; where the user allows it, it is listed."""
-    if not wanted:
-        return
-    lines = _listed(wanted)
-    if not allow:
-        raise UntrustedError("\n".join((f"{folder} {_whose(run_json)}. It asks for this:", *lines, _HELP)))
-    for line in (f"{folder} {_whose(run_json)}. It asks for this, and --trust allows it:", *lines):
-        say(line)
-
-
-def permit_file(file: str, run: Run, given: Collection[str], allow: bool, say: Say = to_stderr) -> None:
+def permit_file(file: str, run: Run, given: Collection[str], allow: bool) -> None:
     """List what a run file asks for, before any of it is used. UntrustedError where it names an address together with a
     secret, or code of a model, and neither the command nor --trust (`allow`) does.
 
@@ -94,16 +86,16 @@ def permit_file(file: str, run: Run, given: Collection[str], allow: bool, say: S
     """
     # What the command itself names was written by the user. The dots: `env` does not cover `env2`.
     asked = [a for a in asks(run) if not any(f"{a.path}.".startswith(f"{p}.") for p in given)]
-    list_file(file, asked, say)
+    list_file(file, asked)
     # Of all requests together, since an address is grave only with a secret, which the command itself may name.
     if (serious := [a for a in grave(asks(run)) if a in asked]) and not allow:
         raise UntrustedError("\n".join((f"{file} asks for this, and the command does not:", *_listed(serious), _SAY)))
 
 
-def list_file(file: str, wanted: Sequence[Ask], say: Say = to_stderr) -> None:
+def list_file(file: str, wanted: Sequence[Ask]) -> None:
     """Print what a run file asks for."""
     for line in (f"{file} asks for this:", *_listed(wanted)) if wanted else ():
-        say(line)
+        to_stderr(line)
 
 
 def _listed(wanted: Sequence[Ask]) -> list[str]:
@@ -169,8 +161,7 @@ def edit_notes(folder: Path) -> Iterator[str]:
             " run than what came before"
         )
         return
-    # Its own digests fit, and the note, which lies outside the folder, has another one: whoever edited it wrote them
-    # anew.
+    # Its own digests fit, and the note outside the folder has another: whoever edited it wrote them anew.
     if note is not None and note.written != run_json.digest:
         yield (
             "note: run.json is not as it was when you made the run, and its digests were written anew. What follows is"

@@ -152,8 +152,7 @@ def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeOb
     """`env=`: an `Env`, `prompts(...)`, rows, or an environment of the program."""
     if isinstance(env, Env):
         return replace(run, env=env), given
-    # The most special kind comes first. An environment of one turn has settings for the tree. Any other environment is
-    # only an object. Anything else must be rows.
+    # Of one turn: it has settings for the tree. Any other environment is only an object; anything else must be rows.
     if isinstance(env, SingleTurn) or (inspect.isclass(env) and issubclass(env, SingleTurn)):
         return _with_single(run, env, given)
     if callable(getattr(env, "judge", None)) and callable(getattr(env, "play", None)):
@@ -163,8 +162,7 @@ def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeOb
         return _named(run, tree), replace(given, environments={name: env})
     data = env if isinstance(env, PromptData) else prompts(env)
     before = run.env
-    # Rewards of a recipe with rows read columns, so they can judge the user's rows too. Rewards of any other recipe
-    # cannot.
+    # Rewards of a recipe with rows read columns, so they can judge the user's rows too; those of others cannot.
     kept = before.rewards if before.name == "prompts" else ()
     placed = replace(data.env, rewards=kept, heldout=before.heldout, limits=before.limits, sandbox=before.sandbox)
     return replace(run, env=placed), replace(given, data=data.data)
@@ -206,8 +204,7 @@ def _handed_again(
         rewards: the same, as the program gave them.
     """
     named, handed = {r.function: r for r in own}, {r.function for r in words}
-    # Handed again are: all rewards of the run, or some of them that are all the program's own functions. If only some
-    # built-ins are given, they could as well be meant as new rewards.
+    # All rewards of the run, or some of its functions. Some built-ins alone could as well be meant as new rewards.
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
         return ()
     for thing, word in zip(_one_by_one(rewards), words, strict=True):

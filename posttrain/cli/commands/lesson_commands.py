@@ -13,7 +13,6 @@ from posttrain.system.terminal_output import tell
 def add_ladder(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "ladder",
         ladder,
         "print the algorithms as a tree of patches, one of them in full, the difference of two, or what they would do "
         "with a run's batches",
@@ -62,7 +61,6 @@ def ladder(o: Namespace) -> int:
 def add_faults(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "faults",
         faults,
         "list the bugs that can be planted into a run to see them caught, or tell one in full",
         "posttrain faults\n  posttrain faults std_ddof\n  posttrain run arithmetic fault=std_ddof --allow-fault",
@@ -92,7 +90,6 @@ def faults(o: Namespace) -> int:
 def add_lab(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "lab",
         lab,
         "interactive lessons: knobs, pictures, and what breaks training, computed by the library itself",
         "posttrain lab\n  posttrain lab grpo\n  posttrain lab 11 --port 8080 --no-browser",

@@ -23,7 +23,6 @@ def _add_checkpoint(p: ArgumentParser) -> None:
 def add_evaluate(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "eval",
         evaluate,
         "held-out accuracy, mean reward and pass@k of a run, a model directory, a hub id, or of what is served at an "
         "address; of a reward model how it orders judged completions; with search=... what searches are worth and cost",
@@ -33,6 +32,7 @@ def add_evaluate(sub: Subparsers) -> None:
         "  posttrain eval my-reward-model env=replies --answers runs/mine --answers my-model\n"
         "  posttrain eval runs/prm search=best_of.count=4,8 search=beam.width=4 search=vote\n"
         "  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env MY_KEY",
+        name="eval",
     )
     p.usage = "posttrain eval TARGET [key=value ...] [options]"
     text = "a run folder, a model directory, a hub id, or the address of an OpenAI-compatible endpoint"
@@ -72,8 +72,8 @@ def add_evaluate(sub: Subparsers) -> None:
 
 
 def evaluate(o: Namespace) -> int:
-    # Four cases, the one that is cheapest to recognize first: searches (by the words alone), an address (by its form),
-    # a reward model (by its files), and else a policy.
+    # The cheapest to recognize first: searches (by the words), an address (its form), a reward model (its files), a
+    # policy.
     from posttrain.evaluation.search_words import asks_search
 
     sampling = {"max_tokens": o.max_tokens, "temperature": o.temperature}
@@ -129,7 +129,6 @@ def _of_reward_model(o: Namespace, options: dict[str, object]) -> list[str]:
 def add_serve(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "serve",
         serve,
         "serve a run, a model directory or a hub id to OpenAI's clients: completions, chat, streaming, log-probs",
         "posttrain serve runs/mine --checkpoint best\n"
@@ -161,7 +160,6 @@ def serve(o: Namespace) -> int:
 def add_export(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "export",
         export,
         "write a run's weights as a plain Hugging Face directory with a model card, or push that to the hub",
         "posttrain export runs/mine my-model --checkpoint best\n  posttrain export runs/mine hub:me/my-model",

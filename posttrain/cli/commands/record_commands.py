@@ -13,7 +13,6 @@ OUT = "plot.svg"
 def add_summary(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "summary",
         summary,
         "did it learn? held-out scores and gains with intervals, the curve, a sentence, and what to try",
         "posttrain summary runs/mine\n  posttrain summary runs/mine --markdown > report.md",
@@ -32,7 +31,6 @@ def summary(o: Namespace) -> int:
 def add_compare(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "compare",
         compare,
         "which run is better? the settings that differ, and the gain over the same held-out prompts with its interval",
         "posttrain compare runs/grpo runs/dapo\n"
@@ -53,7 +51,6 @@ def compare(o: Namespace) -> int:
 def add_plot(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "plot",
         plot,
         "draw reward and held-out accuracy by step, or any gauge, of one run or of several",
         "posttrain plot runs/mine\n  posttrain plot runs/a runs/b --gauge rollout/reward --gauge policy/entropy "
@@ -82,7 +79,6 @@ def plot(o: Namespace) -> int:
 def add_show(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "show",
         show,
         "read what a run's model said: the episodes of a step, one episode token by token, or two steps compared",
         "posttrain show runs/mine\n  posttrain show runs/mine --step 20 --wrong\n"

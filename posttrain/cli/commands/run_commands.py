@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 def add_run(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "run",
         run,
         "run a recipe, or go on with a run that was cut or that shall be longer",
         "posttrain run ladder seed=1 algorithm=grpo clip.high=0.28 rl.steps=80 --out runs/mine\n"
@@ -138,7 +137,6 @@ def _help(o: Namespace) -> str:
 def add_plan(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "plan",
         plan,
         "memory and time of a stage before anything is loaded: does it fit, what fills the memory when, how long a "
         "step takes and why, what to change first",
@@ -198,7 +196,6 @@ def plan(o: Namespace) -> int:
 def add_check(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "check",
         check,
         "try an environment and its verifiers: right answers, near misses, noise and tricks; ends with 1 where a probe "
         "failed",
@@ -225,7 +222,6 @@ def check(o: Namespace) -> int:
 def add_new(sub: Subparsers) -> None:
     p = add_command(
         sub,
-        "new",
         new,
         "write a working environment or reward function to change, and its test",
         "posttrain new env sort_letters        # one question, one answer\n"

@@ -197,8 +197,7 @@ def benchmark(file: Path | str) -> tuple[str, list[Mapping[str, Any]]]:
         {**x, "rubric": criteria(x["rubric"], f"{path}: item {i}")} if "rubric" in x else x
         for i, x in enumerate(items, 1)
     ]
-    # Either every item has a rubric or none has: a mixture would judge some answers by half of the text.
-    # `lacking`: the first item without one, counted from 1.
+    # Every item has a rubric or none has: a mixture would judge some answers by half of the text.
     lacking = next((i for i, x in enumerate(rows, 1) if not x.get("rubric")), None)
     if lacking is not None and (not shared or any("rubric" in x for x in rows)):
         raise DataError(f"{path}: item {lacking} has no rubric: give each item one, or the file alone")
