@@ -203,13 +203,8 @@ def timed_stage(run: Run, stage: Stage, work: Work, where: Hardware) -> Throughp
 def plan_against(
     folder: str, words: Sequence[str] = (), options: PlanOptions = PlanOptions(), first: int | None = None
 ) -> PlanAgainst:
-    """A run folder beside its plan.
-
-    Args:
-        words: `machine=`, if any.
-        options: the stage, and the ranks that trained.
-        first: read only this number of its first steps.
-    """
+    """A run folder beside its plan. `words`: `machine=`, if any. `options`: the stage, and the ranks that trained.
+    `first`: read only this number of its first steps."""
     file = run_reader.run_file(folder)
     run, stage = file.run, stage_of(file.run, options.stage)
     asked, strange = machine_word(words)

@@ -153,8 +153,7 @@ def _ranks(options: PlanOptions, where: Hardware, run: Run) -> int:
 
 
 def model_shape(model: Model) -> tuple[ModelShape, int]:
-    """The shape of a run's model, and its positions; 0: not said. ConfigError for a name of no folder and no known
-    model."""
+    """The shape of a run's model, and its positions; 0: not said. ConfigError for a name that is not known."""
     if model.path is None:
         config = {
             "model_type": "gemma2" if model.arch == "gemma" else model.arch,

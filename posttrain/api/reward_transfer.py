@@ -143,8 +143,7 @@ def _truth(world: Any) -> Callable[[Episode], float | None]:
 
 
 def _readable(group: Group, worth: Callable[[Episode], float | None]) -> list[Episode]:
-    """The answers of a prompt that a reward model can read whole, and whose worth is known. ConfigError where an
-    episode has several turns."""
+    """The answers of a prompt that can be read whole, and whose worth is known. ConfigError for several turns."""
     if episode := next((e for e in group.episodes if len(e.turns) > 1 or len(e.segments) > 1), None):
         raise ConfigError(
             f"task {group.task.id!r} was answered in {max(len(episode.turns), len(episode.segments))} turns, and"

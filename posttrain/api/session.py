@@ -150,8 +150,7 @@ def new_folder(runs: Path, recipe: str) -> Path:
 
 
 def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
-    """Builds the parts in order. The run folder is made only after the checks before it have passed. `cleanup` gets a
-    function for each part that closes it."""
+    """Builds the parts in order, the run folder after the checks. `cleanup` gets a function that closes each part."""
     # Memory is read before the model is loaded: what the run takes is counted above it.
     run, book, quiet, resident_before = request.run, request.book, request.quiet, resident()
     check_drivers(run)

@@ -104,13 +104,8 @@ def check_engine(run: Run) -> None:
 
 
 def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], keeps: bool = False) -> ServedSampler:
-    """The engine of the run: in this process, or a server of vLLM. `placed_engine` also makes engines in processes of
-    their own.
-
-    Args:
-        text: decodes token ids, special tokens included; stop strings are searched in the result.
-        keeps: nobody else uses the policy's weights, so the embedded engine keeps them and takes no copy.
-    """
+    """The engine of the run: in this process, or a server of vLLM. `text`: decodes token ids, special tokens included;
+    stop strings are searched in the result. `keeps`: nobody else uses the policy's weights, so no copy is taken."""
     if isinstance(run.engine, Embedded):
         # A copy: the learner changes the policy's weights in place; the engine has those of the last push.
         served = policy if keeps else policy.twin()

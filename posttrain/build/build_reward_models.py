@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from posttrain.build.build_engines import embedded_engine
-from posttrain.build.build_environments import make_environment
+from posttrain.build.build_environments import make_environment, trained_model
 from posttrain.build.open_model import kept_policy
 from posttrain.build.request.trust_prompt import admitted
-from posttrain.build.reward_paths import trained_model
 from posttrain.config.engines import Embedded
 from posttrain.config.env import STAGE, Env, Reward
 from posttrain.config.run import Run
@@ -164,8 +163,7 @@ def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False, e
 
 
 class RewardModels:
-    """The reward models of a run's settings, each loaded once. `folder`: the run folder, with the reward models that
-    its own stages trained."""
+    """The reward models of a run's settings, each loaded once. `folder`: with those that its own stages trained."""
 
     def __init__(self, run: Run, policy: Policy, folder: Path | None = None) -> None:
         self._run, self._policy, self._folder = run, policy, folder

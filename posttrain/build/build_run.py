@@ -74,8 +74,7 @@ def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> Stage
 
 
 def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, StageOptimizer]:
-    """A second model that trains, with its optimizer: a copy of the learner as it is now. Weights that never train are
-    shared."""
+    """A second model that trains, with its optimizer: a copy of the learner. Weights that never train are shared."""
     policy = learner.policy.twin()
     # A copy has the gradients of the original too, if there are any.
     policy.module.zero_grad(set_to_none=True)
@@ -201,8 +200,8 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
 def opponent_of(
     run: Run, policy: Policy, roles: PolicyRoles, engines: list[ServedSampler], reference: Reference, share: float
 ) -> Opponent:
-    """Returns the opponent that plays against the policy, with this share of the reference. Its engine is added to
-    `engines`."""
+    """Returns the opponent that plays against the policy, with this share of the reference. `engines` gets its
+    engine."""
     serving = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     engines.append(serving)
     # With share 1 the opponent is the reference alone, to which no weights are pushed.
@@ -237,13 +236,9 @@ def make_roles(
     say: Callable[[str], None] = lambda line: None,
     lead: RankLead | None = None,
 ) -> PolicyRoles:
-    """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
-
-    Args:
-        judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
-        say: tells the user what happens to engines elsewhere.
-        lead: of a run over ranks, whose learner cuts the weights of the policy, or leaves them to the engine.
-    """
+    """The learner, the engine (with its own copy of the weights) and the rollout of one policy. `judges`: the reward
+    models that judge; None: those of the run's rewards that it did not train itself. `say`: tells the user what happens
+    to engines elsewhere."""
     refuse_balance(run.stages, policy.module)
     if run.model.router_replay != "none":
         refuse_replay(policy.module)
@@ -329,8 +324,7 @@ def make_parts(
     say: Callable[[str], None] = lambda line: None,
     lead: RankLead | None = None,
 ) -> RunParts:
-    """The parts that all stages of a run share. `others`: see `make_policy`. `say`: tells the user of what takes
-    long."""
+    """The parts that all stages of a run share. `others`: see `make_policy`. `say`: tells the user what takes long."""
     models, others = RewardModels(run, policy, book.folder), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
     engines = [roles.serving]

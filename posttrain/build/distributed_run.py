@@ -230,8 +230,7 @@ def dismiss(options: RankOptions) -> None:
 
 
 def torchrun_store(options: RankOptions) -> Store:
-    """Returns the store through which the processes of torchrun meet. Keys of an earlier attempt, whose ranks died, are
-    not visible to this attempt."""
+    """Returns the store of the processes of torchrun. Keys of an earlier attempt, whose ranks died, are not visible."""
     store = next(iter(rendezvous("env://", timeout=timedelta(seconds=options.seconds))))[0]
     return PrefixStore(f"posttrain-{torchrun_restarts()}", store)
 
@@ -245,18 +244,14 @@ def rank_threads(run: Run, options: RankOptions) -> int:
 
 def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:
     """ConfigError for a model that ranks cannot share as they are asked to."""
-    match lead.parallel:
-        case "tensor":
-            columns_and_rows(policy, lead.ranks.world)
-        case "experts":
-            whole_experts(policy, lead.ranks.world)
-        case "rows":
-            refuse_ranks(policy, blank)
+    if lead.parallel == "rows":
+        refuse_ranks(policy, blank)
+    else:
+        (columns_and_rows if lead.parallel == "tensor" else whole_experts)(policy, lead.ranks.world)
 
 
 def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
-    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them, which
-    must be those of the policy (else InvariantError)."""
+    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads the same rows of them."""
     settings: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
     if run.model.router_replay != "none":
         settings["replays"] = True

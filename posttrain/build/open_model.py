@@ -66,8 +66,7 @@ def target_run(
 
 
 def _changed(folder: Path, run: Run) -> Iterator[str]:
-    """Lines about files that the run reads and that are not as they were when it began. RunFolderError for the model
-    that it began with: the weights are read over it."""
+    """Lines about changed files that the run reads; RunFolderError for the model, over which its weights are read."""
     for c in changed_files(folder, run):
         # The checkpoint of an adapter is loaded over this model. With another model it would be another policy.
         if c.path == "model.path":
@@ -112,8 +111,7 @@ DIGESTED = ("base_digest", "tokenizer_digest", "template_digest")
 
 
 def keep_policy(book: RunFolder, policy: Policy) -> None:
-    """Write the model configuration and tokenizer that `kept_policy` and `show` read, and the weights beneath an
-    adapter, if the run built them or another run made them."""
+    """Write the model configuration and tokenizer, and weights beneath an adapter that are in no model directory."""
     from posttrain.engine.files.policy_files import write_config
 
     path = book.run.model.path
@@ -124,8 +122,7 @@ def keep_policy(book: RunFolder, policy: Policy) -> None:
 
 
 def kept_policy(folder: Path, allow: bool) -> Policy:
-    """The policy of a run folder, built from the folder alone where that is enough, and checked against its record. Its
-    weights are not loaded yet."""
+    """The policy of a run folder, where possible from the folder alone, and checked. Its weights are not loaded yet."""
     from posttrain.engine.files.policy_files import kept
     from posttrain.engine.model.policy_model import load_policy
 

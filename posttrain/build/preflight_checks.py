@@ -151,8 +151,7 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
 
 
 async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
-    """Checks that the environment's own verifier gives 0 to an empty answer and to one that looks right, or less than 1
-    if it gives partial credit."""
+    """Checks that the verifier gives 0, or part of 1, to an empty answer and to one that only looks right."""
     gold = env.abilities.gold
     if gold is None or gold.verdict is None:
         return

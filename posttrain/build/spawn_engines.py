@@ -192,8 +192,7 @@ def keep_to(cores: frozenset[int]) -> Callable[[], None]:
 
 
 def _pin(cores: Collection[int]) -> None:
-    """Pins every thread of this process to cores. Threads that begin later inherit those of the thread that begins
-    them."""
+    """Pins every thread of this process to cores. Later threads inherit those of the thread that begins them."""
     for thread in os.listdir("/proc/self/task"):
         # A thread may end between the listing and the call.
         with contextlib.suppress(ProcessLookupError):
@@ -251,13 +250,9 @@ def placed_environments(
     say: Callable[[str], None] = lambda line: None,
     close: Callable[[], None] = lambda: None,
 ) -> PlacedEnvironments:
-    """The processes of `placement.environments`, which have all environments of the run.
-
-    Args:
-        others: environments of stages that have their own, by the stage's name.
-        engine: the engines of the run. If they have cores of their own, the environments use the same cores.
-        close: ends the engines. It is called with `PlacedEnvironments.close`, and where a process does not start.
-    """
+    """The processes of `placement.environments`, which have all environments of the run, and the same cores as engines
+    with cores of their own. `close`: ends the engines, with `PlacedEnvironments.close`, and where a process does not
+    start."""
     placement = run.placement
     if isinstance(placement, Local) or not placement.environments:
         return PlacedEnvironments(engines=close)

@@ -80,8 +80,7 @@ MOST_SESSIONS = 1000
 
 
 def parents(run: Run) -> tuple[LineageLink, ...]:
-    """The links of the model with which a run begins, if it is a run folder or a directory with lineage.json; else
-    ()."""
+    """The links of the model with which a run begins, if it is a run folder or has a lineage.json; else ()."""
     if run.model.path is None:
         return ()
     source = run_source(run.model.path)
@@ -109,8 +108,7 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
 
 
 def _bases(run: Run, facts: Mapping[str, Any], shared: Mapping[str, Any]) -> tuple[LineageLink, ...]:
-    """The links of a model without lineage: a base model, and an adapter over it where the model is one. `shared`: the
-    fields that all these links have alike."""
+    """The links of a model without lineage: a base model, and an adapter over it. `shared`: the fields alike in all."""
     path, name = run.model.path, f"built: {run.model.arch}, random weights of seed {run.seed}"
     saved = saved_adapter(path) if path is not None else None
     if path is not None:
@@ -128,8 +126,7 @@ def _model_name(path: str) -> str:
 
 
 def tasks_digest(environment: Environment, info: bool = False) -> str:
-    """Digest of the tasks of an environment: all rows of the user's data, and the held-out tasks. `info`: include their
-    other columns."""
+    """Digest of all rows of the user's data, and of the held-out tasks. `info`: include their other columns."""
     h = hashlib.blake2b(digest_size=16)
     rows: Any = declared(environment).rows or ()
     for row in rows:
@@ -274,8 +271,7 @@ def _parent_is_there(folder: Path, file: RunFile) -> None:
 
 
 def sessions(folder: Path) -> list[dict[str, Any]]:
-    """The sessions in which the run was begun and resumed: for each the checkpoint from which it went on, and the
-    version of posttrain."""
+    """The sessions of a run: for each the checkpoint from which it went on, and the version of posttrain."""
     rows: Any = (lineage_data(folder, RunFolderError) or {}).get("sessions")
     return [object_of(x) for x in cast("list[Any]", rows)][:MOST_SESSIONS] if isinstance(rows, list) else []
 

@@ -32,8 +32,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP raise `Terminated`. A signal that was ignored before (`nohup`) stays
-    ignored."""
+    """Inside the block SIGTERM and SIGHUP raise `Terminated`. An ignored signal (`nohup`) stays ignored."""
     not_ignored = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     old_handlers = {number: signal.signal(number, _terminate) for number in not_ignored}
     try:

@@ -51,7 +51,7 @@ def _named(name: str) -> AnyAlgorithm:
     """An algorithm of a ladder by its name, or `path.py:NAME`, whose file is imported here."""
     if ":" not in name:
         return any_named(name)
-    from posttrain.build.request.algorithm_file import algorithm_of
+    from posttrain.build.request.own_pieces import algorithm_of
 
     return algorithm_of(name)
 
@@ -164,8 +164,7 @@ def _prose(lead: str, text: str) -> list[str]:
 
 
 def _form(form: str = FORM) -> list[str]:
-    """The form that all algorithms of a ladder have. Words of a line that is too long for the terminal stand below
-    it."""
+    """The form that all algorithms of a ladder have. Words of a line too long for the terminal stand below it."""
     out: list[str] = []
     for line in form.split("\n"):
         parts = re.split(r" {3,}", line) if len(line) > _width() else [line]

@@ -37,17 +37,14 @@ def welcome(o: argparse.Namespace) -> int:
 
 
 def versions() -> list[str]:
-    """A line each for posttrain, Python, the packages that decide what a run computes, and the machine.
-
-    No package is imported for it, so it works even if an import fails.
-    """
-    rows = [
-        ("posttrain", f"{VERSION} ({Path(__file__).parents[1]})"),
-        ("python", f"{platform.python_version()} ({platform.python_implementation()})"),
-        *((name, _installed(name)) for name in SHOWN),
-        ("platform", platform.platform()),
+    """A line each for posttrain, Python, the packages that decide what a run computes, and the machine. No package is
+    imported for it, so it works even if an import fails."""
+    return [
+        f"posttrain {VERSION} ({Path(__file__).parents[1]})",
+        f"python {platform.python_version()} ({platform.python_implementation()})",
+        *(f"{name} {_installed(name)}" for name in SHOWN),
+        f"platform {platform.platform()}",
     ]
-    return [f"{name} {text}" for name, text in rows]
 
 
 def _installed(name: str) -> str:
@@ -72,8 +69,7 @@ class ShowVersion(argparse.Action):
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 """The beginning of an override: `rl.steps=`."""
 _NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)' ")
-"""The beginning of argparse's message about an unknown command: argument COMMAND: invalid choice: 'runn' (choose from
-..."""
+"""The beginning of argparse's message about an unknown command, which then lists all."""
 _OVERRIDABLE = ("run", "eval", "serve", "check", "plan")
 """Commands that take `key=value` words."""
 

@@ -186,8 +186,7 @@ def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> li
 
 
 def _short(value: str) -> str:
-    """A value on one line: paths below the current folder are relative, and of a text that is too long only the end is
-    shown."""
+    """A value on one line: paths below the current folder are relative, and of a long text only the end is shown."""
     relative = value.replace(f"{os.getcwd()}{os.sep}", "")
     if len(relative) <= LONGEST:
         return relative

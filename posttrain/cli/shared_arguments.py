@@ -21,8 +21,7 @@ exit codes: 0 done, 1 a bug (with traceback), 2 wrong usage or configuration,
 
 
 class HelpText(RawDescriptionHelpFormatter):
-    """Help as wide as the terminal. Descriptions are wrapped. A long example command is continued with `\\`, so that it
-    can be copied."""
+    """Help as wide as the terminal. A long example command is continued with `\\`, so that it can be copied."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return _wrapped(" ".join(text.split()), width)

@@ -128,8 +128,7 @@ def _list(
 
 
 def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbered]]]:
-    """For each prompt its episodes, equal ones in one list. `mixed_first`: prompts whose rewards differ come first,
-    since a step learns from them."""
+    """For each prompt its episodes, equal ones in one list. `mixed_first`: those from which a step learns."""
     out = list[list[list[Numbered]]]()
     for _, siblings in groupby(rows, key=lambda row: (row[1].episode.task.id, row[1].episode.visit)):
         alike: dict[tuple[object, ...], list[Numbered]] = {}

@@ -141,8 +141,7 @@ def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _suggest(run: Run, key: str) -> str:
-    """Suggest full paths with the same last word or a close one, else the nearest full path, else the first words of
-    all."""
+    """Suggest full paths with the same last word or a close one, else the nearest path, else the first words."""
     full = [path for path, _ in surface(run)]
     ends: dict[str, list[str]] = {}
     for path in sorted(full, key=lambda p: p.count(".")):
@@ -287,8 +286,7 @@ def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) ->
 
 
 def _patched(base: Any, node: Node, path: str) -> Any:
-    """All changed choices of an algorithm as one patch, with a user's earlier patch; changes without effect are left
-    out."""
+    """All changed choices of an algorithm as one patch, with the user's earlier one; without effect none."""
     kind = cast("type[Any]", type(base))
     known = {name: dataclass_json.hints(kind)[name] for name in choices(kind)}
     wanted: dict[str, Any] = {}

@@ -116,8 +116,7 @@ def _refusals(run: Run) -> Iterator[str]:
 
 
 def _whole_passes(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
-    """Yields a message about each thing that ranks cannot do where each of them computes every token. A model at
-    a path is checked when it is loaded."""
+    """Yields what ranks cannot do that each compute every token. A model at a path is checked when loaded."""
     model, option = run.model, f"--parallel {parallel}"
     if model.dtype != "float32":
         yield f"{option} computes in float32 so far. Set model.dtype=float32, or leave it out"

@@ -89,8 +89,7 @@ def _scalar(kind: Any, word: str) -> Any:
 
 
 def _piece(pieces: dict[str, type], declared: Any, word: str, path: str) -> Any:
-    """A piece with its defaults, named by its type. Where one type is valid and it has one required field, the word may
-    be the value of that field."""
+    """A piece with its defaults, named by its type, or by its only required field where one type is valid."""
     names = {name.lower(): cls for name, cls in pieces.items()}
     if len(names) == 1:
         cls = next(iter(names.values()))

@@ -193,8 +193,7 @@ class Gantt(Picture):
 
 @dataclass(frozen=True)
 class Matrix(Picture):
-    """A table of cells, coloured by value between `low` and `high`; `texts` stands in the cells in place of the
-    numbers."""
+    """A table of cells, coloured by value between `low` and `high`; `texts` stands in place of the numbers."""
 
     across: Sequence[str]
     down: Sequence[str]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 import posttrain
+from posttrain.build.build_environments import check_reward_models
 from posttrain.build.build_reward_models import generative_judge
-from posttrain.build.reward_paths import check_reward_models
 from posttrain.checks.judging.generative_judge_checks import votes_are_counted
 from posttrain.config.env import Env, Reward
 from posttrain.config.run import Optimizer, Run, Supervised

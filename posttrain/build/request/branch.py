@@ -43,8 +43,7 @@ def run_source(path: str | Path | None) -> tuple[Path, str] | None:
 
 
 def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
-    """(the run, whose settings name the checkpoint with which it begins; what run.json records about that
-    checkpoint)."""
+    """(the run, whose settings name the checkpoint with which it begins; what run.json records about it)."""
     source = run_source(run.model.path)
     if source is None:
         saved = saved_adapter(run.model.path) if run.model.path is not None else None
@@ -134,8 +133,7 @@ def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
 
 
 def same_base(folder: Path, policy: Any) -> Any:
-    """Returns the policy, after checking that its frozen weights are those with which the folder's run began: else the
-    run's adapter does not fit them (RunFolderError)."""
+    """Returns the policy; RunFolderError where its frozen weights are not those with which the folder's run began."""
     from posttrain.engine.model.policy_model import base_digest
 
     then: Any = run_file(folder).facts.get("base_digest")
@@ -153,6 +151,5 @@ def is_branch(folder: Path) -> bool:
 
 
 def begun_with(folder: Path, run: Run) -> Any:
-    """The policy of a branched run from its own folder, with weights not loaded yet; None for a run that is no branch,
-    or where the folder does not have the model."""
+    """The policy of a branched run from its own folder, weights not loaded yet; None for another run, or without it."""
     return kept_in(folder, run.model) if is_branch(folder) and (folder / MODEL).is_dir() else None

@@ -55,8 +55,7 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
 
 
 def clearly_better(here: np.ndarray, there: np.ndarray) -> bool:
-    """True where answers are clearly likelier in the other form. `here`, `there`: mean log-prob a token of each
-    answer."""
+    """True where answers are clearly likelier in the other form. `here`, `there`: mean log-prob a token of each."""
     gain = there - here
     error = float(gain.std(ddof=1)) / len(gain) ** 0.5
     # The gain must reach all three bounds. `here` is negative, so the second one is positive.

@@ -178,8 +178,7 @@ class Choices:
             yield "steps", (steps, f"1 pass over {self.data.rows:,} rows, {stage.batch} a step; more passes overfit")
 
     def _memory(self) -> dict[str, Choice]:
-        """The settings that depend on sizes: context, tokens of a pass, gradient checkpointing, the cache, its
-        slots."""
+        """The settings that depend on sizes: context, tokens of a pass, checkpointing, the cache, its slots."""
         choices_made: dict[str, Choice] = {}
         longest = self._longest()
         if longest is not None and self.run.model.context is None:
@@ -216,8 +215,7 @@ class Choices:
         return choices_made
 
     def _longest(self) -> int | None:
-        """A bound for the tokens of a sequence, since a token has at least one byte. None: not known, or not below the
-        model's positions."""
+        """A bound for the tokens of a sequence: a token has a byte at least. None: not below the model's positions."""
         # With tools a sequence also has their results, whose lengths the data does not show.
         if self.data is None or self.run.env.args.get("tools"):
             return None

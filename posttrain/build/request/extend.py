@@ -33,53 +33,23 @@ SCALARS = (str, int, float, bool, type(None))
 """Types of values that run.json keeps as they are."""
 LENGTH = ("Stage.steps", "Stage.wall_time", "Stage.patience", "Reinforce.target", "Rejection.rounds")
 """Settings that say where a stage ends."""
-ALLOWED: Mapping[str, str] = {
-    "Stage.steps": "more steps, or fewer that were not taken yet",
-    "Stage.wall_time": "another time after which the stage ends",
-    "Reinforce.target": "another reward at which the stage ends",
-    "Stage.eval": "whether it is measured at the end",
-    "Stage.eval_every": "how often it is measured from now on",
-    "Stage.checkpoint_every": "how often it is kept from now on",
-    "Stage.micro_tokens": "how a step is split",
-    "Stage.patience": "after how many held-out evaluations the stage ends",
-    "Optimizer.skips": "how many steps in a row may be left out",
-    "Reinforce.max_failed": "which share of unjudged samples stops the run",
-    "Rejection.rounds": "rounds after which the stage ends",
-    "Rejection.max_failed": "which share of unjudged samples stops the run",
-    "StepLabeling.max_failed": "which share of unjudged answers stops the run",
-    "Evaluation.samples": "samples of a measurement from now on",
-    "Evaluation.greedy": "whether greedy answers are measured from now on",
-    "JudgeEndpoint.calls": "how often a judge may be asked",
-    "JudgeEndpoint.parallel": "how many requests to it run at once",
-    "Run.slots": "sequences decoded at once",
-    "Run.threads": "threads of the CPU",
-    "Run.trackers": "where numbers are sent",
-    "Run.log_completions": "how many completions go along",
-    "Run.keep_checkpoints": "how many checkpoints stay",
-    "Run.record_episodes": "whether episodes are written from now on",
-    "Model.gradient_checkpointing": "memory against time",
-    "Model.offload_activations": "where activations are kept",
-    "Model.offload_optimizer": "where the optimizer's state is kept",
-    "Model.warm_up": "whether the largest pass comes first",
-    "Model.device": "the device that computes",
-    "Run.placement": "where engines work",
-    "Processes.engines": "how many engines sample",
-    "Processes.cores": "the cores of each",
-    "Processes.transport": "how weights come to the engines",
-    "Processes.folder": "the folder of the weights on their way",
-    "Processes.delta": "whether only what changed is sent",
-    "Processes.timeout": "how long anything may take",
-    "Processes.deaths": "how many engines a turn may kill",
-    "Processes.environments": "how many processes play episodes",
-    "Ray.address": "which Ray cluster they work on",
-    "Ray.verifiers": "where verifiers work",
-    "Embedded.cache_gib": "memory of the cache",
-    "Embedded.budget": "positions of a forward pass",
-    "Embedded.retain": "tokens that stay in the cache",
-    "Embedded.sleep": "whether the cache is freed while the learner works",
-    "Embedded.timeline": "whether a timeline is written",
+_MAY_CHANGE = {
+    "Stage": "steps wall_time eval eval_every checkpoint_every micro_tokens patience",
+    "Reinforce": "target max_failed",
+    "Optimizer": "skips",
+    "Rejection": "rounds max_failed",
+    "StepLabeling": "max_failed",
+    "Evaluation": "samples greedy",
+    "JudgeEndpoint": "calls parallel",
+    "Run": "slots threads trackers log_completions keep_checkpoints record_episodes placement",
+    "Model": "gradient_checkpointing offload_activations offload_optimizer warm_up device",
+    "Processes": "engines cores transport folder delta timeout deaths environments",
+    "Ray": "address verifiers",
+    "Embedded": "cache_gib budget retain sleep timeline",
 }
-"""Fields (`Class.field`) that may change when a run goes on. The texts say what they are, for readers of this table."""
+ALLOWED = frozenset(f"{kind}.{name}" for kind, names in _MAY_CHANGE.items() for name in names.split())
+"""Fields (`Class.field`) that may change when a run goes on: its length, how it is measured, watched and kept, where it
+is computed, and what changes no result."""
 _PASSES = "its passes were counted as steps when it began; set steps"
 REFUSED: Mapping[str, str] = {
     "Model": "the weights are of this model",
@@ -155,8 +125,7 @@ def _alone(run: Run, word: str) -> set[str]:
 
 
 def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str:
-    """A sentence and the command of a new run that begins with the weights of this one, at the stage to which the
-    setting `path` belongs, or at the last stage."""
+    """A sentence and the command of a new run with the weights of this one, from the stage of `path` or the last."""
     names = [s.name for s in run.stages]
     stage_of_path = path.partition(".")[0]
     stages_before = names[: names.index(stage_of_path) if stage_of_path in names else len(names) - 1]

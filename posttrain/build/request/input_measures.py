@@ -126,8 +126,7 @@ class DataSize:
 
 
 def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize | None:
-    """The size of the user's data; None where the environment makes its tasks itself. `objects`: those of the
-    program."""
+    """The size of the user's data; None where the environment makes its tasks itself. `objects`: the program's."""
     if env.name != "prompts" or env.prompts is None:
         return None
     from posttrain.environment.make import checked
@@ -180,7 +179,7 @@ def machine(asked: str | None = None) -> Machine:
     """This machine. `asked`: the device that the user set; None: the best one."""
     import torch
 
-    device, why = (asked, "") if asked is not None else best_device(_seen(torch))
+    device, why = (asked, "") if asked is not None else best_device(**_seen(torch))
     if device.startswith("cuda") and torch.cuda.is_available():
         index = torch.device(device).index or 0
         memory = torch.cuda.get_device_properties(index).total_memory / GIB
@@ -195,42 +194,29 @@ def memory_here() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeenDevices:
-    """The devices that torch sees on this machine."""
+def best_device(
+    cuda: bool = False, mps: bool = False, mps_float64: bool = False, built_with_cuda: bool = True
+) -> tuple[str, str]:
+    """(the device to compute on, why), of those that torch sees: CUDA, else MPS if it has float64, else the CPU.
 
-    cuda: bool = False
-    mps: bool = False
-    mps_float64: bool = False
-    """Whether MPS has float64. No torch up to now has it there."""
-    built_with_cuda: bool = True
-
-
-def best_device(seen: SeenDevices) -> tuple[str, str]:
-    """(the device to compute on, why): CUDA, else MPS where it has float64, else the CPU.
-
-    >>> best_device(SeenDevices(cuda=True))[0], best_device(SeenDevices(mps=True))[0]
+    >>> best_device(cuda=True)[0], best_device(mps=True)[0]
     ('cuda', 'cpu')
     """
-    if seen.cuda:
+    if cuda:
         return "cuda", ""
-    if seen.mps and not seen.mps_float64:
+    if mps and not mps_float64:
         return "cpu", "torch's MPS has no float64, by which tokens are drawn and weights are checked"
-    if seen.mps:
+    if mps:
         return "mps", "the GPU of this Mac"
-    return "cpu", f"torch sees no GPU here{'' if seen.built_with_cuda else ' (it is built without CUDA)'}"
+    return "cpu", f"torch sees no GPU here{'' if built_with_cuda else ' (it is built without CUDA)'}"
 
 
-def _seen(torch: Any) -> SeenDevices:
+def _seen(torch: Any) -> dict[str, bool]:
     mps = getattr(torch.backends, "mps", None)
     mps, float64 = mps is not None and mps.is_available(), True
     try:
         torch.zeros(1, dtype=torch.float64, device="mps" if mps else "cpu")
     except (TypeError, RuntimeError):
         float64 = False
-    return SeenDevices(
-        cuda=torch.cuda.is_available(),
-        mps=mps,
-        mps_float64=mps and float64,
-        built_with_cuda=bool(getattr(torch.version, "cuda", None)),
-    )
+    built = bool(getattr(torch.version, "cuda", None))
+    return {"cuda": torch.cuda.is_available(), "mps": mps, "mps_float64": mps and float64, "built_with_cuda": built}

@@ -1,4 +1,5 @@
-"""Pieces of algorithms that the user's own Python files define: which a run has, and how a resumed run imports them.
+"""Algorithms, and pieces of them, of the user's own Python files: how they are named, which pieces a run has, and how a
+resumed run imports them.
 
 Their code runs with all rights of the user. So a file is imported only if it is as it was when the run was begun, and
 the user made the run on this machine, or allows the import with `--trust`. A command that only reads a run folder needs
@@ -13,13 +14,15 @@ from pathlib import Path
 from types import ModuleType
 
 from posttrain.config.run import Run
-from posttrain.ladder.both_ladders import algorithms_of
+from posttrain.ladder.algorithm import Algorithm
+from posttrain.ladder.both_ladders import AnyAlgorithm, algorithms_of, any_named, learns_from
 from posttrain.ladder.pieces.unknown_pieces import known_pieces
+from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.record.external_access import Ask, Kind
 from posttrain.record.runtime_objects import MOST_PIECES, OBJECTS, OwnPiece, file_digest
 from posttrain.system.errors import ConfigError, RunFolderError
 from posttrain.system.shell import command_line
-from posttrain.verifier.user_code import module_name, user_module
+from posttrain.verifier.user_code import module_name, named_object, user_module
 
 _DIGEST = "__posttrain_digest__"
 """The name in an imported module of algorithms under which the digest of its text is stored."""
@@ -108,3 +111,25 @@ def import_again(folder: Path, pieces: Sequence[OwnPiece]) -> None:
                 f"{folder}: {p.file} was imported and defines no piece {p.name}, which the algorithm of this run has."
                 f" Name the file that does: {_again(folder, 'mine.py')}"
             )
+
+
+def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
+    """The algorithm itself, one of a ladder by its name, or `path.py:NAME`: an `Algorithm` or a `PreferenceAlgorithm`,
+    or a function without arguments that returns one."""
+    if not isinstance(given, str):
+        return given
+    if ":" not in given:
+        return any_named(given)
+    wanted = "an Algorithm or a PreferenceAlgorithm, such as posttrain.ladder.algorithm.patch makes,"
+    return named_object(given, "algorithm=", (Algorithm, PreferenceAlgorithm), algorithm_module, wanted)
+
+
+def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
+    """Like `algorithm_of`, but ConfigError for an algorithm that does not learn from reward."""
+    algorithm = algorithm_of(given)
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"algorithm={algorithm.name} learns from {learns_from(type(algorithm))}, and recorded rollouts are judged"
+            " by reward: name one that learns from reward"
+        )
+    return algorithm

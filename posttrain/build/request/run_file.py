@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import yaml
 
-from posttrain.build.request.algorithm_file import algorithm_of
+from posttrain.build.request.own_pieces import algorithm_of
 from posttrain.build.request.trust_prompt import list_file
 from posttrain.config.overrides import USER_PATCH
 from posttrain.config.run import Run
@@ -71,13 +71,8 @@ def to_yaml(
     reasons: Mapping[str, str] | None = None,
     own: Mapping[str, AnyAlgorithm] | None = None,
 ) -> str:
-    """The run as YAML.
-
-    Args:
-        recipe: where a value differs from this run's, a comment gives the value of the recipe.
-        reasons: why a value was chosen, by the path of its override. They become comments.
-        own: algorithms of the user's files, by their words `path.py:NAME`.
-    """
+    """The run as YAML. Comments give the value of the `recipe` where it differs, and `reasons` by the path of an
+    override. `own`: algorithms of the user's files, by their words `path.py:NAME`."""
     ladder_rows = {name: a for rows in LADDERS.values() for name, a in rows.items()}
     recipe_tree = _document(recipe, ladder_rows) if recipe is not None else None
     return "\n".join(_lines(_document(run, {**ladder_rows, **(own or {})}), recipe_tree, "", reasons or {}, ())) + "\n"

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import faults
-from posttrain.build.build_environments import check_environment, distinct, own_environments
-from posttrain.build.request.algorithm_file import check_same, without_algorithm
+from posttrain.build.build_environments import check_environment, check_reward_models, distinct, own_environments
 from posttrain.build.request.branch import MODEL, is_branch, pinned, run_source, was_built
 from posttrain.build.request.defaults import for_model, given_paths, room_for_minibatches
 from posttrain.build.request.extend import ResumedRun, check_changes, extension
 from posttrain.build.request.input_digests import accepted, changed_files, changed_tasks, input_notes, refuse_gone
-from posttrain.build.request.own_pieces import own_classes
+from posttrain.build.request.own_pieces import algorithm_of, own_classes
 from posttrain.build.request.run_file import is_recipe, is_yaml, run_of
 from posttrain.build.request.settings_from_rows import with_epochs, without_answers
 from posttrain.build.request.trust_prompt import admitted, edit_notes, missing_notes, permit_file
 from posttrain.build.request.user_objects import UserObjects, given_again, given_notes, object_notes, recorded
-from posttrain.build.reward_paths import check_reward_models
 from posttrain.build.trackers import check_trackers
 from posttrain.config import overrides as dotted
 from posttrain.config.engines import VLLM, Embedded
@@ -36,6 +34,7 @@ from posttrain.engine.model.architecture_kinds import refuse_same_bits, refuse_v
 from posttrain.engine.model.locate_model import check_source, locate
 from posttrain.engine.vllm import installed
 from posttrain.environment.make import environment as named_environment
+from posttrain.ladder.both_ladders import AnyAlgorithm, algorithms_of
 from posttrain.recipe.recipes import listed
 from posttrain.record.checkpoint import Checkpoint
 from posttrain.record.run_folder import RunFolder
@@ -180,8 +179,7 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
 
 
 def settled(request: RunRequest) -> RunRequest:
-    """The request in which open settings are chosen for the user's model. With a user's model this imports torch, to
-    look at the machine."""
+    """The request with open settings chosen for the user's model. This imports torch, to look at the machine."""
     if request.given is None:
         return request
     built = was_built(request.run.model.path)
@@ -229,8 +227,7 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
 def same_tasks(
     asked: RunRequest, environment: Environment, others: Mapping[str, Environment], accept: bool
 ) -> RunRequest:
-    """The request of a resumed run, after checking that its stages have the tasks with which it began, or that the user
-    accepts others (`accept`)."""
+    """The request of a resumed run that has the tasks with which it began, or others that the user accepts."""
     book, run = asked.book, asked.run
     if book is None:
         return asked
@@ -304,4 +301,35 @@ def check_lengths(run: Run, context: int) -> None:
                 f"{stage.name}.sampling.max_tokens={stage.contract.max_tokens} leaves no room for a prompt in a context"
                 f" of {context} tokens; lower it (posttrain eval: --max-tokens N), or raise model.context where the"
                 " model has more positions"
+            )
+
+
+def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
+    """Takes `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME` out of the overrides. Returns (the other
+    overrides, `handed` with these algorithms as objects in `files`)."""
+    # By the stage, or '' where none is named: (the word, the algorithm). An override can only have names, so it is an
+    # object.
+    files, others = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
+    for text in overrides:
+        name, _, word = (part.strip() for part in text.partition("="))
+        stage, _, setting = name.rpartition(".")
+        if setting != "algorithm" or ":" not in word:
+            others.append(text)
+        elif files.get(stage, (word,))[0] != word or (handed.algorithm is not None and not stage):
+            raise ConfigError(f"{text}: an algorithm is given twice; keep one")
+        else:
+            files[stage] = word, algorithm_of(word)
+    return others, replace(handed, files=files)
+
+
+def check_same(folder: Path, stored: Run, handed: UserObjects) -> None:
+    """Raises ConfigError if a resumed run is handed another algorithm than the one with which it was begun."""
+    used = list(algorithms_of(stored.stages).values())
+    for given in (handed.algorithm, *(a for _, a in handed.files.values())):
+        # Compared whole, and not only by name: the steps so far were taken with all its numbers.
+        if given is not None and given not in used:
+            raise ConfigError(
+                f"{folder}: the algorithm {given.name!r} that was given is not the one that the run was begun"
+                f" with ({', '.join(a.name for a in used)}). Give the file as it was, or begin a new run with"
+                f" model={folder}"
             )

@@ -101,8 +101,7 @@ def plain_word(value: Any) -> str:
 
 
 def groups(run: Run) -> tuple[SettingGroup, ...]:
-    """All settings of a run: its own, the model, the environment, the engine and its placement, then each kind of
-    stage."""
+    """All settings of a run: its own, the model, the environment, the engine and its placement, then each kind."""
     heads = ("model", "env", "engine", "placement")
     # By group. All other settings of the tree form the group `run`, which is shown first.
     top: dict[str, list[Setting]] = {h: [] for h in ("run", *heads)}
@@ -135,13 +134,9 @@ def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[SettingGroup]:
 
 
 def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: str = "") -> Iterator[Setting]:
-    """The settings below nodes of one class, such as all stages of a kind.
-
-    Args:
-        path: the name of the nodes in an override; '' for the run itself.
-        main: the settings that people change first.
-        inside: the same path without the stage's name, as `main` has it.
-    """
+    """The settings below nodes of one class, such as all stages of a kind, whose name in an override is `path`, '' for
+    the run itself. `main`: those that people change first, with paths that begin as `inside`, without the stage's
+    name."""
     cls = type(nodes[0])
     for name, declared in dataclass_json.hints(cls).items():
         if name in fixed(cls) or SAID_ABOVE.get(cls) == name:

@@ -54,12 +54,8 @@ def with_epochs(
     run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
 ) -> Run:
     """Returns the run with `steps` computed from `epochs`, in each stage that has `epochs`. There a falling learning
-    rate without a given horizon falls until the last step.
-
-    Args:
-        given: full paths of the user's settings; None: the whole run was given.
-        others: environments of stages that have their own, by the stage's name.
-    """
+    rate without a given horizon falls until the last step. `given`: full paths of the user's settings; None: the whole
+    run was given."""
     stages = list(run.stages)
     for i, stage in enumerate(stages):
         if not isinstance(stage, LearnsRows) or stage.epochs is None:

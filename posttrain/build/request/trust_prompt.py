@@ -78,12 +78,7 @@ def admitted(
 
 def permit_file(file: str, run: Run, given: Collection[str], allow: bool) -> None:
     """List what a run file asks for, before any of it is used. UntrustedError where it names an address together with a
-    secret, or code of a model, and neither the command nor --trust (`allow`) does.
-
-    Args:
-        run: the run of the file with overrides in place.
-        given: full paths of the settings that the command itself gives.
-    """
+    secret, or code of a model, and neither the command (`given`: full paths of its settings) nor --trust does."""
     # What the command itself names was written by the user. The dots: `env` does not cover `env2`.
     asked = [a for a in asks(run) if not any(f"{a.path}.".startswith(f"{p}.") for p in given)]
     list_file(file, asked)
@@ -121,8 +116,7 @@ def _whose(run_json: RunFile) -> str:
 
 
 def _wanted(run_json: RunFile, run: Run, parts: Sequence[str], noted: Collection[str]) -> Iterator[Ask]:
-    """Yields the requests of the folder: values that come from the folder and not from an override, and are not in the
-    user's note."""
+    """Yields the requests of the folder that come from no override and are not in the user's note (`noted`)."""
     stored, now = values(run_json.run), values(run)
     stages = {s.name for s in run.stages}
     for ask in asks(run):

@@ -112,8 +112,7 @@ def prompts(
 
 @dataclass(frozen=True)
 class UserObjects:
-    """The objects that a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that
-    are no text."""
+    """What a program hands to a run or an evaluation: `env`, `rewards` and `algorithm` that are no text."""
 
     env: Any = None
     rewards: Any = None
@@ -172,18 +171,12 @@ def _with_single(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, Runtim
     """`env=` as a class derived from `SingleTurn`, or an object of one. Its plain settings go into the tree."""
     cls: Any = env if inspect.isclass(env) else type(env)
     name = _plain_name(cls.__name__)
-    if inspect.isclass(env):
-        tree = Env(name=f"{INLINE}{name}", heldout=run.env.heldout)
-    else:
+    tree = Env(name=f"{INLINE}{name}", heldout=run.env.heldout)
+    if not inspect.isclass(env):
         settings = {n: getattr(env, n) for n in cls.settings()}
-        tree = Env(
-            name=f"{INLINE}{name}",
-            args={n: v for n, v in settings.items() if isinstance(v, str | int | float | bool)},
-            heldout=env.heldout_count,
-            limits=env.limits,
-            sandbox=env.sandbox,
-            resolution=env.resolution,
-        )
+        args = {n: v for n, v in settings.items() if isinstance(v, str | int | float | bool)}
+        same = {n: getattr(env, n) for n in ("limits", "sandbox", "resolution")}
+        tree = Env(name=tree.name, args=args, heldout=env.heldout_count, **same)
     return _named(run, tree), replace(given, environments={name: env})
 
 
@@ -195,14 +188,9 @@ def _named(run: Run, env: Env) -> Run:
 def _handed_again(
     own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[GivenReward] | GivenReward
 ) -> tuple[Reward, ...]:
-    """The run's own rewards, if the given ones are handed to it again; else (). A function that is handed again without
-    a weight keeps the weight that it has in the run; one with a weight gets that.
-
-    Args:
-        own: the rewards of the run.
-        words: the given rewards, as the tree names them.
-        rewards: the same, as the program gave them.
-    """
+    """The run's own `rewards`, if the given ones (`words`: as the tree names them) are handed to it again; else (). A
+    function that is handed again without a weight keeps the weight that it has in the run; one with a weight gets
+    that."""
     named, handed = {r.function: r for r in own}, {r.function for r in words}
     # All rewards of the run, or some of its functions. Some built-ins alone could as well be meant as new rewards.
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
@@ -327,8 +315,7 @@ def recorded(given: RuntimeObjects) -> dict[str, Any]:
 
 
 def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
-    """Returns the objects that a program hands to a run that goes on. ConfigError where one that the run names is not
-    handed, or one is handed that it does not name."""
+    """Returns the objects handed to a run that goes on. ConfigError where they are not those that the run names."""
     run = run_file(folder).run
     placed, given = handed.place(run)
     objects = replace(given, folder=folder)
@@ -374,9 +361,8 @@ def _changed(own: Env, placed: Env, handed: UserObjects) -> Iterator[str]:
 def given_notes(folder: Path, given: RuntimeObjects) -> Iterator[str]:
     """Lines about objects that differ from those with which the run was begun."""
     then: Any = run_file(folder).facts.get(OBJECTS)
-    before = (
-        {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
-    )
+    objects: Any = [o for o in then if isinstance(o, dict)] if isinstance(then, list) else []
+    before = {str(o.get("name")): o.get("digest") for o in objects}
     files = {p.name: {*p.files.values()} for p in own_pieces({OBJECTS: then})}
     for note in given.notes():
         texts, then_texts = {*note.files.values()}, files.get(note.name, set[str]())
@@ -384,11 +370,8 @@ def given_notes(folder: Path, given: RuntimeObjects) -> Iterator[str]:
         same = texts == then_texts if texts and then_texts else before.get(note.name) in (None, note.digest)
         if not same:
             what = "the text of its file differs" if texts and then_texts else "its source text differs"
-            done = "computed with" if note.kind == "piece" else "judged by"
-            yield (
-                f"note: {note.kind} {note.name!r} is not as it was when the run was begun ({what}). What follows is"
-                f" {done} the new one"
-            )
+            done = f"What follows is {'computed with' if note.kind == 'piece' else 'judged by'} the new one"
+            yield f"note: {note.kind} {note.name!r} is not as it was when the run was begun ({what}). {done}"
 
 
 def object_notes(given: RuntimeObjects) -> Iterator[str]:

@@ -58,8 +58,7 @@ class HeadShape:
 
     @property
     def standard(self) -> bool:
-        """True where the head is a last-token head with one output, which transformers' sequence classification reads
-        too."""
+        """True for a last-token head with one output, which transformers' sequence classification reads too."""
         return self == HeadShape(outputs=self.outputs) and self.width == 1
 
 
