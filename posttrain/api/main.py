@@ -247,7 +247,7 @@ def export(
     Raises:
         InvariantError: what was read back is not what the run holds. Nothing is kept that could be taken for good.
     """
-    choice = {"checkpoint": checkpoint, "trust": trust, "adapter": adapter, "ema": ema}
+    choice: dict[str, Any] = {"checkpoint": checkpoint, "trust": trust, "adapter": adapter, "ema": ema}
     return certified_export(run_folder, folder, public, **choice)[0]
 
 

@@ -203,8 +203,7 @@ def timed_stage(run: Run, stage: Stage, work: Work, where: Hardware) -> Throughp
 def plan_against(
     folder: str, words: Sequence[str] = (), options: PlanOptions = PlanOptions(), first: int | None = None
 ) -> PlanAgainst:
-    """A run folder beside its plan. `words`: `machine=`, if any. `options`: the stage, and the ranks that trained.
-    `first`: read only this number of its first steps."""
+    """A run folder beside its plan. `words`: `machine=`, if any. `first`: read only this number of its first steps."""
     file = run_reader.run_file(folder)
     run, stage = file.run, stage_of(file.run, options.stage)
     asked, strange = machine_word(words)
@@ -221,9 +220,8 @@ def plan_against(
     # Memory is compared with the largest step, since a peak is of one step. Time is compared with all steps.
     place = places(against.recorded_work(base, against.largest_step(steps) or steps))[0]
     memory = against.memory_terms(place, steps, held) if held or base.accelerator else []
-    rows = (
-        against.time_terms(timed_stage(run, stage, against.recorded_work(base, steps), where), steps) if timed else []
-    )
+    work = against.recorded_work(base, steps)
+    rows = against.time_terms(timed_stage(run, stage, work, where), steps) if timed else []
     unplanned = {r: statistics.median(x) for r in against.OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
     return PlanAgainst(run, stage, where, len(steps), held, tuple(memory), place, tuple(rows), unplanned)
 
@@ -327,7 +325,7 @@ class PlanWatch:
         if p.seen == FIRST + 1:
             predicted = p.timed(against.recorded_work(p.work, p.steps[1:])).step
             p.factor = against.step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
-        # against.Compared are full windows of `STEPS` steps, which do not overlap and have none of the first steps.
+        # Compared are full windows of `STEPS` steps, which do not overlap and have none of the first steps.
         if p.seen < FIRST + 1 + STEPS or step.index % STEPS:
             return ""
         last = p.steps[-STEPS:]

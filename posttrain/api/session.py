@@ -60,8 +60,8 @@ DETERMINISTIC = (
 
 @contextmanager
 def open_session(request: RunRequest) -> Iterator[RunSession]:
-    """A run that is ready for its first step. At the end of the block its parts are closed, and its summary is written,
-    and printed, unless the run is quiet or an error ended it."""
+    """A run that is ready for its first step. The block's end closes it and writes its summary, which is printed unless
+    the run is quiet or an error ended it."""
     session = build_session(request)
     shows_summary = not request.quiet
     try:

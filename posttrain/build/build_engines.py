@@ -42,8 +42,7 @@ BEFORE_TRIAL = -2
 @dataclass(frozen=True)
 class ServedSampler:
     """A sampler, and what else a run asks of its engine: to wait, to empty caches, to free memory, to end. An engine in
-    another process computes by itself and manages its own memory: the run only waits until its turns have reached
-    it."""
+    another process manages its own memory: the run only waits until its turns have reached it."""
 
     sampler: Sampler
     close: Callable[[], None]
@@ -86,8 +85,7 @@ def served_here(engine: EmbeddedEngine, settings: Embedded) -> ServedSampler:
 
 
 def check_engine(run: Run) -> None:
-    """ConfigError where the run's engine is not installed, or its compiled kernels cannot be built. Called before the
-    run folder is made, so that such a run leaves no folder."""
+    """ConfigError where the engine or its compiled kernels are missing: before the run folder is made."""
     for stage in () if isinstance(run.engine, Embedded) else run.stages:
         if isinstance(stage, OnlinePreference) and stage.share is not None:
             raise ConfigError(f"{stage.name}.algorithm={stage.algorithm.name}: {_ONE_MODEL}")
@@ -155,8 +153,8 @@ def embedded_engine(
     mixture: Mixture | None = None,
     version: int | None = None,
 ) -> EmbeddedEngine:
-    """The embedded engine with the run's settings, over the policy's own module. `version`: of the weights it begins
-    with; None: 0, or that before the trial of an adapter."""
+    """The embedded engine over the policy's own module. `version`: of its weights; None: 0, or before an adapter's
+    trial."""
     begun = 0 if policy.lora is None else BEFORE_TRIAL
     return EmbeddedEngine(
         policy.module,

@@ -188,8 +188,7 @@ def check_reward_path(setting: str, path: str) -> None:
 
 
 def trained_model(folder: Path, checkpoint: str = "last") -> tuple[RewardModel, Checkpoint]:
-    """The stage whose reward model a checkpoint of a run holds, and the checkpoint; ConfigError for a policy's
-    weights."""
+    """The stage whose reward model a checkpoint of a run holds, and the checkpoint; ConfigError for a policy's."""
     saved, run = find(folder, checkpoint), run_file(folder).run
     stage = trained_at(run.stages, saved.state)
     if stage is None:

@@ -85,8 +85,7 @@ def generative_judge(run: Run, reward: Reward, resolution: float) -> GenerativeJ
 
 
 def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> GenerativeJudge | GenerativeStepJudge:
-    """Returns the judge itself if it judges whole answers; if it judges steps, as a process reward model. `ends`: finds
-    the tokens of the policy at which steps end."""
+    """Returns the judge itself, or as a process reward model if it judges steps, whose last tokens `ends` finds."""
     if not judge.judging.separator:
         for_steps = "judges whole answers, and steps and progress are for one that judges steps"
         _refuse_steps(reward, f"judge {judge.name} {for_steps} (posttrain run judge env=verify)")

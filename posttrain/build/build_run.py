@@ -200,8 +200,7 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
 def opponent_of(
     run: Run, policy: Policy, roles: PolicyRoles, engines: list[ServedSampler], reference: Reference, share: float
 ) -> Opponent:
-    """Returns the opponent that plays against the policy, with this share of the reference. `engines` gets its
-    engine."""
+    """Returns the opponent of the policy, with this share of the reference. `engines` gets its engine."""
     serving = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     engines.append(serving)
     # With share 1 the opponent is the reference alone, to which no weights are pushed.
@@ -237,8 +236,7 @@ def make_roles(
     lead: RankLead | None = None,
 ) -> PolicyRoles:
     """The learner, the engine (with its own copy of the weights) and the rollout of one policy. `judges`: the reward
-    models that judge; None: those of the run's rewards that it did not train itself. `say`: tells the user what happens
-    to engines elsewhere."""
+    models that judge; None: those that the run did not train. `say`: tells of engines elsewhere."""
     refuse_balance(run.stages, policy.module)
     if run.model.router_replay != "none":
         refuse_replay(policy.module)

@@ -69,8 +69,7 @@ def with_absolute_path(model: Model) -> Model:
 
 def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[str, ...]]:
     """Chooses how ranks get the model; sets `lead.reads_own_rows`. Returns (policy, lines for people). The policy has
-    no weights in memory (`BlankPolicy`), if ranks read rows and no engine in this process needs a whole copy. Else it
-    is None, and the model is loaded as in a run of one process."""
+    no weights in memory, if ranks read rows and no engine here needs a whole copy. None: it is loaded as always."""
     if run.model.path is None:
         return None, ()
     # The checks go from cheap to expensive: settings, config and tokenizer, names in the files, what other ranks see.
@@ -137,8 +136,8 @@ PLANTED = ExitStack()
 
 @dataclass(frozen=True, eq=False)
 class RankStart:
-    """Makes the learner of another rank than 0. It is pickled and sent, with the policy or, where each rank reads its
-    rows, the settings of the model."""
+    """Makes the learner of another rank than 0. It is sent with the policy, or with the settings of the model to
+    read."""
 
     policy: Policy | Model
     seed: int

@@ -151,8 +151,7 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
 
 def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
-    """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints. `most`: tokens
-    of the run's longest sequence, for a model whose context is not said."""
+    """The policy at `model.path`: a model, a run or a checkpoint. `most`: tokens of the run's longest sequence."""
     from posttrain.engine.model.policy_model import load_policy
 
     if run_source(model.path) is not None:

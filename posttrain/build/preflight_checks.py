@@ -42,8 +42,7 @@ LEAKS, SECONDS = 500, 0.3
 
 
 async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
-    """Test every claim of the run's environments; returns notes for the user. InvariantError or DataError for the first
-    claim about prompts, verifier or split that does not hold."""
+    """Test every claim of the run's environments; returns notes for the user. The first that does not hold raises."""
     # By identity: stages that share an environment are tested once.
     settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
@@ -90,8 +89,7 @@ def lint_notes(parts: RunParts, env: Environment) -> list[str]:
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
-    """Checks that the tokenizer can encode every observation. A note says that missing characters will be replaced;
-    DataError where it cannot encode the replacement either."""
+    """Checks that the tokenizer can encode observations, or what replaces characters that it lacks (a note)."""
     writable = cast("Renderer", parts.renderer).writable
     try:
         writable.check()
@@ -193,9 +191,8 @@ async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
 async def _won_without_answers(
     tasks: Sequence[Task], answers: Sequence[str], earned: Callable[[Sequence[str]], Awaitable[np.ndarray]]
 ) -> list[str]:
-    """Notes where rewards seem inverted, or can be won without an answer; [] where they seem right. An answer is tried
-    in each form of `SHAPES`, such as inside a box, until right answers earn more than those of other tasks. In that
-    form they are compared with texts that are no answers."""
+    """Notes where rewards seem inverted, or can be won without an answer. Answers are tried in each form of `SHAPES`,
+    such as inside a box, until right ones earn more than those of other tasks; then compared with no answers."""
     for form in SHAPES.values():
         said = [form.format(a) for a in answers]
         # Each task gets its own answer, and then that of the next one.
@@ -219,8 +216,7 @@ async def _won_without_answers(
 async def _own_verdict(
     env: Environment, verdict: Callable[[Attempt], Awaitable[Verdict]], task: Task, turns: Sequence[str]
 ) -> Verdict:
-    """The verdict on a scripted episode. A verifier that fails is asked again, as often as in a rollout. If it fails
-    each time (InvariantError), that says nothing about the answer."""
+    """The verdict on a scripted episode. A verifier that fails is asked again, as often as in a rollout."""
     try:
         played = await attempt(env, task, turns)
     except IndexError as error:
@@ -290,8 +286,8 @@ class _ScriptEnded(Exception):
 
 
 class _ScriptedTalk(DemonstrationTalk):
-    """Scripted turns in the policy's chat template. It records the tools that are offered (`tools`), and how often the
-    policy was shown something (`shown`): the prompt, then observations."""
+    """Scripted turns in the policy's chat template. It records the `tools` that are offered, and how often the policy
+    was `shown` something."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     shown = 0
@@ -317,10 +313,9 @@ class _ScriptedTalk(DemonstrationTalk):
 
 
 def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list[str]:
-    """Checks that none of the first training tasks is a held-out task of `env` or of `others`, which are measured too.
-    Tasks of different environments are the same if their prompts are written alike. Later training tasks are compared
-    when a step asks for them. Returns a note if two tasks have the same prompt and answer, and the environment's key
-    says that they differ."""
+    """Checks that none of the first training tasks is a held-out task of `env` or of `others`, which are measured too;
+    those of other environments are told by their prompts. Returns a note if two tasks have the same prompt and answer,
+    and the environment's key says that they differ."""
     same = sameness(env)
     # By the environment's own key, which decides; those of other environments by the text of the prompt; and by prompt
     # and answer, to find a key that tells equal tasks apart.

@@ -250,9 +250,8 @@ def placed_environments(
     say: Callable[[str], None] = lambda line: None,
     close: Callable[[], None] = lambda: None,
 ) -> PlacedEnvironments:
-    """The processes of `placement.environments`, which have all environments of the run, and the same cores as engines
-    with cores of their own. `close`: ends the engines, with `PlacedEnvironments.close`, and where a process does not
-    start."""
+    """The processes of `placement.environments`, which have all environments of the run, and the cores of engines with
+    cores of their own. `close` ends the engines, after them or where a process does not start."""
     placement = run.placement
     if isinstance(placement, Local) or not placement.environments:
         return PlacedEnvironments(engines=close)
@@ -285,7 +284,7 @@ def _pool(
         )
         return host, host.started
 
-    limits = {"timeout": placement.timeout, "deaths": placement.deaths}
+    limits: Any = {"timeout": placement.timeout, "deaths": placement.deaths}
     return EnvironmentPool(begin, count=placement.environments, **limits, say=say)
 
 

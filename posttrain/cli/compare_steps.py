@@ -105,8 +105,7 @@ def _files(
 
 
 def _evaluations(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> dict[int, EpisodeFile]:
-    """Held-out evaluations of the stage by their step. Weights are evaluated only once: what an earlier stage evaluated
-    at its end is step 0 of a stage that began with those weights."""
+    """Held-out evaluations of the stage by their step; the last of the stage whose weights it began with is step 0."""
     of_stage = choose_stage(run, files, wanted, "eval")
     evaluations = {f.index: f for f in of_stage}
     stage = next((s for s in run.stages if s.name == of_stage[0].stage), None)

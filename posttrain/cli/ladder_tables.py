@@ -200,8 +200,7 @@ def diff(left: str, right: str) -> str:
 
 
 def _shared(one: int, two: int, room: int) -> tuple[int, int]:
-    """Widths of two columns that need `one` and `two`, and have `room` together: half of it each, or more for one of
-    them if the other needs less than half."""
+    """Widths of two columns that need `one` and `two` in `room`: half each, or more where the other needs less."""
     half = room // 2
     first = min(one, max(half, room - two))
     return first, room - first

@@ -37,8 +37,8 @@ def welcome(o: argparse.Namespace) -> int:
 
 
 def versions() -> list[str]:
-    """A line each for posttrain, Python, the packages that decide what a run computes, and the machine. No package is
-    imported for it, so it works even if an import fails."""
+    """A line each for posttrain, Python, packages that decide what a run computes, and the machine. None is
+    imported."""
     return [
         f"posttrain {VERSION} ({Path(__file__).parents[1]})",
         f"python {platform.python_version()} ({platform.python_implementation()})",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from posttrain.system.terminal_output import tell
 
 if TYPE_CHECKING:
     from posttrain.api.swept import SweptValue
-from collections.abc import Iterator, Sequence
 
 SMALLEST = 0.002
 """Terms below this share of the peak get no line of their own: their sum is the line `others`."""
@@ -52,24 +51,25 @@ def options_of(o: Namespace) -> PlanOptions:
     """The options of a plan that are no settings of a run, from the words of the command."""
     factors = factors_of(o.calibrate, o.stage) if o.calibrate is not None else {}
     assumed = Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=o.accepted, factors=factors)
-    return PlanOptions(
-        **{f.name: getattr(o, f.name) for f in fields(PlanOptions) if f.name != "assumed"}, assumed=assumed
-    )
+    words = {f.name: getattr(o, f.name) for f in fields(PlanOptions) if f.name != "assumed"}
+    return PlanOptions(**words, assumed=assumed)
 
 
 def _sweep(o: Namespace, options: PlanOptions) -> None:
     from posttrain.api.swept import swept
-    from posttrain.report import plots
 
     if o.sweep is None:
         raise ConfigError(f"--out {o.out}: only --sweep draws a picture; add --sweep staleness=0,1,2,4")
     if o.out is not None:
-        # Checked before the simulation, which takes a while.
-        plots.check_out(o.out)
+        from posttrain.report import plots
+
+        plots.check_out(o.out)  # before the simulation, which takes a while
     name, rows = swept(o.recipe, o.overrides, options, o.sweep)
     for line in [json.dumps(_sweep_data(name, rows), indent=1)] if o.json else sweep_lines(name, rows):
         tell(line)
     if o.out is not None:
+        from posttrain.report import plots
+
         plots.sweep_plot(name, [(r.value, r.loop) for r in rows], o.out)
         tell(f"written: {o.out}")
 

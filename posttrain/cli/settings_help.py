@@ -168,9 +168,8 @@ def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> list[str]:
-    """Lines of at most `columns`, broken at spaces. A list without spaces that is too long is broken after its commas;
-    any other word that is too long stays whole. `first`, `then`: what the first line and the further lines begin
-    with."""
+    """Lines of at most `columns`, broken at spaces; a list without spaces after its commas. Any other word that is too
+    long stays whole. `first`, `then`: what the first line and the further lines begin with."""
     then = first if then is None else then
     lines, line, empty = list[str](), first, True
     for word in text.split():

@@ -20,8 +20,7 @@ GRADES = "their rewards are grades, and nothing says which are right (env.right)
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """The options of `posttrain show`. `stage` and `step` None: the last one. `kind` None: training episodes if there
-    are any, else those of an evaluation."""
+    """The options of `posttrain show`. `stage`, `step` None: the last. `kind` None: training, else an evaluation."""
 
     stage: str | None = None
     step: int | None = None
@@ -105,8 +104,8 @@ def is_wrong(r: Recorded, grades: Grades) -> bool:
 
 
 def _main_score(r: Recorded) -> tuple[float, Right] | None:
-    """The score that says whether an episode is right, and from which value on it is: the outcome, if `env.right` says
-    what is right, else the score of the source with the largest weight."""
+    """The score that says whether an episode is right, and from where: the outcome with `env.right`, else that of the
+    source with the largest weight."""
     e = r.episode
     if e.right.named:
         return None if e.figure is None else (e.figure, e.right)

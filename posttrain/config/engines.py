@@ -120,9 +120,8 @@ Engine = Embedded | VLLM
 def engine_refusals(
     engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ahead: str
 ) -> Iterator[str]:
-    """Yields a message about each thing that the engine of a run cannot do, with what to change. `lora`: whether the
-    model has an adapter. `ahead`: the name of a stage that asks for samples while the learner works; '' where none
-    does."""
+    """Yields what the engine of a run cannot do, with what to change. `lora`: whether the model has an adapter.
+    `ahead`: the name of a stage that asks for samples while the learner works; '' where none does."""
     if not isinstance(engine, Embedded):
         if exact:
             yield (

@@ -23,5 +23,5 @@ REWARDS = _DATA / "rewards.py"
 
 def tiny_run(recipe: str, env: Env, *stages: Stage, samples: int = 4, **more: Any) -> Run:
     """A run of the tiny model. `samples`: of a held-out prompt."""
-    more = {"model": TINY, "evaluation": Evaluation(samples=samples)} | more
-    return Run(recipe=recipe, threads=1, env=env, stages=stages, **more)
+    settings: dict[str, Any] = {"model": TINY, "evaluation": Evaluation(samples=samples)} | more
+    return Run(recipe=recipe, threads=1, env=env, stages=stages, **settings)

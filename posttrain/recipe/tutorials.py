@@ -44,7 +44,7 @@ def ladder() -> Run:
         name="dpo", algorithm=DPO, steps=40, batch=64, optimizer=Optimizer(lr=3e-5, warmup=5), eval_every=0
     )
     # The control: imitation alone from where DPO began, for as long as RL took. `time_of` ends it, and not its steps.
-    alone = {"start": "cot", "time_of": "rl", "hands_on": False, "steps": 100_000}
+    alone: Any = {"start": "cot", "time_of": "rl", "hands_on": False, "steps": 100_000}
     return tiny_run(
         "ladder",
         Env(name="arithmetic", heldout=200),
@@ -110,7 +110,7 @@ def rlhf() -> Run:
     rewards = (Reward(function="model:stage:reward_model"),)
     env = Env(name="replies", args={"max_number": 9}, rewards=rewards, measured=True)
     # `hands_on=False`: RL goes on with the policy that imitated, not with the reward model's weights.
-    settings = {"hands_on": False, "steps": 250, "batch": 64, "centre": 0.01, "eval_every": 50}
+    settings: Any = {"hands_on": False, "steps": 250, "batch": 64, "centre": 0.01, "eval_every": 50}
     pairs = RewardModel(name="reward_model", optimizer=Optimizer(lr=2e-3), **settings)
     return tiny_run("rlhf", env, _sft("reply", wrong=0.8, steps=200), pairs, _rl(32, 60, algorithm=KL_GRPO))
 
@@ -140,10 +140,10 @@ def prm() -> Run:
     """
     rewards = (Reward(function="model:stage:prm", steps="outcome"),)
     env = Env(name="arithmetic", args={"min_terms": 3, "max_terms": 4}, rewards=rewards, measured=True)
-    counts = {"completions": 1, "prompts": 2048, "siblings": 1, "steps": 12}
+    counts: Any = {"completions": 1, "prompts": 2048, "siblings": 1, "steps": 12}
     # 80 tokens: room for chains of six terms.
     label = StepLabeling(name="label", separator=";", sampling=Sampling(max_tokens=80), **counts)
-    of_steps = {"judgement": "steps", "pool": "token", "separator": ";", "labels_of": "label", "soft": True}
+    of_steps: Any = {"judgement": "steps", "pool": "token", "separator": ";", "labels_of": "label", "soft": True}
     model = RewardModel(name="prm", steps=1200, batch=64, optimizer=Optimizer(lr=2e-3), **of_steps)
     # The stages in between label answers and train a reward model: the policy of `rl` is that of the imitation.
     rl = _rl(80, 40, 3e-4, algorithm=KL_GRPO, start="sft")

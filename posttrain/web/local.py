@@ -137,8 +137,7 @@ def bound_socket(port: int) -> socket.socket:
 async def serve_locally(
     app: web.Application, guard: Guard, at: socket.socket, path: str, open_browser: bool, say: Callable[[str], None]
 ) -> int:
-    """Serve until SIGINT or SIGTERM; returns 128 and the signal's number. `at`: a socket of `bound_socket`. `path`: the
-    page that is opened first."""
+    """Serve on a bound socket until SIGINT or SIGTERM; returns 128 + the signal. `path`: the page opened first."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     signals: list[int] = []
 

@@ -68,8 +68,8 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     }
     path, lora, quantize = str(folder / "checkpoints" / checkpoint.name), run.model.lora, run.model.quantize
     # An adapter that was trained goes on with its own settings; weights without one may get a new adapter.
-    if (trained := file.run.model).lora is not None:
-        lora, quantize = goes_on(lora, trained.lora, f"model={folder}"), trained.quantize
+    if (trained := file.run.model.lora) is not None:
+        lora, quantize = goes_on(lora, trained, f"model={folder}"), file.run.model.quantize
     if run.model.quantize not in (None, quantize):
         raise ConfigError(
             f"model={folder}: its adapter was trained over weights that were held otherwise, and goes on over them."

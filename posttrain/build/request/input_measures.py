@@ -39,8 +39,7 @@ class ModelSize:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """The sizes of a model directory or hub id; None where its config.json cannot be read, or describes no decoder.
-    What is wrong with it is reported where the model is loaded."""
+    """The sizes of a model directory or hub id; None where its config.json cannot be read, or is of no decoder."""
     saved = saved_adapter(path)
     path = path if saved is None else saved.base
     config = _config(Path(path).expanduser(), path)
@@ -111,8 +110,8 @@ def _weight_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """How many rows the user's data has, and the lengths of its longest texts in bytes (UTF-8). A token has at least
-    one byte, and about four in English."""
+    """How many rows the user's data has, and its longest texts in bytes. A token has one at least, about four in
+    English."""
 
     rows: int
     completions: int

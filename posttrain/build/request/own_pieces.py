@@ -49,8 +49,8 @@ def own_classes(run: Run) -> dict[str, type]:
 
 
 def algorithm_module(path: Path) -> ModuleType:
-    """Import a file of algorithms. An unchanged file that was imported before is not run again: its classes stay the
-    same objects, so that two algorithms made of them can be equal."""
+    """Import a file of algorithms, unchanged only once: its classes stay the same objects, so algorithms can be
+    equal."""
     digest = file_digest(path)
     module = sys.modules.get(module_name(path))
     # Changed or not is decided by the text, not by the time of the file.

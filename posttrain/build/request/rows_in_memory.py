@@ -18,8 +18,7 @@ DEEPEST = 100
 
 def jsonl(rows: Any, split: str = "train") -> str:
     """The rows as JSONL. Packages such as datasets and pandas are not imported: an object is known by its methods.
-    ConfigError: these are no rows, or too many to be kept with a run. DataError names a row that is no dict, or has a
-    value that JSON does not have."""
+    DataError names a row that is no dict, or has a value that JSON does not have."""
     lines, size = list[str](), 0
     for number, row in enumerate(_rows(rows, split), 1):
         if not isinstance(row, Mapping):

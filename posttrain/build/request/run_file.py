@@ -110,8 +110,7 @@ def _name(a: Any, named: Mapping[str, AnyAlgorithm]) -> str | None:
 def _lines(
     data: dict[str, Any], base: Any, indent: str, reasons: Mapping[str, str], path: tuple[str, ...]
 ) -> list[str]:
-    """The lines of a mapping. `base`: the same mapping of the recipe; None or ... where values are compared with
-    nothing, as in elements of lists. `path`: keys above it."""
+    """The lines of a mapping. `base`: that of the recipe; None or ...: compared with nothing. `path`: keys above it."""
     lines: list[str] = []
     for key, value in data.items():
         before = cast("dict[str, Any]", base).get(key, ...) if isinstance(base, dict) else ...

@@ -99,8 +99,8 @@ class RunRequest:
 
 @contextmanager
 def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
-    """The run that was asked for, after all checks that need no torch. Its environments are closed at the end of the
-    block, and a planted fault ends there too."""
+    """The run that was asked for, after all checks that need no torch. Its environments and fault end with the
+    block."""
     try:
         with _prepared(recipe, overrides, options) as request:
             yield request
@@ -240,8 +240,7 @@ def same_tasks(
 
 def check_early(run: Run, own: Path | None = None) -> None:
     """Checks what is not about one setting alone: missing packages, missing models, answers longer than the context.
-    Later checks need torch: the files of a model, its tokenizer, the device, the engine. `own`: the folder of a resumed
-    run; a branch has there the model with which it began."""
+    Later checks need torch. `own`: the folder of a resumed run, where a branch has its model."""
     check_trackers(run)
     _check_architecture(run, own)
     check_installed(run)
@@ -305,8 +304,7 @@ def check_lengths(run: Run, context: int) -> None:
 
 
 def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
-    """Takes `algorithm=path.py:NAME` and `STAGE.algorithm=path.py:NAME` out of the overrides. Returns (the other
-    overrides, `handed` with these algorithms as objects in `files`)."""
+    """(the overrides without `algorithm=path.py:NAME`, `handed` with these algorithms as objects in `files`)."""
     # By the stage, or '' where none is named: (the word, the algorithm). An override can only have names, so it is an
     # object.
     files, others = dict[str, tuple[str, AnyAlgorithm]](), list[str]()

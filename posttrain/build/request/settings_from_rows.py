@@ -20,9 +20,8 @@ from posttrain.system.errors import ConfigError
 
 
 def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -> tuple[Run, tuple[str, ...]]:
-    """Takes the recipe's rewards away if a row of the user's data has no answer that they could read. Returns (the run,
-    a line that says so); the unchanged run and () where the rewards stay. ConfigError with the line that is missing,
-    where a stage samples and would have no reward left."""
+    """(the run without the recipe's rewards, a line that says so), if a row of the user's data has no answer that they
+    could read; else the run and (). ConfigError where a stage samples and would have no reward left."""
     env = run.env
     if env.mix and "env.prompts" not in given:
         raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
@@ -53,9 +52,8 @@ def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple
 def with_epochs(
     run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
 ) -> Run:
-    """Returns the run with `steps` computed from `epochs`, in each stage that has `epochs`. There a falling learning
-    rate without a given horizon falls until the last step. `given`: full paths of the user's settings; None: the whole
-    run was given."""
+    """Returns the run with `steps` computed from `epochs` where a stage has them; there a falling learning rate without
+    a horizon falls until the last step. `given`: paths of the user's settings; None: the whole run."""
     stages = list(run.stages)
     for i, stage in enumerate(stages):
         if not isinstance(stage, LearnsRows) or stage.epochs is None:
@@ -83,8 +81,7 @@ def with_epochs(
 
 
 def without_completions(run: Run, given: frozenset[str], data: DataSize | None) -> tuple[Run, list[str]]:
-    """Leaves out stages that imitate completions, if the data has none, the user gave no setting of these stages, and
-    other stages are left. Returns (the run, lines that say so)."""
+    """(the run without stages that imitate completions, lines), if the data has none and others are left."""
     if data is None or data.completions:
         return run, []
     imitating = [s for s in run.stages if isinstance(s, Supervised) and s.env is None and s.style == "completion"]

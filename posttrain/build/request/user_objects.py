@@ -189,8 +189,7 @@ def _handed_again(
     own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[GivenReward] | GivenReward
 ) -> tuple[Reward, ...]:
     """The run's own `rewards`, if the given ones (`words`: as the tree names them) are handed to it again; else (). A
-    function that is handed again without a weight keeps the weight that it has in the run; one with a weight gets
-    that."""
+    function that is handed again keeps the weight that it has in the run, unless it comes with one."""
     named, handed = {r.function: r for r in own}, {r.function for r in words}
     # All rewards of the run, or some of its functions. Some built-ins alone could as well be meant as new rewards.
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
+from typing import Any
 
 from posttrain.cli.shared_arguments import Subparsers, add_command, add_trust, flag, option
 from posttrain.serve.caller_limits import CallerLimits
@@ -98,7 +99,7 @@ def evaluate(o: Namespace) -> int:
     return 0
 
 
-def _search(o: Namespace, sampling: dict[str, float | None]) -> None:
+def _search(o: Namespace, sampling: dict[str, Any]) -> None:
     """Evaluate searches over steps. Options that mean nothing for them are refused."""
     from posttrain.evaluation.evaluate_search import evaluate_searches
 
@@ -110,7 +111,7 @@ def _search(o: Namespace, sampling: dict[str, float | None]) -> None:
     evaluate_searches(o.target, *o.overrides, samples=samples, out=out, **sampling, **more)
 
 
-def _of_reward_model(o: Namespace, options: dict[str, object]) -> list[str]:
+def _of_reward_model(o: Namespace, options: dict[str, Any]) -> list[str]:
     """The report on how a reward model orders judged completions, or with --answers the answers of policies."""
     from posttrain.api.reward_transfer import transfer
     from posttrain.evaluation.reward_report import evaluate_reward_model

@@ -178,7 +178,7 @@ class RewardModel(LearnsRows):
     def shape(self) -> HeadShape:
         """The shape of its head."""
         separator = self.separator if self.judgement == "steps" else ""
-        same = {"pool": self.pool, "gate": self.gate, "classes": self.classes}
+        same: Any = {"pool": self.pool, "gate": self.gate, "classes": self.classes}
         return HeadShape(outputs=self.attributes or ("score",), separator=separator, **same)
 
     def beside(self, stages: tuple[Stage, ...]) -> str:
