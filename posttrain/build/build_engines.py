@@ -153,8 +153,7 @@ def embedded_engine(
     mixture: Mixture | None = None,
     version: int | None = None,
 ) -> EmbeddedEngine:
-    """The embedded engine over the policy's own module. `version`: of its weights; None: 0, or before an adapter's
-    trial."""
+    """The embedded engine over the policy's own module. `version`: of its weights; None: 0, or before a trial."""
     begun = 0 if policy.lora is None else BEFORE_TRIAL
     return EmbeddedEngine(
         policy.module,

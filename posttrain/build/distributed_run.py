@@ -90,10 +90,9 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
         return None, (f"note: {SENT}: {why}",)
     lead.reads_own_rows = True
     here = isinstance(run.placement, Local) and not isinstance(run.engine, VLLM)
-    apart = "the vLLM server" if isinstance(run.engine, VLLM) else "the engines in processes of their own"
-    line = (
-        f"each rank reads its rows of {run.model.path}; whole copies: {'the engine in this process' if here else apart}"
-    )
+    whole = "the engine in this process" if here else "the engines in processes of their own"
+    whole = "the vLLM server" if isinstance(run.engine, VLLM) else whole
+    line = f"each rank reads its rows of {run.model.path}; whole copies: {whole}"
     # An engine in this process needs a whole copy anyway, so the policy is loaded as always.
     return None if here else blank, (line,)
 
@@ -136,8 +135,7 @@ PLANTED = ExitStack()
 
 @dataclass(frozen=True, eq=False)
 class RankStart:
-    """Makes the learner of another rank than 0. It is sent with the policy, or with the settings of the model to
-    read."""
+    """Makes the learner of another rank than 0. It is sent with the policy, or with the model's settings."""
 
     policy: Policy | Model
     seed: int
@@ -186,8 +184,7 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
     if options.world is None:
         yield None
         return
-    # Closed in reverse order: first the orders end, so ranks that wait leave, then the group, then processes that still
-    # live.
+    # Closed in reverse order: the orders, so that waiting ranks leave, then the group, then processes that still live.
     with ExitStack() as closing:
         if under_torchrun():
             closing.enter_context(ending_with_parent(LAUNCHER))

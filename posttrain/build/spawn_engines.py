@@ -278,10 +278,11 @@ def _pool(
     cores = engine_cores(engine) if placement.cores else None
 
     def begin(number: int) -> tuple[EngineHost, Future[Any]]:
-        name, ray = f"environment {number}", isinstance(placement, Ray)
-        host = (
-            RayHost(name, start, None, number, threads=1) if ray else ProcessHost(name, start, threads=1, cores=cores)
-        )
+        name = f"environment {number}"
+        if isinstance(placement, Ray):
+            host = RayHost(name, start, None, number, threads=1)
+        else:
+            host = ProcessHost(name, start, threads=1, cores=cores)
         return host, host.started
 
     limits: Any = {"timeout": placement.timeout, "deaths": placement.deaths}

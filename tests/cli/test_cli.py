@@ -144,8 +144,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         assert request == "request"
         yield SimpleNamespace(play=play)
 
-    def certified_export(*a: Any) -> tuple[str, SimpleNamespace]:
-        calls["export"] = a
+    def certified_export(*a: Any, **k: Any) -> tuple[str, SimpleNamespace]:
+        calls["export"] = a, k
         return "somewhere", SimpleNamespace(line="certified")
 
     measure = SimpleNamespace(evaluate=remember("evaluate"), certified_export=certified_export)
@@ -187,7 +187,8 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
     assert main(["eval", "http://h/v1", "--tokenizer", "t", "--key-env", "K", "--api", "completions"]) == 0
     assert called["evaluate"][1]["remote"] == EndpointOptions(tokenizer="t", key_env="K", api="completions")
     assert main(["export", "runs/x", "out", "--checkpoint", "best"]) == 0
-    assert called["export"] == ("runs/x", "out", "best", False, False, False, False)
+    choice = {"checkpoint": "best", "trust": False, "adapter": False, "ema": False}
+    assert called["export"] == (("runs/x", "out", False), choice)
     assert "wrote somewhere\ncertified" in capsys.readouterr().out
 
 

@@ -27,8 +27,8 @@ LONGEST_CHAIN = 32
 
 
 def refuse_reward_model(folder: Path, state: Mapping[str, Any], what: str, otherwise: str) -> None:
-    """Raises RunFolderError if a checkpoint with this state has the weights of a reward model. `what`: what is not
-    possible with one. `otherwise`: a sentence about what to do instead."""
+    """Raises RunFolderError if a checkpoint with this state holds a reward model, which does not do `what`.
+    `otherwise`: a sentence of advice."""
     stage = trained_at(run_file(folder).run.stages, state)
     if stage is not None:
         raise RunFolderError(f"{folder} holds the reward model that {stage.name} trained, and {what}. {otherwise}")
