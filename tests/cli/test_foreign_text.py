@@ -412,12 +412,12 @@ import threading, warnings
 from posttrain.cli import main
 from posttrain.cli.commands import lesson_commands
 H = {HOSTILE!r}
-def bug(o):
+def faults(o):
     warnings.warn(H)
     t = threading.Thread(target=lambda: 1 / len([]) if False else (_ for _ in ()).throw(ValueError(H)))
     t.start(); t.join()
     raise RuntimeError(H)
-lesson_commands.faults = bug
+lesson_commands.faults = faults
 main(["faults"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
