@@ -35,8 +35,15 @@ class SweptValue:
 
 
 def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -> tuple[str, list[SweptValue]]:
-    """The knob as it was understood, and the plan and the simulated loop of each value. `sweep`: KNOB=A,B,C, where a
-    knob is a setting of the stage (`staleness`), an option of the plan (`answer`), or any override."""
+    """The knob as it was understood, and the plan and the simulated loop of each value.
+
+    Args:
+        sweep: KNOB=A,B,C. A knob is a setting of the stage (`staleness`), an option of the plan (`answer`), or any
+            override (`engine.update`, `machine`).
+
+    Raises:
+        ConfigError: a word means nothing, the stage samples nothing, or nothing is known of the machine's speed.
+    """
     name, _, given = sweep.partition("=")
     values = [v.strip() for v in given.split(",") if v.strip()]
     if not name or not values or len(values) > MOST_VALUES:

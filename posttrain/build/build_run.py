@@ -322,7 +322,12 @@ def make_parts(
     say: Callable[[str], None] = lambda line: None,
     lead: RankLead | None = None,
 ) -> RunParts:
-    """The parts that all stages of a run share. `others`: see `make_policy`. `say`: tells the user what takes long."""
+    """The parts that all stages of a run share.
+
+    Args:
+        others: see `make_policy`.
+        say: tells the user of what takes long.
+    """
     models, others = RewardModels(run, policy, book.folder), others or {}
     roles = make_roles(run, policy, env, models.judges(run.env), say, lead)
     engines = [roles.serving]

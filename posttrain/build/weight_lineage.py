@@ -88,7 +88,14 @@ def parents(run: Run) -> tuple[LineageLink, ...]:
 
 
 def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]) -> dict[str, Any]:
-    """Returns the entry `BEGAN` of run.json: what a run began with. `environments`: by the names of the stages."""
+    """Returns the entry `BEGAN` of run.json: what a run began with.
+
+    Args:
+        environments: by the names of the stages.
+
+    Raises:
+        DataError: the model's weights are not those that its lineage names.
+    """
     from posttrain.engine.files.fingerprint import fingerprint
     from posttrain.engine.model.policy_model import base_digest, named_tensors
 

@@ -120,8 +120,12 @@ Engine = Embedded | VLLM
 def engine_refusals(
     engine: Engine, kernels: KernelChoice, lora: bool, deterministic: bool, exact: bool, ahead: str
 ) -> Iterator[str]:
-    """Yields what the engine of a run cannot do, with what to change. `lora`: whether the model has an adapter.
-    `ahead`: the name of a stage that asks for samples while the learner works; '' where none does."""
+    """Yields a message about each thing that the engine of a run cannot do. Each message says what to change.
+
+    Args:
+        lora: whether the model has an adapter.
+        ahead: the name of a stage that asks for samples while the learner works; '' where none does.
+    """
     if not isinstance(engine, Embedded):
         if exact:
             yield (

@@ -104,8 +104,12 @@ RouterReplay = Literal["none", "sampler", "start"]
 
 
 def router_refusals(replay: RouterReplay, balanced: str, records: bool) -> Iterator[str]:
-    """Yields what a run cannot do with routers, with what to change. `balanced`: the name of a stage with a
-    load-balance loss; '' where none has one. `records`: whether its engine records the routers' choices."""
+    """Yields a message about each thing that a run cannot do with routers. Each message says what to change.
+
+    Args:
+        balanced: the name of a stage with a load-balance loss; '' where none has one.
+        records: whether its engine records the routers' choices.
+    """
     if replay == "sampler" and not records:
         yield (
             "model.router_replay=sampler reads the experts that the sampler chose, which this library reads from its"

@@ -134,8 +134,13 @@ def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[SettingGroup]:
 
 
 def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: str = "") -> Iterator[Setting]:
-    """The settings below nodes of one class, such as all stages of a kind. `path`: their name in an override, '' for
-    the run itself. `main`: what people change first, with paths below `inside`, the path without the stage's name."""
+    """The settings below nodes of one class, such as all stages of a kind.
+
+    Args:
+        path: the name of the nodes in an override; '' for the run itself.
+        main: the settings that people change first.
+        inside: the same path without the stage's name, as `main` has it.
+    """
     cls = type(nodes[0])
     for name, declared in dataclass_json.hints(cls).items():
         if name in fixed(cls) or SAID_ABOVE.get(cls) == name:

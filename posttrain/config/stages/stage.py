@@ -160,8 +160,14 @@ def fits(pattern: str, name: str) -> bool:
 
 
 def check_patterns(config: Optimizer, names: Sequence[str], path: str, read: Sequence[str] | None = None) -> None:
-    """ConfigError for a pattern that fits no parameter, or a freeze that leaves none. `path` names the optimizer in
-    messages. `read`: the parameters on which the stage's loss depends; None: all."""
+    """Refuse a pattern that fits no parameter, and a freeze that leaves none. `path` names the optimizer in messages.
+
+    Args:
+        read: the parameters on which the stage's loss depends; None: all.
+
+    Raises:
+        ConfigError: as said.
+    """
     for field, pattern in [*(("rates", p) for p, _ in config.rates), *(("freeze", p) for p in config.freeze)]:
         if not any(fits(pattern, n) for n in names):
             words = sorted({w for n in names for w in n.split(".") if not w.isdigit()})
