@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import posttrain
-from posttrain.build.build_reward_models import generative_judge
+from posttrain.build.build_judges import generative_judge
+from posttrain.build.build_reward_models import reward_member
 from posttrain.config.env import Reward
 from posttrain.config.placement import Processes
 from posttrain.config.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
@@ -411,7 +412,7 @@ def _caught_labelling(fault: Fault, model: Path, folder: Path) -> Caught | None:
     made = model.parent / "judge-votes"
     _judging(smallest(None, model, folder), "votes", model.parent)
     run = run_reader.run_file(made).run
-    judge = generative_judge(run, Reward(function=f"judge:{made}"), 0.0)
+    judge = generative_judge(run, Reward(function=f"judge:{made}"), 0.0, reward_member)
     world = environment(run.env, run.seed)
     votes = asyncio.run(asked(judge, [world.train.task(10**6 + i) for i in range(24)], 4))
     judge.close()

@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parent / "golden" / "public.txt"
 GLOSSARY, NAMES = ROOT / "docs/reference/glossary.md", ROOT / "docs/design/names.md"
 FILES = sorted((ROOT / "posttrain").rglob("*.py"))
 
-SAME_MODULE_NAME: dict[str, tuple[str, int]] = {}
+SAME_MODULE_NAME = {"judge.py": ("the recipe of a judge, and the environment it trains in: users name both", 2)}
 """Module files whose name stands twice: what they are, and how many there are."""
 
 PEERS = (

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 import posttrain
-from posttrain.build.build_reward_models import generative_judge
+from posttrain.build.build_judges import generative_judge
+from posttrain.build.build_reward_models import reward_member
 from posttrain.config.env import Reward
 from posttrain.environment.judged.judge_rules import best_half, chosen, summed
 from posttrain.environment.make import environment
@@ -77,7 +78,7 @@ def measured(seed: int, folder: Path, pairs: int, train: int, steps: int) -> Tal
     words = (f"seed={seed}", "env.args.format=grm", f"sft.steps={steps}", "rl=none", "env.heldout=0")
     posttrain.run("judge", *words, out=folder / "judge", quiet=True)
     run = run_reader.run_file(folder / "judge").run
-    judge = generative_judge(run, Reward(function=f"judge:{folder / 'judge'}"), 0.0)
+    judge = generative_judge(run, Reward(function=f"judge:{folder / 'judge'}"), 0.0, reward_member)
     world = environment(run.env, seed)
     taught = asyncio.run(asked(judge, [world.train.task(10**6 + i) for i in range(train)], LABELLED))
     rows = meta_rows(judge.judging, taught)
@@ -90,7 +91,7 @@ def measured(seed: int, folder: Path, pairs: int, train: int, steps: int) -> Tal
         quiet=True,
     )
     paid = Reward(function=f"judge:{folder / 'judge'}", meta=str(folder / "meta"))
-    judge = generative_judge(run, paid, 0.0)
+    judge = generative_judge(run, paid, 0.0, reward_member)
     held = [world.train.task(2 * 10**6 + i) for i in range(pairs)]
     judged = asyncio.run(asked(judge, held, MOST))
     meta_TK = np.array([judge.meta_scores(each.votes) for each in judged])

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.build.build_reward_models import by_its_form, generative_judge, stage_policy
+from posttrain.build.build_judges import by_its_form, generative_judge
+from posttrain.build.build_reward_models import reward_member, stage_policy
 from posttrain.config.env import Reward
 from posttrain.config.run import Run
 from posttrain.config.stages.reward_model_settings import RewardModel
@@ -99,7 +100,7 @@ def verified_scores(folder: Path, chains: Sequence[PlantedChain], votes: int) ->
     """A generative verifier's score of each step of each chain. A step that it cannot judge counts as right."""
     run = run_file(folder).run
     reward = Reward(function=f"judge:{folder}", votes=votes)
-    judge = by_its_form(generative_judge(run, reward, 1e-5), reward, TokenEnds(lambda ids: ""))
+    judge = by_its_form(generative_judge(run, reward, 1e-5, reward_member), reward, TokenEnds(lambda ids: ""))
     assert isinstance(judge, GenerativeStepJudge)
 
     async def scored(chain: PlantedChain) -> list[float]:

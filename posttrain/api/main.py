@@ -139,23 +139,17 @@ def evaluate(
         ema: evaluate the moving average of a run's weights (`optimizer.ema`) in place of the weights.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
-    if ema and not is_run(target):
-        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
-    if not is_url(target):
-        refuse(remote)
-        check_target(target, checkpoint)
+    _check_asked(target, checkpoint, remote, ema)
     objects = UserObjects(None if isinstance(env, str) else env, rewards)
     overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
     run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = contract_of(run, max_tokens, temperature)
     folder = None if weights is None else Path(target)
-    # A built tokenizer has the characters of all environments, and here one is made: else it comes from the folder.
+    # A tokenizer that was built has the characters of all environments of the run. Here only one is made, so where
+    # stages have environments of their own the tokenizer comes from the folder.
     written = folder / TOKENIZER if folder is not None and any(s.env for s in run.stages) else None
-    # Only its RL stages. Nothing of another stage is named: its weights, its time, and whether one follows.
-    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
-    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
-    run = replace(run, stages=asked or run.stages)
+    run = _evaluated(run, contract)
     with closing(make_environment(run, given)) as environment:
         judges = declared(environment).judges or run.env.has_reward_models
         _check_measurable(environment, run.env, is_url(target), judges or folder is not None)
@@ -189,6 +183,14 @@ def _load(weights: Path | None, ema: bool, learner: Any) -> None:
         (load_average if ema else load_weights)(weights, learner)
 
 
+def _check_asked(target: str | Path, checkpoint: str, remote: EndpointOptions, ema: bool) -> None:
+    if ema and not is_run(target):
+        raise ConfigError(f"--ema is about a run folder, which keeps averages of its weights, and {target} is none")
+    if not is_url(target):
+        refuse(remote)
+        check_target(target, checkpoint)
+
+
 def _check_measurable(environment: Environment, config: Env, served: bool, measured: bool) -> None:
     """ConfigError where no task is held out, or nothing is measured. `served`: what answers is at an address."""
     if served and config.has_reward_models:
@@ -215,6 +217,14 @@ async def _measured(
     await roles.sync.push(roles.engine.version + 2)
     sampling = contract.resolve(stop_ids, roles.renderer.spell)
     return await measure(roles.rollout, environment.heldout, sampling, how)
+
+
+def _evaluated(run: Run, contract: Sampling) -> Run:
+    """The run with only its RL stages, made independent of the stages that were removed."""
+    # Nothing of another stage is named: its weights, its time (`time_of`), and whether one follows (`hands_on`).
+    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
+    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
+    return replace(run, stages=asked or run.stages)
 
 
 def export(
@@ -247,14 +257,19 @@ def export(
     Raises:
         InvariantError: what was read back is not what the run holds. Nothing is kept that could be taken for good.
     """
-    choice: dict[str, Any] = {"checkpoint": checkpoint, "trust": trust, "adapter": adapter, "ema": ema}
-    return certified_export(run_folder, folder, public, **choice)[0]
+    return certified_export(run_folder, folder, checkpoint, trust, public, adapter, ema)[0]
 
 
 def certified_export(
-    run_folder: str | Path, folder: str | Path, public: bool, *, checkpoint: str, **more: bool
+    run_folder: str | Path,
+    folder: str | Path,
+    checkpoint: str = "last",
+    trust: bool = False,
+    public: bool = False,
+    adapter: bool = False,
+    ema: bool = False,
 ) -> tuple[Path | str, ExportCertificate]:
-    """`export`, with the certificate. `more`: the other fields of `report.export.export_model.ExportChoice`."""
+    """`export`, with the certificate."""
     source, target = Path(run_folder), Path(folder)
     # Both only for their errors, before torch is imported.
     run_file(source)
@@ -267,7 +282,7 @@ def certified_export(
         ready(folder)
     from posttrain.report.export.export_model import ExportChoice, export_to
 
-    choice = ExportChoice(checkpoint=checkpoint, **more)
+    choice = ExportChoice(checkpoint=checkpoint, trust=trust, adapter=adapter, ema=ema)
     if not is_hub(folder):
         return target, export_to(source, target, target.resolve().name, choice)
     # Nothing reaches the hub before it was read back and compared: `export_to` raises where that fails.

@@ -1,4 +1,4 @@
-"""Compares a run with its plan, and says what to make faster first. No torch is imported.
+"""Compares a run with its plan. No torch is imported.
 
 `plan_against` is `posttrain plan --against RUN`, `faster` is `--budget RUN`, `factors_of` is `--calibrate RUN`.
 `watch_plan` prints a prediction in the first lines of a run, and later a note if the run takes more time or memory.
@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from posttrain.api.faster_run import ROLES, RunChange, by_saving
 from posttrain.api.planned import (
     HERE,
     PlanOptions,
@@ -24,135 +25,26 @@ from posttrain.api.planned import (
     stage_of,
     throughput_of,
 )
-from posttrain.config.engines import Embedded
-from posttrain.config.placement import Local
-from posttrain.config.run import Reinforce, Run
+from posttrain.config.run import Run
 from posttrain.config.stages.stage import Stage
-from posttrain.core.gauge import Gauges, Step, merge
-from posttrain.plan.budget import OPTIMISATIONS
+from posttrain.core.gauge import Step, merge
 from posttrain.plan.machines import Hardware, machine
 from posttrain.plan.memory import Place, places
-from posttrain.plan.of_run import against
+from posttrain.plan.of_run.against import (
+    OWN,
+    Compared,
+    largest_step,
+    memory_terms,
+    recorded_work,
+    step_seconds,
+    time_factors,
+    time_terms,
+)
 from posttrain.plan.shapes import ModelShape, read_shape
-from posttrain.plan.throughput import Throughput, Times
+from posttrain.plan.throughput import Throughput
 from posttrain.plan.work import Work, work_of
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError
-
-Source = Literal["this run", "counted", "measured here", "quoted"]
-"""Whence the saved seconds: this run's measurements, its sizes, measurements of other runs, published figures."""
-ROLES = ("rollout", "score", "learn", "sync", "book", "evaluate", "checkpoint")
-"""Roles of the record whose seconds make up a step. Those of `evaluate` and `checkpoint` are divided by all steps."""
-WITHOUT_RECOMPUTING = {"selective": 1 / 1.22, "full": 1 / 1.42}
-"""By the kind of gradient checkpointing: the learner's time without it, as a share of its time with it
-(docs/help/slow.md, on a CPU)."""
-WORKERS = 4
-"""Processes of a reward function in the proposed change."""
-LEAST = 0.01
-"""Smallest share of a step that is worth a line."""
-
-
-@dataclass(frozen=True)
-class RunChange:
-    """One change of a run."""
-
-    words: str
-    """Overrides to paste."""
-    saves: float
-    """Seconds of a step that it saves."""
-    price: str
-    """What it costs, in words."""
-    source: Source
-
-
-def by_saving(
-    run: Run, stage: Stage, work: Work, seconds: Mapping[str, float], gauges: Gauges, clock: Mapping[str, float]
-) -> list[RunChange]:
-    """The changes that this run does not have, largest saving first. How much a change shortens the measured seconds of
-    a role is computed from the run's own sizes, where possible, else from measurements of other runs or published
-    figures.
-
-    Args:
-        work: the sizes of the stage, with the lengths of the run (`plan.of_run.against.recorded_work`).
-        seconds: mean seconds of a step, by role.
-        gauges: the gauges of all steps together.
-        clock: the mean of every clock entry of a step.
-    """
-    whole = sum(seconds.values())
-    changes = [*_of_any(run, stage, seconds)]
-    if isinstance(stage, Reinforce):
-        changes += [*_of_sampling(run, stage, work, seconds, gauges, clock), *_of_learning(run, stage, work, seconds)]
-    return sorted((c for c in changes if c.saves > LEAST * whole), key=lambda c: -c.saves)
-
-
-def _of_any(run: Run, stage: Stage, seconds: Mapping[str, float]) -> Iterator[RunChange]:
-    for role, every in (("evaluate", "eval_every"), ("checkpoint", "checkpoint_every")):
-        if n := getattr(stage, every):
-            yield RunChange(f"{stage.name}.{every}={2 * n}", seconds.get(role, 0) / 2, "half as often", "this run")
-    if run.record_episodes:
-        price = "posttrain show has no episodes to show"
-        yield RunChange("record_episodes=false", seconds.get("book", 0), price, "this run")
-    if run.model.checkpointing != "none":
-        saved = seconds.get("learn", 0) * (1 - WITHOUT_RECOMPUTING[run.model.checkpointing])
-        yield RunChange("model.gradient_checkpointing=none", saved, "more memory: plan it first", "measured here")
-    if run.model.device != "cpu" and run.model.dtype == "float32":
-        # Numbers of half the bytes take half the time to move.
-        saved = (seconds.get("learn", 0) + seconds.get("rollout", 0)) / 2
-        yield RunChange("model.dtype=bfloat16", saved, "rounded where it is computed", "quoted")
-
-
-def _of_sampling(
-    run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, float], gauges: Gauges, clock: Mapping[str, float]
-) -> Iterator[RunChange]:
-    name, rollout = stage.name, seconds.get("rollout", 0.0)
-    if not stage.staleness:
-        # The recorded times in the form of a plan. So the plan's own rule computes the step in which roles overlap.
-        times = Times(rollout, 0, seconds.get("score", 0), seconds.get("learn", 0), seconds.get("sync", 0))
-        where = "placement=processes " if isinstance(run.placement, Local) else ""
-        saved = times.total - times.step("asynchronous")
-        price = "samples are a step older; engine and learner need cores or devices of their own"
-        yield RunChange(f"{where}{name}.staleness=1", saved, price, "counted")
-    if isinstance(run.engine, Embedded):
-        # The part of a rollout without passes of the engine: it waits for rewards, tools and tasks.
-        waits = rollout - clock.get("engine/step", rollout)
-        workers = [i for i, r in enumerate(run.env.rewards) if getattr(r, "workers", 1) == 0]
-        if workers:
-            # This counts all of the wait as rewards. The record does not tell whether it is, so `price` says it.
-            saved = waits * (1 - 1 / WORKERS)
-            price = "more processes; brings this where the reward is what the engine waits for"
-            yield RunChange(f"env.rewards.{workers[0]}.workers={WORKERS}", saved, price, "counted")
-        if not run.engine.lookup and run.engine.draft is None:
-            saved = (rollout - max(0.0, waits)) * (1 - OPTIMISATIONS["speculation"].factor)
-            yield RunChange("engine.lookup=4", saved, "only where text repeats itself; tokens stay the same", "quoted")
-    if not stage.oversample and work.lengths.cv:
-        # A group then waits for the k-th of n answers. The k-th shortest length is near their quantile k / (n + 1).
-        more = stage.siblings + max(1, stage.siblings // 4)
-        first = work.lengths.quantile(stage.siblings / (more + 1)) / work.lengths.longest(work.sequences)
-        # The slots' time that is empty, mostly while the last long answers of a step are sampled.
-        full = gauges.get("engine/occupancy")
-        tail = 1 - full.mean if full is not None and full.count else 0.0
-        saved = rollout * max(0.0, 1 - first) * tail
-        yield RunChange(f"{name}.oversample={more}", saved, "prefers short answers", "counted")
-    if stage.sync_every is None:
-        every = 5 * stage.optimizer_steps
-        saved = seconds.get("sync", 0) * (1 - OPTIMISATIONS["every 5"].factor)
-        yield RunChange(f"{name}.sync_every={every}", saved, "samples are up to 4 steps old", "counted")
-
-
-def _of_learning(run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, float]) -> Iterator[RunChange]:
-    reads = stage.algorithm.reads
-    if "reference" in reads and not stage.algorithm.own_teacher:
-        price = "no distance to the start is paid for: another algorithm"
-        yield RunChange(f"{stage.name}.algorithm.pull=none", seconds.get("score", 0), price, "this run")
-    if not run.model.share_prefixes and stage.siblings > 1:
-        # The work of a token with and without shared beginnings, as a plan counts it.
-        saved = seconds.get("learn", 0) * (1 - replace(work, share=True).unit / replace(work, share=False).unit)
-        yield RunChange("model.share_prefixes=true", saved, "results change by rounding", "counted")
-    if run.model.lora is None and run.model.path is not None:
-        price = "an adapter trains, not all weights"
-        # Of a training pass's three matrix products the one for the weight's gradient is left out.
-        yield RunChange("model.lora.rank=16", seconds.get("learn", 0) / 3, price, "counted")
-
 
 FIRST = 5
 """Number of first steps by which a plan is calibrated."""
@@ -177,17 +69,17 @@ class PlanAgainst:
     steps: int
     held: float
     """Bytes that the process had before its model was loaded; 0 on an accelerator."""
-    memory: tuple[against.Compared, ...]
+    memory: tuple[Compared, ...]
     """Empty where the run recorded no peaks."""
     place: Place
-    time: tuple[against.Compared, ...]
+    time: tuple[Compared, ...]
     """Empty where nothing is known of the machine's speed."""
     own: Mapping[str, float]
     """Median seconds of the parts of a step that no plan counts, by the role of the record."""
 
     @property
     def factors(self) -> dict[str, float]:
-        return against.time_factors(self.time)
+        return time_factors(self.time)
 
 
 def stage_work(run: Run, stage: Stage, shape: ModelShape, context: int) -> Work:
@@ -203,7 +95,16 @@ def timed_stage(run: Run, stage: Stage, work: Work, where: Hardware) -> Throughp
 def plan_against(
     folder: str, words: Sequence[str] = (), options: PlanOptions = PlanOptions(), first: int | None = None
 ) -> PlanAgainst:
-    """A run folder beside its plan. `words`: `machine=`, if any. `first`: read only this number of its first steps."""
+    """A run folder beside its plan.
+
+    Args:
+        words: `machine=`, if any.
+        options: the stage, and the ranks that trained.
+        first: read only this number of its first steps.
+
+    Raises:
+        ConfigError: the stage took no step, or its kind is not planned.
+    """
     file = run_reader.run_file(folder)
     run, stage = file.run, stage_of(file.run, options.stage)
     asked, strange = machine_word(words)
@@ -218,15 +119,15 @@ def plan_against(
     machine_facts: Any = file.facts.get("machine")
     held = float(machine_facts.get("held", 0)) if isinstance(machine_facts, dict) and not base.accelerator else 0.0
     # Memory is compared with the largest step, since a peak is of one step. Time is compared with all steps.
-    place = places(against.recorded_work(base, against.largest_step(steps) or steps))[0]
-    memory = against.memory_terms(place, steps, held) if held or base.accelerator else []
-    work = against.recorded_work(base, steps)
-    rows = against.time_terms(timed_stage(run, stage, work, where), steps) if timed else []
-    unplanned = {r: statistics.median(x) for r in against.OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
+    place = places(recorded_work(base, largest_step(steps) or steps))[0]
+    memory = memory_terms(place, steps, held) if held or base.accelerator else []
+    rows = time_terms(timed_stage(run, stage, recorded_work(base, steps), where), steps) if timed else []
+    unplanned = {r: statistics.median(x) for r in OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
     return PlanAgainst(run, stage, where, len(steps), held, tuple(memory), place, tuple(rows), unplanned)
 
 
 def _steps_of(folder: str, stage: Stage, option: str) -> list[Step]:
+    """The recorded steps of a stage; ConfigError where there are none. `option`: the one that named the folder."""
     steps = [s for s in run_reader.steps(folder) if s.stage == stage.name]
     if not steps:
         raise ConfigError(f"{option} {folder}: stage {stage.name} took no step; name another with --stage")
@@ -234,7 +135,11 @@ def _steps_of(folder: str, stage: Stage, option: str) -> list[Step]:
 
 
 def factors_of(folder: str, stage: str | None) -> dict[str, float]:
-    """Measured / predicted by role of a run's first steps, for plans of this machine, which must have been probed."""
+    """Measured / predicted by role of a run's first steps, for plans of this machine.
+
+    Raises:
+        ConfigError: this machine was not probed.
+    """
     factors = plan_against(folder, (), PlanOptions(stage=stage), FIRST + 1).factors
     if not factors:
         raise ConfigError(
@@ -253,7 +158,7 @@ def faster(folder: str, options: PlanOptions) -> tuple[Stage, dict[str, float], 
     mean = {name: sum(s.clock.get(name, 0.0) for s in warm) / len(warm) for name in clocks}
     seconds = {role: mean[role] for role in ROLES if role in mean}
     shape, context = run_shape(run, folder)
-    work = against.recorded_work(stage_work(run, stage, shape, run.model.context or context), steps)
+    work = recorded_work(stage_work(run, stage, shape, run.model.context or context), steps)
     return stage, seconds, by_saving(run, stage, work, seconds, merge(*(s.gauges for s in warm)), mean)
 
 
@@ -261,6 +166,9 @@ def run_shape(run: Run, folder: str) -> tuple[ModelShape, int]:
     """The shape of a run's model, and its positions, 0 where they are not said."""
     model_folder = Path(folder) / "model"
     return (read_shape(model_folder), 0) if (model_folder / "config.json").is_file() else model_shape(run.model)
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -281,8 +189,11 @@ class Prediction:
 
 @dataclass
 class PlanWatch:
-    """A tracker that compares each step with its prediction, and gives one note a stage on memory and one on time. It
-    stops nothing. Its notes depend on clocks and memory, so they are printed and not recorded."""
+    """A tracker that compares each step with its prediction, and gives one note a stage on memory and one on time.
+
+    It stops nothing. Its notes depend on clocks and memory, so they are printed and not recorded: the record is the
+    same in equal runs.
+    """
 
     stages: Mapping[str, Prediction]
     held: float
@@ -321,15 +232,16 @@ class PlanWatch:
         )
 
     def _time(self, p: Prediction, step: Step) -> str:
-        # Of a step below `SHORT` the first steps, but the very first, say how much longer than planned it takes.
+        # If the predicted step is shorter than `SHORT`, the first steps say how much longer than planned a step takes.
+        # The very first one is left out, since it makes checks that are made only once.
         if p.seen == FIRST + 1:
-            predicted = p.timed(against.recorded_work(p.work, p.steps[1:])).step
-            p.factor = against.step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
+            predicted = p.timed(recorded_work(p.work, p.steps[1:])).step
+            p.factor = step_seconds(p.steps[1:]) / predicted if predicted < SHORT else 1.0
         # Compared are full windows of `STEPS` steps, which do not overlap and have none of the first steps.
         if p.seen < FIRST + 1 + STEPS or step.index % STEPS:
             return ""
         last = p.steps[-STEPS:]
-        predicted, measured = p.factor * p.timed(against.recorded_work(p.work, last)).step, against.step_seconds(last)
+        predicted, measured = p.factor * p.timed(recorded_work(p.work, last)).step, step_seconds(last)
         if measured <= max(SLOWER * predicted, SHORT):
             return ""
         like = "its first steps and its lengths tell" if p.factor != 1 else "was planned"
@@ -341,8 +253,10 @@ class PlanWatch:
 
 
 def watch_plan(run: Run, folder: Path, held: int | None, tell: Callable[[str], None]) -> PlanWatch:
-    """Prints the prediction of each stage; returns the tracker that compares the run with it. Nothing is predicted if
-    this machine was never probed (`posttrain plan --probe`). A run does not probe it."""
+    """Prints the prediction of each stage; returns the tracker that compares the run with it.
+
+    Nothing is predicted if this machine was never probed (`posttrain plan --probe`). A run does not probe it.
+    """
     where, timed = here()
     stages: dict[str, Prediction] = {}
     watch = PlanWatch(stages, float(held or 0), tell)

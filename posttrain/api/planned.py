@@ -85,24 +85,34 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
     run, notes = _chosen(run, given_paths(base, overrides), shape, positions, where, is_recipe(recipe))
     stage = stage_of(run, options.stage)
     lengths, length_notes = lengths_of(stage, run.model.context or positions, options)
-    cut = {"ranks": _ranks(options, where, run), "replicas": options.replicas, "parallel": options.parallel}
-    work = replace(work_of(run, stage, shape, lengths), **cut)
-    e, accepted = run.engine, options.assumed.accepted
-    drafts = (e.lookup or e.drafts * (e.draft is not None)) if isinstance(e, Embedded) else 0
-    if accepted and not drafts:
-        raise ConfigError(
-            f"--accepted {accepted:g} is about drafted tokens, and this engine drafts none. Set engine.lookup=4, or"
-            " leave --accepted out"
-        )
-    assumed = replace(assumed_of(run, stage, work, options), drafts=drafts)
+    work = replace(
+        work_of(run, stage, shape, lengths),
+        ranks=_ranks(options, where, run),
+        replicas=options.replicas,
+        parallel=options.parallel,
+    )
+    assumed = replace(assumed_of(run, stage, work, options), drafts=_drafts(run, options))
     timed_stage = throughput_of(run, work, where, assumed) if timed else None
     return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *length_notes), timed=timed_stage)
+
+
+def _drafts(run: Run, options: PlanOptions) -> int:
+    """Tokens that the engine drafts for each pass."""
+    e = run.engine
+    drafts = (e.lookup or e.drafts * (e.draft is not None)) if isinstance(e, Embedded) else 0
+    if options.assumed.accepted and not drafts:
+        raise ConfigError(
+            f"--accepted {options.assumed.accepted:g} is about drafted tokens, and this engine drafts none. Set"
+            " engine.lookup=4, or leave --accepted out"
+        )
+    return drafts
 
 
 def throughput_of(run: Run, work: Work, where: Hardware, assumed: Assumed) -> Throughput:
     """The times of a stage of a run on a machine."""
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
-    return throughput(work, where, assumed, None if work.engines else min(workers, where.count), workers)
+    own_engines = None if work.engines else min(workers, where.count)
+    return throughput(work, where, assumed, own_engines, workers)
 
 
 def assumed_of(run: Run, stage: Stage, work: Work, options: PlanOptions) -> Assumed:
@@ -153,7 +163,11 @@ def _ranks(options: PlanOptions, where: Hardware, run: Run) -> int:
 
 
 def model_shape(model: Model) -> tuple[ModelShape, int]:
-    """The shape of a run's model, and its positions; 0: not said. ConfigError for a name that is not known."""
+    """The shape of a run's model, and its positions; 0: not said.
+
+    Raises:
+        ConfigError: no folder and no known model has this name, or it is no decoder that is known.
+    """
     if model.path is None:
         config = {
             "model_type": "gemma2" if model.arch == "gemma" else model.arch,
@@ -163,7 +177,8 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
             "num_key_value_heads": model.kv_heads,
             "head_dim": model.hidden // model.heads,
             "intermediate_size": model.ffn,
-            # Another architecture's name for `intermediate_size`.
+            # Another architecture's name for `intermediate_size`. A name that an architecture does not read does no
+            # harm.
             "n_inner": model.ffn,
             "vocab_size": ALPHABET,
             "num_local_experts": model.experts,

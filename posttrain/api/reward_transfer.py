@@ -73,6 +73,9 @@ def transfer(
         overrides: dotted changes of the environment, as in `evaluate_reward_model`.
         samples: answers to each prompt, 2 at least.
         ema: score with the moving average of the reward model's weights.
+
+    Raises:
+        ConfigError: nothing says what an answer is worth; episodes have several turns; no two answers differ in worth.
     """
     samples = SAMPLES if samples is None else samples
     if samples < 2:

@@ -52,11 +52,6 @@ from posttrain.system.files import disk_full_is_reported
 from posttrain.system.shell import command_line
 from posttrain.verifier.reward_source import CALLS, CountedSource
 
-DETERMINISTIC = (
-    "deterministic: torch's deterministic algorithms, and passes of a fixed size in the engine, whose idle rows are"
-    " its price (docs/guides/precision.md has figures)"
-)
-
 
 @contextmanager
 def open_session(request: RunRequest) -> Iterator[RunSession]:
@@ -79,7 +74,7 @@ def open_session(request: RunRequest) -> Iterator[RunSession]:
 
 @dataclass
 class RunSession:
-    """A run with its parts."""
+    """A run with its parts, from before its first step to its end."""
 
     run: Run
     book: RunFolder
@@ -132,7 +127,11 @@ def build_session(request: RunRequest) -> RunSession:
 
 
 def new_folder(runs: Path, recipe: str) -> Path:
-    """Make `runs/RECIPE-TIME`. Runs that begin in the same second get `-2`, `-3` and so on."""
+    """Make `runs/RECIPE-TIME`. Runs that begin in the same second get `-2`, `-3` and so on.
+
+    Raises:
+        RunFolderError: it cannot be made.
+    """
     began = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
     while True:
@@ -150,7 +149,10 @@ def new_folder(runs: Path, recipe: str) -> Path:
 
 
 def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
-    """Builds the parts in order, the run folder after the checks. `cleanup` gets a function that closes each part."""
+    """Builds the parts in order. The run folder is made only after the checks before it have passed.
+
+    `cleanup` gets a function for each part that closes it.
+    """
     # Memory is read before the model is loaded: what the run takes is counted above it.
     run, book, quiet, resident_before = request.run, request.book, request.quiet, resident()
     check_drivers(run)
@@ -187,8 +189,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     if not quiet:
         trackers.insert(0, terminal)
         about = (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *notes)
-        price = (DETERMINISTIC,) if run.deterministic else ()
-        more = (*price, *right_lines(run), f"run folder: {book.folder}", *tracker_lines(trackers))
+        more = (*price_lines(run), *right_lines(run), f"run folder: {book.folder}", *tracker_lines(trackers))
         for line in (*about, *more):
             terminal.say(line)
     say = (lambda line: None) if quiet else terminal.say
@@ -221,6 +222,16 @@ def count_on(folder: Path, environments: Iterable[Environment]) -> None:
         name = f"verifier/{source.name}/{CALLS}"
         # Counts depend on time, so the record has them in `clock` (`training_step`). The largest one is the last.
         source.calls = max((int(s.clock.get(name, 0)) for s in steps), default=0)
+
+
+def price_lines(run: Run) -> tuple[str, ...]:
+    """Returns the effect and the cost of `deterministic=true`, as lines for people."""
+    if not run.deterministic:
+        return ()
+    return (
+        "deterministic: torch's deterministic algorithms, and passes of a fixed size in the engine, whose idle rows are"
+        " its price (docs/guides/precision.md has figures)",
+    )
 
 
 def right_lines(run: Run) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -85,10 +84,14 @@ def served_here(engine: EmbeddedEngine, settings: Embedded) -> ServedSampler:
 
 
 def check_engine(run: Run) -> None:
-    """ConfigError where the engine or its compiled kernels are missing: before the run folder is made."""
-    for stage in () if isinstance(run.engine, Embedded) else run.stages:
-        if isinstance(stage, OnlinePreference) and stage.share is not None:
-            raise ConfigError(f"{stage.name}.algorithm={stage.algorithm.name}: {_ONE_MODEL}")
+    """ConfigError where the run's engine is not installed, or its compiled kernels cannot be built.
+
+    Called before the run folder is made, so that such a run leaves no folder.
+    """
+    if not isinstance(run.engine, Embedded):
+        for stage in run.stages:
+            if isinstance(stage, OnlinePreference) and stage.share is not None:
+                raise ConfigError(f"{stage.name}.algorithm={stage.algorithm.name}: {_ONE_MODEL}")
     check_installed(run)
     if not isinstance(run.engine, Embedded):
         refuse_few(run.engine, run.placement)
@@ -102,8 +105,17 @@ def check_engine(run: Run) -> None:
 
 
 def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], keeps: bool = False) -> ServedSampler:
-    """The engine of the run: in this process, or a server of vLLM. `text`: decodes token ids, special tokens included;
-    stop strings are searched in the result. `keeps`: nobody else uses the policy's weights, so no copy is taken."""
+    """The engine of the run: in this process, or a server of vLLM. `placed_engine` also makes engines in processes of
+    their own.
+
+    Args:
+        text: decodes token ids, special tokens included; stop strings are searched in the result.
+        keeps: nobody else uses the policy's weights, so the embedded engine keeps them and takes no copy.
+
+    Raises:
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
+        EngineError: it does not start.
+    """
     if isinstance(run.engine, Embedded):
         # A copy: the learner changes the policy's weights in place; the engine has those of the last push.
         served = policy if keeps else policy.twin()
@@ -112,13 +124,19 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], kee
 
 
 def keeping_contracts(run: Run, serving: ServedSampler) -> ServedSampler:
-    """Returns the sampler, after checking that it can keep the sampling contract of every stage. Else it is closed."""
+    """Returns the sampler, after checking that it can keep the sampling contract of every stage. Else it is closed.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     try:
         for stage in run.stages:
             if stage.contract is not None:
                 stage.contract.for_training(serving.sampler.keeps_sets)
     except BaseException:
-        serving.close()  # nobody else knows it yet
+        # After any exception the engine is closed here: it has processes, threads and memory, and nobody else knows it
+        # yet.
+        serving.close()
         raise
     return serving
 
@@ -127,7 +145,11 @@ def make_opponent(
     run: Run, policy: Policy, reference: PreTrainedModel, share: float, text: Callable[[np.ndarray], str]
 ) -> ServedSampler:
     """An engine that samples from pi^(1 - share) ref^share. It has its own copy of the policy's weights, which are
-    pushed to it like to the first one; with share=1 it holds the reference alone."""
+    pushed to it like to the first one; with share=1 it holds the reference alone.
+
+    Raises:
+        ConfigError: the run's engine is another one, which samples one model only.
+    """
     if not isinstance(run.engine, Embedded):
         raise ConfigError(_ONE_MODEL)
     # Drafted tokens are made for the policy's own text, and the timeline is the first engine's.
@@ -153,7 +175,11 @@ def embedded_engine(
     mixture: Mixture | None = None,
     version: int | None = None,
 ) -> EmbeddedEngine:
-    """The embedded engine over the policy's own module. `version`: of its weights; None: 0, or before a trial."""
+    """The embedded engine with the run's settings, over the policy's own module.
+
+    Args:
+        version: of the weights it begins with; None: 0, or that before the trial of an adapter.
+    """
     begun = 0 if policy.lora is None else BEFORE_TRIAL
     return EmbeddedEngine(
         policy.module,
@@ -180,8 +206,9 @@ def _speculation(run: Run, settings: Embedded, policy: Policy) -> Lookup | Draft
         return Lookup(settings.lookup)
     if settings.draft is None:
         return None
-    model = replace(run.model, path=settings.draft, context=None, lora=None, quantize=None)
-    small = open_policy(model, run.seed, policy.context)
+    small = open_policy(
+        replace(run.model, path=settings.draft, context=None, lora=None, quantize=None), run.seed, policy.context
+    )
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={settings.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"
@@ -208,19 +235,36 @@ def check_vllm(run: Run, settings: VLLM, policy: Policy) -> None:
 
 def _vllm(run: Run, settings: VLLM, policy: Policy) -> ServedSampler:
     check_vllm(run, settings, policy)
-    updates: Any = {"timeout": settings.timeout, "inflight": settings.update == "inflight"}
-    cache: Any = {"slots": run.slots, "cache_bytes": int(settings.cache_gib * GIB), "eager": settings.eager}
-    if not settings.apart:
-        engine = VLLMEngine(policy, **cache, **updates, workers=settings.workers)
-        return ServedSampler(engine, engine.close)
-    # A server that runs already, or one that is started here.
+    if settings.apart:
+        return _server(run, settings, policy)
+    engine = VLLMEngine(
+        policy,
+        slots=run.slots,
+        cache_bytes=int(settings.cache_gib * GIB),
+        eager=settings.eager,
+        timeout=settings.timeout,
+        inflight=settings.update == "inflight",
+        workers=settings.workers,
+    )
+    return ServedSampler(engine, engine.close)
+
+
+def _server(run: Run, settings: VLLM, policy: Policy) -> ServedSampler:
+    """A vLLM server that runs already, or one that is started here."""
     patience = Patience(answer=settings.timeout)
-    client = partial(VLLMServer, policy, **updates, workers=settings.workers)
+    inflight = settings.update == "inflight"
+    client = partial(VLLMServer, policy, timeout=settings.timeout, inflight=inflight, workers=settings.workers)
     if settings.url is not None:
         share = Path(settings.share) if settings.share is not None else folder_for_weights(policy)
         endpoint = Endpoint(settings.url, ROLE, key_env=settings.key_env, patience=patience)
         return ServedSampler(client(endpoint, share=share), lambda: None)
-    spawned = SpawnedServer(policy, **cache, workers=settings.workers)
+    spawned = SpawnedServer(
+        policy,
+        slots=run.slots,
+        cache_bytes=int(settings.cache_gib * GIB),
+        eager=settings.eager,
+        workers=settings.workers,
+    )
     share = spawned.folder if settings.share is None else Path(settings.share)
     endpoint = Endpoint(spawned.url, ROLE, patience=patience)
     return ServedSampler(client(endpoint, share=share, ended=spawned.ended), spawned.close)

@@ -1,29 +1,22 @@
-"""Reward models: the judges that `env.rewards` names, and those that a run trains. `model:PATH` is a reward model,
-`judge:PATH` a policy that learned to judge, with an engine of its own."""
+"""Reward models: the judges that `env.rewards` names (`model:PATH`, `judge:PATH`), and those that a run trains."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posttrain.build.build_engines import embedded_engine
-from posttrain.build.build_environments import make_environment, trained_model
+from posttrain.build.build_judges import by_its_form, generative_judge
 from posttrain.build.open_model import kept_policy
-from posttrain.build.request.trust_prompt import admitted
-from posttrain.config.engines import Embedded
+from posttrain.build.reward_paths import trained_model
 from posttrain.config.env import STAGE, Env, Reward
 from posttrain.config.run import Run
 from posttrain.config.stages.reward_model_settings import head_of
-from posttrain.core.abilities import Judging, declared
 from posttrain.core.batch import Packed
-from posttrain.core.measure.equal_numbers import RESOLUTION
-from posttrain.core.sampling import Sampling
 from posttrain.engine.files.reward_folder import read_reward_model
 from posttrain.engine.head.logit_transform import logit_dtype
 from posttrain.engine.head.readout import read_out
@@ -31,7 +24,7 @@ from posttrain.engine.head.value_heads import REWARD_HEAD, RewardHead
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
-from posttrain.record.checkpoint import KEPT, find, kept_folder
+from posttrain.record.checkpoint import KEPT, kept_folder
 from posttrain.record.run_reader import is_run, run_file
 from posttrain.role.judges.generative_judge import GenerativeJudge
 from posttrain.role.judges.generative_steps import GenerativeStepJudge
@@ -40,103 +33,6 @@ from posttrain.role.judges.step_completion import TokenEnds
 from posttrain.role.judges.step_judge import StepJudge, paid_by, step_scores
 from posttrain.role.weights.saved_weights import load_average, load_weights
 from posttrain.system.errors import ConfigError
-
-SLOTS = 256
-"""Judgements that are sampled at once."""
-
-
-def generative_judge(run: Run, reward: Reward, resolution: float) -> GenerativeJudge:
-    """The judge that `judge:PATH` of a reward names, with the weights of that run's last checkpoint. `run`: the one
-    whose answers it judges. `resolution`: relative noise of a probability that the judge computes."""
-    folder = Path(reward.judge_run).expanduser()
-    # Its environment is made to read what it judges, and may be code: a folder from elsewhere is refused.
-    judge_run = admitted(folder, parts=("env", "model"), allow=False)
-    judging = _judging(judge_run, reward.judge_run)
-    # As in the judge's last stage that samples.
-    sampling = [Sampling(), *(s.contract for s in judge_run.stages if s.contract is not None)][-1]
-    policy = kept_policy(folder, allow=False)
-    load_weights(find(folder, "last").folder, HFLearner(policy))
-    policy.module.requires_grad_(False).eval()
-    tokenizer: Any = policy.tokenizer
-    renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
-    engine = embedded_engine(replace(judge_run, slots=SLOTS), Embedded(), policy, renderer.decode)
-    meta = None if reward.meta is None else reward_member(run, reward.meta, policy)
-    if meta is not None and meta.renderer is not None:
-        raise ConfigError(
-            f"meta={reward.meta}: its tokenizer or chat template is not the judge's, whose tokens it must read. Train"
-            " it from the judge's weights (model=RUN of the judge)"
-        )
-    name = folder.resolve().name
-    return GenerativeJudge(
-        name=name,
-        weight=reward.weight,
-        judging=judging,
-        sampler=engine,
-        renderer=renderer,
-        sampling=sampling.resolve(policy.stop_ids, renderer.spell),
-        seed=run.seed,
-        votes=reward.votes,
-        rivals=reward.rivals,
-        meta=meta,
-        resolution=_resolution(reward, judging, resolution),
-        measured=reward.measured,
-        line=_line(name, reward, judging),
-    )
-
-
-def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> GenerativeJudge | GenerativeStepJudge:
-    """Returns the judge itself, or as a process reward model if it judges steps, whose last tokens `ends` finds."""
-    if not judge.judging.separator:
-        for_steps = "judges whole answers, and steps and progress are for one that judges steps"
-        _refuse_steps(reward, f"judge {judge.name} {for_steps} (posttrain run judge env=verify)")
-        return judge
-    _refuse_measured_steps(reward, f"judge {judge.name}")
-    return GenerativeStepJudge(judge, reward, ends, judge.resolution, judge.line)
-
-
-def _refuse_steps(reward: Reward, why: str) -> None:
-    if (reward.steps, reward.progress) != ("score", False):
-        raise ConfigError(f"{why}: leave them out")
-
-
-def _refuse_measured_steps(reward: Reward, judge: str) -> None:
-    if reward.measured and reward.steps != "outcome":
-        raise ConfigError(f"{judge}: what is measured is about the whole answer; set env.rewards.N.steps=outcome")
-
-
-def _judging(judge_run: Run, path: str) -> Judging:
-    """What the judge's run learned to judge. `path`: its folder, for the message."""
-    with closing(make_environment(judge_run)) as environment:
-        judging = declared(environment).judging
-    if judging is None:
-        raise ConfigError(
-            f"judge:{path}: that run learned environment {judge_run.env.name!r}, which is no judging. Train a judge"
-            " first (posttrain run judge), and name its folder"
-        )
-    return judging
-
-
-def _resolution(reward: Reward, judging: Judging, model_noise: float) -> float:
-    """The relative noise of the judge's scores. A judge of single answers (`sides` 1) scores with the probability of
-    Yes, which a model computes with rounding (`model_noise`). Comparisons give counts of votes, which are exact."""
-    if reward.resolution is not None:
-        return reward.resolution
-    return model_noise if judging.sides == 1 else RESOLUTION
-
-
-def _line(name: str, reward: Reward, judging: Judging) -> str:
-    """A line for people about the judge."""
-    paid = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
-    meta = "" if reward.meta is None else f"; {reward.meta} keeps the better half of the votes"
-    if judging.separator:
-        return (
-            f"verifier {name} ({paid}) reads each answer up to each step, votes {reward.votes}{meta}: {paid_by(reward)}"
-        )
-    rivals = "all others" if not reward.rivals else f"{2 * reward.rivals} others"
-    compares = f"compares each answer with {rivals} of its group, in both orders"
-    work = "judges each answer" if judging.sides == 1 else compares
-    return f"judge {name} ({paid}) {work}, votes {reward.votes}{meta}"
-
 
 ModelJudge = RewardModelJudge | GenerativeJudge | GenerativeStepJudge | StepJudge
 """A judge of finished episodes that `env.rewards` names."""
@@ -154,7 +50,8 @@ def with_reward_head(run: Run, policy: Policy) -> Policy:
 
 
 def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False, ema: bool = False) -> Policy:
-    """The reward model of a run folder, with the weights of a checkpoint or their moving average (`ema`)."""
+    """The reward model of a run folder, with the weights of a checkpoint or their moving average (`ema`), as a policy
+    with a reward head."""
     _, saved = trained_model(folder, checkpoint)
     policy = with_reward_head(run_file(folder).run, kept_policy(folder, allow=trust))
     (load_average if ema else load_weights)(saved.folder, HFLearner(policy))
@@ -162,7 +59,11 @@ def reward_policy(folder: Path, checkpoint: str = "last", trust: bool = False, e
 
 
 class RewardModels:
-    """The reward models of a run's settings, each loaded once. `folder`: with those that its own stages trained."""
+    """The reward models of a run's settings, each loaded once.
+
+    Args:
+        folder: the run folder, with the reward models that its own stages trained. None: there is none.
+    """
 
     def __init__(self, run: Run, policy: Policy, folder: Path | None = None) -> None:
         self._run, self._policy, self._folder = run, policy, folder
@@ -173,8 +74,12 @@ class RewardModels:
     def judges(self, env: Env, trained: Collection[str] | None = None) -> tuple[ModelJudge, ...]:
         """The judges of an environment's rewards that are models, in order.
 
-        `trained`: names of finished stages: only judges with models that stages of the run trained, all of them among
-        these. None: only judges without such a model.
+        Args:
+            trained: None: only judges without a model that a stage of the run trains. Else names of finished stages:
+                only judges with such models, if all their stages are among these.
+
+        Raises:
+            ConfigError: a path is no reward model, or one whose context is too short.
         """
         # A reward may have several models, and some may be trained by stages. It judges only when all these are done.
         asked = [r for r in env.rewards if r.by_model and bool(r.stages) is (trained is not None)]
@@ -200,7 +105,7 @@ class RewardModels:
         return TokenEnds(RenderedDialogue(renderer, "").text)
 
     def _generative(self, reward: Reward) -> GenerativeJudge | GenerativeStepJudge:
-        of_answers = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype])
+        of_answers = generative_judge(self._run, reward, RESOLUTIONS[self._run.model.dtype], reward_member)
         judge = by_its_form(of_answers, reward, self._ends())
         self._with_engines.append(judge)
         return judge
@@ -209,19 +114,31 @@ class RewardModels:
         # Loaded once for all rewards and stages that name it.
         members = tuple(self._member(path) for path in reward.models)
         name = "+".join(m.name for m in members)
-        resolution = RESOLUTIONS[self._run.model.dtype] if reward.resolution is None else reward.resolution
+        default = RESOLUTIONS[self._run.model.dtype]
         if any(_separator(m) for m in members):
-            return self._step_judge(name, reward, members, resolution)
-        for_steps = "scores whole answers, and steps and progress are for one that scores steps (judgement=steps)"
-        _refuse_steps(reward, f"reward model {name} {for_steps}")
-        paid, line = (
-            (reward.combine, reward.pessimism, resolution, reward.measured),
-            _models_line(name, reward, members),
+            return self._step_judge(name, reward, members)
+        if (reward.steps, reward.progress) != ("score", False):
+            raise ConfigError(
+                f"reward model {name} scores whole answers, and steps and progress are for one that scores steps"
+                " (judgement=steps): leave them out"
+            )
+        return RewardModelJudge(
+            name,
+            reward.weight,
+            members,
+            reward.combine,
+            reward.pessimism,
+            default if reward.resolution is None else reward.resolution,
+            reward.measured,
+            _line(name, reward, members),
         )
-        return RewardModelJudge(name, reward.weight, members, *paid, line)
 
-    def _step_judge(self, name: str, reward: Reward, members: Sequence[JudgeMember], resolution: float) -> StepJudge:
-        """The judge of a process reward model, which is a single one, and has the policy's tokenizer."""
+    def _step_judge(self, name: str, reward: Reward, members: Sequence[JudgeMember]) -> StepJudge:
+        """The judge of a process reward model.
+
+        Raises:
+            ConfigError: it is one of several, has another tokenizer than the policy, or single steps are measured.
+        """
         member = members[0]
         if len(members) > 1:
             raise ConfigError(f"reward model {name}: one of them scores steps, and those are not combined; give one")
@@ -230,11 +147,22 @@ class RewardModels:
                 f"reward model {name} scores steps, and has another tokenizer or chat template than the policy, so its"
                 " steps end at other tokens: train one from the policy's own model"
             )
-        _refuse_measured_steps(reward, f"reward model {name}")
+        if reward.measured and reward.steps != "outcome":
+            raise ConfigError(
+                f"reward model {name}: what is measured is about the whole answer; set env.rewards.N.steps=outcome"
+            )
         scorer = member.scorer
         assert isinstance(scorer, FrozenRewards)
-        line = f"process reward model {name} (weight {reward.weight:g}) reads the policy's tokens: {paid_by(reward)}"
-        return StepJudge(name, reward, member, scorer, _separator(member), self._ends(), resolution, line)
+        return StepJudge(
+            name,
+            reward,
+            member,
+            scorer,
+            _separator(member),
+            self._ends(),
+            RESOLUTIONS[self._run.model.dtype] if reward.resolution is None else reward.resolution,
+            f"process reward model {name} (weight {reward.weight:g}) reads the policy's tokens: {paid_by(reward)}",
+        )
 
     def _member(self, path: str) -> JudgeMember:
         if path not in self._members:
@@ -293,9 +221,14 @@ def judges_of(run: Run, policy: Policy, folder: Path | None) -> tuple[ModelJudge
 
 
 def stage_policy(folder: Path, stage: str, trust: bool = False, beside: Policy | None = None) -> Policy:
-    """The reward model that a stage of a run trained, from what the run keeps under its name. `beside`: the policy of
-    the same run; if it has an adapter, the reward model is another adapter over the same frozen weights."""
+    """The reward model that a stage of a run trained, from what the run keeps under its name.
+
+    Args:
+        beside: the policy of the same run. If it has an adapter, the reward model is another adapter over the same
+            frozen weights, so these are in memory once.
+    """
     run = run_file(folder).run
+    # The weights beneath the adapter are those of the policy: a second copy of a large model might not fit.
     if beside is not None and beside.lora is not None:
         without_head = beside.beside(beside.lora, run.seed)
     else:
@@ -312,10 +245,9 @@ def _frozen(policy: Policy) -> Policy:
     return policy
 
 
-def _models_line(name: str, reward: Reward, members: Sequence[JudgeMember]) -> str:
+def _line(name: str, reward: Reward, members: Sequence[JudgeMember]) -> str:
     """A line for people about a judge: its weight, and whose tokens it reads."""
-    several = "the worst of them" if reward.combine == "worst" else f"mean - {reward.pessimism:g} standard deviations"
-    combination = "" if len(members) == 1 else f", {several}"
+    combination = "" if len(members) == 1 else f", {_words(reward)}"
     weight = "measured, not paid" if reward.measured else f"weight {reward.weight:g}"
     encoding_anew = [m.name for m in members if m.renderer is not None]
     begins = f"reward model {name} ({weight}{combination})"
@@ -326,6 +258,10 @@ def _models_line(name: str, reward: Reward, members: Sequence[JudgeMember]) -> s
         )
     reads = f"; {' and '.join(encoding_anew)} read the conversation anew, in their own tokens" if encoding_anew else ""
     return f"{begins} reads the policy's tokens{reads}"
+
+
+def _words(reward: Reward) -> str:
+    return "the worst of them" if reward.combine == "worst" else f"mean - {reward.pessimism:g} standard deviations"
 
 
 def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:

@@ -1,5 +1,4 @@
-"""Builds the parts of a `Run`: the policy, learners and optimizers, the roles that need no run folder, and all parts
-that stages share."""
+"""Builds the parts of a `Run`: the policy, the roles that need no run folder, and all parts that stages share."""
 
 from __future__ import annotations
 
@@ -17,26 +16,25 @@ import transformers
 
 from posttrain.build.build_engines import ServedSampler, all_sleep, make_opponent
 from posttrain.build.build_environments import distinct
+from posttrain.build.build_optimizers import beside, make_optimizer, own_learner
 from posttrain.build.build_reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.build.distributed_run import lead_learner
 from posttrain.build.open_model import open_policy
 from posttrain.build.request.branch import begun_with, run_source, same_base
 from posttrain.build.request.run_request import check_lengths
 from posttrain.build.spawn_engines import PlacedEnvironments, placed_engine, placed_environments
-from posttrain.config.run import Model, Optimizer, Run
+from posttrain.config.run import Run
 from posttrain.config.stages.stage import Stage, check_patterns
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.ports import Environment, Reference, Sampler, Tracker
 from posttrain.core.redact_secrets import scrubbed_data
-from posttrain.engine.embedded.exact_replay import SamplerReplay
 from posttrain.engine.head.readout import read_out
 from posttrain.engine.learner.frozen_reference import freeze, frozen_module
 from posttrain.engine.learner.learner import HEADS, FrozenScorer, HFLearner
 from posttrain.engine.learner.learner_routers import refuse_balance, refuse_replay
 from posttrain.engine.model.policy_model import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import eight_bit
-from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.environment.templates.renderer import RenderedDialogue, Renderer
 from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import run_file
@@ -53,37 +51,6 @@ from posttrain.stages.ranks.rank_lead import RankLead
 from posttrain.stages.run_parts import RunParts, StageSetting
 from posttrain.system.errors import ConfigError
 from posttrain.system.version import VERSION
-
-
-def own_learner(run: Run, policy: Policy) -> HFLearner:
-    """The learner of a run in one process."""
-    return HFLearner(
-        policy,
-        gradient_checkpointing=run.model.checkpointing,
-        offload_activations=run.model.offload_activations,
-        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
-        replays=run.model.router_replay != "none",
-    )
-
-
-def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
-    """The optimizer of a stage."""
-    # The device of the optimizer's state; None: that of the parameters.
-    home = torch.device("cpu") if model.offload_optimizer else None
-    return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
-
-
-def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, StageOptimizer]:
-    """A second model that trains, with its optimizer: a copy of the learner. Weights that never train are shared."""
-    policy = learner.policy.twin()
-    # A copy has the gradients of the original too, if there are any.
-    policy.module.zero_grad(set_to_none=True)
-    # Nothing is sampled from it, so it has no sampler's numbers and no sampler's experts to replay.
-    second = HFLearner(
-        policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations
-    )
-    return second, make_optimizer(run.model, second, config)
-
 
 CANARY = 16
 """Tokens that learner and engine both score after every push of weights."""
@@ -132,11 +99,16 @@ def words_in_tokens(run: Run, policy: Policy) -> list[str]:
     """Lines with the words that sampling contracts name and the token ids they became."""
     tokenizer: Any = policy.tokenizer
     spell = Renderer(tokenizer, policy.stop_ids).spell
-    return [
-        f"{s.name}.sampling.{setting}: {text!r} is {' or '.join(str(list(ids)) for ids in spell(text))}"
+    named = [
+        (s.name, setting, text)
         for s in run.stages
+        if s.contract is not None
         for setting in WORDS
-        for text in getattr(s.contract, setting, ())
+        for text in getattr(s.contract, setting)
+    ]
+    return [
+        f"{stage}.sampling.{setting}: {text!r} is {' or '.join(str(list(ids)) for ids in spell(text))}"
+        for stage, setting, text in named
     ]
 
 
@@ -235,13 +207,19 @@ def make_roles(
     say: Callable[[str], None] = lambda line: None,
     lead: RankLead | None = None,
 ) -> PolicyRoles:
-    """The learner, the engine (with its own copy of the weights) and the rollout of one policy. `judges`: the reward
-    models that judge; None: those that the run did not train. `say`: tells of engines elsewhere."""
+    """The learner, the engine (with its own copy of the weights) and the rollout of one policy.
+
+    Args:
+        judges: the reward models that judge. None: those of the run's rewards that it did not train itself.
+        say: tells the user what happens to engines elsewhere.
+        lead: of a run over ranks, whose learner cuts the weights of the policy, or leaves them to the engine.
+    """
     refuse_balance(run.stages, policy.module)
     if run.model.router_replay != "none":
         refuse_replay(policy.module)
     renderer = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, run.model.history)
-    # Over ranks the engine first copies the policy's weights; the learner then cuts them in place.
+    # Over ranks the engine is made first, while the policy's weights are whole: it copies them. The learner then cuts
+    # the policy's weights in place.
     serving = placed_engine(run, policy, renderer.decode, say, lead.reads_own_rows) if lead is not None else None
     # The seed is set directly before the learner is made, so that its random numbers do not depend on earlier draws.
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
@@ -280,8 +258,14 @@ def _own_rollout(
     settings = run.env_of(stage)
     # Equal rewards share the judges, so that no reward model is in memory twice.
     judges = rollout.judges if settings.rewards == run.env.rewards else models.judges(settings)
-    right, plays = settings.named_right(env.abilities.vouched), elsewhere.player(env)
-    return replace(rollout, environment=env, limits=settings.limits, judges=judges, plays=plays, right=right)
+    return replace(
+        rollout,
+        environment=env,
+        limits=settings.limits,
+        judges=judges,
+        plays=elsewhere.player(env),
+        right=settings.named_right(env.abilities.vouched),
+    )
 
 
 @dataclass

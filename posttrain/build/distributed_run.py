@@ -59,6 +59,8 @@ from posttrain.system.child_lifetime import ending_with_parent
 from posttrain.system.errors import ConfigError, DataError, EngineError
 from posttrain.system.machine import cores
 
+# Parts of the lines that are printed.
+OWN_ENGINE = "the engine in this process"
 SENT = "rank 0 reads the whole model, and every rank gets all of it before it keeps its rows"
 
 
@@ -89,12 +91,18 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
         why = f"rank {others[0]} does not see the same files in {blank.files.folder}"
         return None, (f"note: {SENT}: {why}",)
     lead.reads_own_rows = True
-    here = isinstance(run.placement, Local) and not isinstance(run.engine, VLLM)
-    whole = "the engine in this process" if here else "the engines in processes of their own"
-    whole = "the vLLM server" if isinstance(run.engine, VLLM) else whole
-    line = f"each rank reads its rows of {run.model.path}; whole copies: {whole}"
+    whole = _who_is_whole(run)
     # An engine in this process needs a whole copy anyway, so the policy is loaded as always.
-    return None if here else blank, (line,)
+    return None if whole == OWN_ENGINE else blank, (
+        f"each rank reads its rows of {run.model.path}; whole copies: {whole}",
+    )
+
+
+def _who_is_whole(run: Run) -> str:
+    """Returns the name of the process that has a whole copy of the model."""
+    if isinstance(run.engine, VLLM):
+        return "the vLLM server"
+    return OWN_ENGINE if isinstance(run.placement, Local) else "the engines in processes of their own"
 
 
 def _why_whole(run: Run, parallel: Parallel) -> str:
@@ -129,13 +137,16 @@ LEARNERS: dict[Parallel, tuple[Any, Any]] = {
     "experts": (LeadExpertLearner, ExpertLearner),
 }
 """By the way in which ranks share a model: (the learner of rank 0, the learner of another rank)."""
+ROW_CHECKS = (UpdateCheck, FrozenCheck)
+"""The checks that every rank makes of its own rows."""
 PLANTED = ExitStack()
 """Holds the fault that a run plants, in the process of a rank, for as long as that lives."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankStart:
-    """Makes the learner of another rank than 0. It is sent with the policy, or with the model's settings."""
+    """Makes the learner of another rank than 0. It is pickled and sent, with the policy in it, or with the settings of
+    the model whose rows each rank reads."""
 
     policy: Policy | Model
     seed: int
@@ -193,8 +204,9 @@ def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
             # The other ranks wait for this entry while rank 0 checks the run (`follow`). Then all meet.
             store.set(HERE.format(0), "1")
         else:
-            world, more = options.world, {"replicas": options.replicas}
-            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, more)
+            world = options.world
+            options_of_ranks = {"replicas": options.replicas}
+            processes = RankProcesses(world, WORKER, rank_threads(run, options), options.seconds, options_of_ranks)
             # Before the meeting, which may fail with processes that wait for it.
             closing.callback(processes.close, kill=True)
             store, key = processes.store, processes.key
@@ -240,22 +252,38 @@ def rank_threads(run: Run, options: RankOptions) -> int:
 
 def refuse_policy(policy: Policy, lead: RankLead, blank: bool) -> None:
     """ConfigError for a model that ranks cannot share as they are asked to."""
-    if lead.parallel == "rows":
-        refuse_ranks(policy, blank)
-    else:
-        (columns_and_rows if lead.parallel == "tensor" else whole_experts)(policy, lead.ranks.world)
+    match lead.parallel:
+        case "tensor":
+            columns_and_rows(policy, lead.ranks.world)
+        case "experts":
+            whole_experts(policy, lead.ranks.world)
+        case "rows":
+            refuse_ranks(policy, blank)
 
 
 def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
-    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads the same rows of them."""
-    settings: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
+    """A learner on every rank. It cuts the weights of the policy in place, or each rank reads its rows of them.
+
+    Raises:
+        EngineError: the model cannot be sent to another process.
+        InvariantError: the rows that ranks have read are not those of the policy.
+    """
+    learner_settings: dict[str, Any] = {"gradient_checkpointing": run.model.checkpointing}
     if run.model.router_replay != "none":
-        settings["replays"] = True
+        learner_settings["replays"] = True
     sent_policy = with_absolute_path(run.model) if lead.reads_own_rows else policy
     # By it the rows that all ranks have read are compared with this policy.
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.reads_own_rows else ""
-    process = (run.seed, torch.get_num_threads(), run.deterministic, faults.named(run.fault))
-    start = RankStart(sent_policy, *process, digest, lead.parallel, settings)
+    start_settings = (
+        run.seed,
+        torch.get_num_threads(),
+        run.deterministic,
+        faults.named(run.fault),
+        digest,
+        lead.parallel,
+        learner_settings,
+    )
+    start = RankStart(sent_policy, *start_settings)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
     except Exception as error:
@@ -265,14 +293,17 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     # Inside the order, since building a learner over ranks exchanges: all must do it at once.
     with lead.ordered("build the learner", (begin_rank, (sent,))):
         own_policy = blank_policy(run.model, run.seed) if lead.reads_own_rows else policy
-        return built_learner(lead.state, own_policy, digest, LEARNERS[lead.parallel][0], lead, **settings)
+        return built_learner(lead.state, own_policy, digest, LEARNERS[lead.parallel][0], lead, **learner_settings)
 
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run over ranks: references, optimizers, trainers and checks are those that work on all ranks."""
     half = run.model.dtype == "float16"
-    experts = (ExpertsCheck,) if lead.parallel == "experts" else ()
-    checks_of_rows = (UpdateCheck, FrozenCheck, *((ScaleCheck,) if half else ()), *experts)
+    checks_of_rows = (
+        *ROW_CHECKS,
+        *([ScaleCheck] if half else []),
+        *([ExpertsCheck] if lead.parallel == "experts" else []),
+    )
     # None: the optimizer's state lies where the parameters do.
     optimizer_arguments: tuple[Any, ...] = (run.model.kernels, half, None)
     return replace(

@@ -78,7 +78,11 @@ def _changed(folder: Path, run: Run) -> Iterator[str]:
 
 
 def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path, str]:
-    """A target that is a checkpoint inside a run (`RUN/checkpoints/NAME`) as that run and the checkpoint's name."""
+    """A target that is a checkpoint inside a run (`RUN/checkpoints/NAME`) as that run and the checkpoint's name.
+
+    Raises:
+        ConfigError: another checkpoint is named beside it.
+    """
     source = run_source(target)
     if source is None or is_run(target):
         return target, checkpoint
@@ -89,7 +93,12 @@ def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path,
 
 
 def check_target(target: str | Path, checkpoint: str) -> None:
-    """Refuse a target without such a model or checkpoint, before anything is imported or chosen for it."""
+    """Refuse a target that is not there, before anything is imported or chosen for it.
+
+    Raises:
+        RunFolderError: a run folder without such a checkpoint, or whose weights there are a reward model's.
+        ConfigError, DataError: no model can be read from there.
+    """
     if is_run(target):
         refuse_reward_model(
             Path(target),
@@ -122,7 +131,12 @@ def keep_policy(book: RunFolder, policy: Policy) -> None:
 
 
 def kept_policy(folder: Path, allow: bool) -> Policy:
-    """The policy of a run folder, where possible from the folder alone, and checked. Its weights are not loaded yet."""
+    """The policy of a run folder, built from the folder alone where that is enough. Its weights are not loaded yet.
+
+    Raises:
+        RunFolderError: its tokenizer is not the one the run was made with.
+        UntrustedError: building its model needs what `model.*` names, and that is not allowed.
+    """
     from posttrain.engine.files.policy_files import kept
     from posttrain.engine.model.policy_model import load_policy
 
@@ -151,7 +165,10 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
 
 def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
-    """The policy at `model.path`: a model, a run or a checkpoint. `most`: tokens of the run's longest sequence."""
+    """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints.
+
+    `most`: tokens of the run's longest sequence, for a model whose context is not said.
+    """
     from posttrain.engine.model.policy_model import load_policy
 
     if run_source(model.path) is not None:
@@ -160,7 +177,11 @@ def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
 
 
 def adapter_base(folder: Path) -> str:
-    """The model beneath the adapter that a run trained, by the name with which PEFT finds it."""
+    """The model beneath the adapter that a run trained, by the name with which PEFT finds it.
+
+    Raises:
+        ConfigError: it trained no adapter, or over weights that are nowhere but in the run folder.
+    """
     model = run_file(folder).run.model
     if model.lora is None:
         raise ConfigError(f"{folder} trained all weights, so there is no adapter to write: leave --adapter out")

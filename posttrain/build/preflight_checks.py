@@ -42,7 +42,12 @@ LEAKS, SECONDS = 500, 0.3
 
 
 async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
-    """Test every claim of the run's environments; returns notes for the user. The first that does not hold raises."""
+    """Test every claim of the run's environments; returns notes for the user.
+
+    Raises:
+        InvariantError: the first claim about prompts, verifier or split that does not hold.
+        DataError: the data cannot be read.
+    """
     # By identity: stages that share an environment are tested once.
     settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
@@ -89,7 +94,11 @@ def lint_notes(parts: RunParts, env: Environment) -> list[str]:
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
-    """Checks that the tokenizer can encode observations, or what replaces characters that it lacks (a note)."""
+    """Checks that the tokenizer can encode every observation. A note says that missing characters will be replaced.
+
+    Raises:
+        DataError: the tokenizer cannot encode the replacement either. The message names the environment.
+    """
     writable = cast("Renderer", parts.renderer).writable
     try:
         writable.check()
@@ -114,11 +123,16 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
             continue
         got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
-            # Allowed is what the tokenizer writes without special tokens at its end; and without any added ones, where
-            # the text itself begins with a special token.
-            full, bare = (tokenizer(task.prompt, add_special_tokens=x)["input_ids"] for x in (True, False))
-            ends = range(len(full), 0, -1)
-            options = [full[:end] for end in ends if all(i in special for i in full[end:])]
+            # Allowed is what the tokenizer writes, without any number of the special tokens at its end: a prompt may
+            # begin with special tokens, and must not end in one. If the text itself begins with a special token, the
+            # tokens without any added ones are allowed too.
+            full, bare = (
+                tokenizer(task.prompt)["input_ids"],
+                tokenizer(task.prompt, add_special_tokens=False)["input_ids"],
+            )
+            options = [
+                full[: len(full) - n] for n in range(len(full)) if all(i in special for i in full[len(full) - n :])
+            ]
             options += [bare] if bare[:1] and bare[0] in special else []
         else:
             text = template_process.apply(tokenizer, Chat(tokenizer, ()).readable(task.prompt), generate=True)
@@ -149,7 +163,10 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
 
 
 async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
-    """Checks that the verifier gives 0, or part of 1, to an empty answer and to one that only looks right."""
+    """Checks that the environment's own verifier gives a score of 0 to an empty answer and to one that looks right.
+
+    A verifier with partial credit must give less than 1.
+    """
     gold = env.abilities.gold
     if gold is None or gold.verdict is None:
         return
@@ -216,16 +233,18 @@ async def _won_without_answers(
 async def _own_verdict(
     env: Environment, verdict: Callable[[Attempt], Awaitable[Verdict]], task: Task, turns: Sequence[str]
 ) -> Verdict:
-    """The verdict on a scripted episode. A verifier that fails is asked again, as often as in a rollout."""
-    try:
-        played = await attempt(env, task, turns)
-    except IndexError as error:
-        raise InvariantError(
-            f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for"
-        ) from error
-    result, left = await verdict(played), JUDGE_RETRIES
-    while result.state is State.FAILED and left:
-        result, left = await verdict(played), left - 1
+    """The verdict on a scripted episode. A verifier that fails is asked again, as often as in a rollout.
+
+    Raises:
+        InvariantError: it fails each time, which says nothing about the answer.
+    """
+    played = await _play(env, task, turns)
+    result = await verdict(played)
+    # A verifier may fail now and then in a rollout too.
+    for _ in range(JUDGE_RETRIES):
+        if result.state is not State.FAILED:
+            break
+        result = await verdict(played)
     if result.state is State.FAILED:
         raise InvariantError(
             f"verifier {env.name!r} fails on task {task.id!r} ({result.kind}: {result.why or 'without a reason'}), each"
@@ -233,6 +252,16 @@ async def _own_verdict(
             " its services, and start again"
         )
     return result
+
+
+async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
+    """One scripted episode. InvariantError where the environment asks for more turns than its known answer has."""
+    try:
+        return await attempt(env, task, turns)
+    except IndexError as error:
+        raise InvariantError(
+            f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for"
+        ) from error
 
 
 async def conversations_append(parts: RunParts, setting: StageSetting, task: Task) -> bool:
@@ -286,8 +315,11 @@ class _ScriptEnded(Exception):
 
 
 class _ScriptedTalk(DemonstrationTalk):
-    """Scripted turns in the policy's chat template. It records the `tools` that are offered, and how often the policy
-    was `shown` something."""
+    """Scripted turns in the policy's chat template.
+
+    It records the tools that are offered (`tools`), and how often the policy was shown something (`shown`): the prompt,
+    then observations.
+    """
 
     tools: Sequence[Mapping[str, Any]] = ()
     shown = 0
@@ -313,9 +345,12 @@ class _ScriptedTalk(DemonstrationTalk):
 
 
 def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list[str]:
-    """Checks that none of the first training tasks is a held-out task of `env` or of `others`, which are measured too;
-    those of other environments are told by their prompts. Returns a note if two tasks have the same prompt and answer,
-    and the environment's key says that they differ."""
+    """Checks that none of the first training tasks is a held-out task of `env` or of `others`, which are measured too.
+
+    Tasks of different environments are the same if their prompts are written alike. Later training tasks are compared
+    when a step asks for them. Returns a note if two tasks have the same prompt and answer, and the environment's key
+    says that they differ.
+    """
     same = sameness(env)
     # By the environment's own key, which decides; those of other environments by the text of the prompt; and by prompt
     # and answer, to find a key that tells equal tasks apart.

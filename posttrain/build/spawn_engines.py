@@ -88,8 +88,17 @@ def placed_engine(
     say: Callable[[str], None] = lambda line: None,
     keeps: bool = False,
 ) -> ServedSampler:
-    """The engine of the run where `Run.placement` says: here, or several elsewhere as one. `text`, `keeps`: see
-    `make_engine`. `say`: tells the user what happens to engines elsewhere."""
+    """The engine of the run where `Run.placement` says: here, or several elsewhere as one.
+
+    Args:
+        text: decodes token ids, special tokens included; stop strings are searched in the result.
+        say: tells the user what happens to engines elsewhere.
+        keeps: the policy's weights are the engine's alone.
+
+    Raises:
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
+        EngineError: it does not start.
+    """
     if isinstance(run.placement, Local):
         return make_engine(run, policy, text, keeps)
     # Checked before processes start. There the error would come late, and from several processes.
@@ -100,7 +109,12 @@ def placed_engine(
 
 
 def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[str], None]) -> EnginePool:
-    """The engines of the run, each in a process of its own, as one sampler."""
+    """The engines of the run, each in a process of its own, as one sampler.
+
+    Raises:
+        ConfigError: this machine, or the cluster, lacks what they need. EngineError: the model cannot be sent to
+            another process, or an engine does not start.
+    """
     check_machine(placement)
     threads, fault = placement.cores or torch.get_num_threads(), named(run.fault)
     # This process has no weights to send: each engine reads the model by itself, by an absolute path.
@@ -170,7 +184,8 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
         return actor, close
 
-    # Each engine keeps cores of its own, the highest numbers first, also when it is started again.
+    # Each engine keeps cores of its own, the highest numbers first, also when it is started again. This process keeps
+    # the others.
     each = placement.cores
     available = sorted(os.sched_getaffinity(0), reverse=True) if each else []
 
@@ -250,8 +265,16 @@ def placed_environments(
     say: Callable[[str], None] = lambda line: None,
     close: Callable[[], None] = lambda: None,
 ) -> PlacedEnvironments:
-    """The processes of `placement.environments`, which have all environments of the run, and the cores of engines with
-    cores of their own. `close` ends the engines, after them or where a process does not start."""
+    """The processes of `placement.environments`, which have all environments of the run. The engines are there by now.
+
+    Args:
+        others: environments of stages that have their own, by the stage's name.
+        engine: the engines of the run. If they have cores of their own, the environments use the same cores.
+        close: ends the engines. It is called with `PlacedEnvironments.close`, and where a process does not start.
+
+    Raises:
+        ConfigError: an environment cannot be sent to another process. EngineError: a process does not start.
+    """
     placement = run.placement
     if isinstance(placement, Local) or not placement.environments:
         return PlacedEnvironments(engines=close)
@@ -285,8 +308,9 @@ def _pool(
             host = ProcessHost(name, start, threads=1, cores=cores)
         return host, host.started
 
-    limits: Any = {"timeout": placement.timeout, "deaths": placement.deaths}
-    return EnvironmentPool(begin, count=placement.environments, **limits, say=say)
+    return EnvironmentPool(
+        begin, count=placement.environments, timeout=placement.timeout, deaths=placement.deaths, say=say
+    )
 
 
 def engine_cores(engine: Sampler) -> frozenset[int] | None:
@@ -298,9 +322,15 @@ def engine_cores(engine: Sampler) -> frozenset[int] | None:
 
 
 def _sent(config: Env, env: Environment) -> Env | Environment:
-    """Returns what another process needs to make the environment: its settings, or the environment itself. Verifiers
-    stay in the learner's process, so rewards are left out of the settings."""
-    # An environment with a name is made again there. An object of the program is pickled: its class must be in a file.
+    """Returns what another process needs to make the environment: its settings, or the environment itself.
+
+    Verifiers stay in the learner's process, so rewards are left out of the settings.
+
+    Raises:
+        ConfigError: it cannot be sent.
+    """
+    # An environment with a name is made again there. An object of the program is pickled and sent. For that, its class
+    # must be in a file which the other process can import.
     if not is_inline(config.name) and not is_inline(config.prompts):
         return replace(config, rewards=(), measured=False)
     try:

@@ -38,6 +38,7 @@ COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stop")
 
 
 def _variable(name: str, default: str) -> str:
+    """The value of an environment variable, such as WANDB_PROJECT, or the default."""
     return os.environ.get(name) or default
 
 
@@ -133,15 +134,12 @@ class Wandb(_Online):
 
         own_folder = folder / "trackers" / "wandb"
         own_folder.mkdir(parents=True, exist_ok=True)
-        # An id of this run folder, by which W&B continues a resumed run instead of beginning one.
-        identity = own_folder / "id"
-        if not identity.exists():
-            identity.write_text(uuid.uuid4().hex)
         try:
             self._run: Any = wandb.init(
                 project=_variable("WANDB_PROJECT", PROJECT),
                 name=_variable("WANDB_NAME", folder.name),
-                id=_variable("WANDB_RUN_ID", identity.read_text()),
+                # The same id after a resume, so that W&B continues the run instead of beginning one.
+                id=_variable("WANDB_RUN_ID", _identity(own_folder)),
                 resume="allow",
                 dir=_variable("WANDB_DIR", str(own_folder)),
                 config=to_plain(run),
@@ -150,9 +148,7 @@ class Wandb(_Online):
             raise ConfigError(
                 f"trackers=wandb: {error}. Run `wandb login`, or set WANDB_MODE=offline to keep it on this machine"
             ) from error
-        kept = Path(_variable("WANDB_DIR", str(own_folder)))
-        sync = f"send it with: wandb sync {shlex.quote(str(kept / 'wandb'))}/offline-run-*"
-        self.where = str(getattr(self._run, "url", None) or f"kept in {kept}; {sync}")
+        self.where = _wandb_place(getattr(self._run, "url", None), Path(_variable("WANDB_DIR", str(own_folder))))
         for stage in run.stages:
             # Each stage counts its steps from 1, and W&B's own step may never fall.
             self._run.define_metric(f"{stage.name}/step")
@@ -275,6 +271,21 @@ def make_trackers(run: Run, folder: Path) -> list[Tracker]:
 def tracker_lines(trackers: Iterable[object]) -> list[str]:
     """A line for each tracker of a run: where to look at what it logs."""
     return [f"tracker {t.name}: {t.where}" for t in trackers if isinstance(t, GuardedTracker)]
+
+
+def _wandb_place(url: object, folder: Path) -> str:
+    """The address of a W&B run. For a run that is kept on this machine: the command that sends it."""
+    if url:
+        return str(url)
+    return f"kept in {folder}; send it with: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
+
+
+def _identity(folder: Path) -> str:
+    """An id of this run folder, kept in a file so that a resumed run has the same one."""
+    path = folder / "id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex)
+    return path.read_text()
 
 
 def _readable(run: Run) -> list[str]:

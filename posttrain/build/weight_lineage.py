@@ -40,8 +40,9 @@ CHECKPOINT = re.compile(r"\d+-(?P<stage>[\w-]+)-(?P<step>\d+)")
 
 def stage_of(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
     """(the stage that the weights of a checkpoint come from, the step after which they were saved; None: its end)."""
-    # At the end of a stage the step is 0. Then the number of finished stages tells whose weights they are: those of the
-    # last stage that handed its weights on.
+    # The name of a checkpoint inside a stage has stage and step: 00000120-rl-000040. At the end of a stage the step is
+    # 0. Then the number of finished stages tells whose weights they are: those of the last stage that handed its
+    # weights on.
     parts_of_name = CHECKPOINT.fullmatch(checkpoint.name)
     stage = next((s for s in run.stages if parts_of_name and s.name == parts_of_name["stage"]), run.stages[-1])
     step = int(parts_of_name["step"]) if parts_of_name else 0
@@ -80,7 +81,11 @@ MOST_SESSIONS = 1000
 
 
 def parents(run: Run) -> tuple[LineageLink, ...]:
-    """The links of the model with which a run begins, if it is a run folder or has a lineage.json; else ()."""
+    """The links of the model with which a run begins, if it is a run folder or a directory with lineage.json; else ().
+
+    Raises:
+        RunFolderError, DataError: the record there is damaged, or its links do not fit each other.
+    """
     if run.model.path is None:
         return ()
     source = run_source(run.model.path)
@@ -107,24 +112,38 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
         "data": {name: tasks_digest(e) for name, e in environments.items()},
         "code": {s.name: code_digests(run.env_of(s)) for s in run.stages},
     }
-    shared: dict[str, Any] = {"tokenizer": policy.tokenizer_digest, "template": policy.template_digest}
-    shared["dtype"] = run.model.dtype
+    shared: dict[str, Any] = {
+        "tokenizer": policy.tokenizer_digest,
+        "template": policy.template_digest,
+        "dtype": run.model.dtype,
+    }
     links = parents(run) or _bases(run, facts, shared)
     check_links((*links, LineageLink(kind="run", name="(new)", began=weights, base=facts["base"], **shared)))
     return {BEGAN: {"links": chain(links), **facts}}
 
 
 def _bases(run: Run, facts: Mapping[str, Any], shared: Mapping[str, Any]) -> tuple[LineageLink, ...]:
-    """The links of a model without lineage: a base model, and an adapter over it. `shared`: the fields alike in all."""
-    path, name = run.model.path, f"built: {run.model.arch}, random weights of seed {run.seed}"
-    saved = saved_adapter(path) if path is not None else None
-    if path is not None:
-        name = _model_name(path if saved is None else saved.base)
-    base = LineageLink(kind="base", name=name, weights=facts["base"] or facts["weights"], **shared)
-    if path is None or saved is None:
+    """The links of a model without lineage: a base model, and an adapter over it where the model is one.
+
+    `shared`: the fields that all these links have alike: tokenizer, template and dtype.
+    """
+    path = run.model.path
+    if path is None:
+        name = f"built: {run.model.arch}, random weights of seed {run.seed}"
+        return (LineageLink(kind="base", name=name, weights=facts["base"] or facts["weights"], **shared),)
+    saved = saved_adapter(path)
+    base = LineageLink(
+        kind="base",
+        name=_model_name(path if saved is None else saved.base),
+        weights=facts["base"] or facts["weights"],
+        **shared,
+    )
+    if saved is None:
         return (base,)
-    began = {"weights": facts["weights"], "began": facts["base"]}
-    return base, LineageLink(kind="adapter", name=_model_name(path), **began, **shared)
+    adapter = LineageLink(
+        kind="adapter", name=_model_name(path), weights=facts["weights"], began=facts["base"], **shared
+    )
+    return base, adapter
 
 
 def _model_name(path: str) -> str:
@@ -133,7 +152,12 @@ def _model_name(path: str) -> str:
 
 
 def tasks_digest(environment: Environment, info: bool = False) -> str:
-    """Digest of all rows of the user's data, and of the held-out tasks. `info`: include their other columns."""
+    """Digest of the tasks of an environment: all rows of the user's data, and the held-out tasks. `info`: include their
+    other columns.
+
+    Raises:
+        DataError: a held-out task has an answer or info that JSON cannot have.
+    """
     h = hashlib.blake2b(digest_size=16)
     rows: Any = declared(environment).rows or ()
     for row in rows:
@@ -192,12 +216,7 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
     links = links_from(facts.get("links", []), f"{folder}/run.json, {BEGAN}", RunFolderError)
     if not links:  # an older version began it
         links = (LineageLink(kind="base", name=_model_name(file.run.model.path or "built")),)
-    data = lineage_data(folder, RunFolderError)
-    if data is not None and links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)[:-1] != tuple(links):
-        raise RunFolderError(
-            f"{folder / LINEAGE} names other models before this run than run.json does. Remove it: it is written anew"
-            " from run.json when the run goes on"
-        )
+    _same_as_written(folder, links)
     _parent_is_there(folder, file)
     run_link = LineageLink(
         kind="run",
@@ -251,6 +270,19 @@ def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict
         "data_digest": str(object_of(facts.get("data")).get(stage.name) or ""),
         "code": object_of(object_of(facts.get("code")).get(stage.name)),
     }
+
+
+def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
+    """RunFolderError where lineage.json of the folder has other links before the run than run.json."""
+    data = lineage_data(folder, RunFolderError)
+    if data is None:
+        return
+    written = links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)
+    if written[:-1] != tuple(links):
+        raise RunFolderError(
+            f"{folder / LINEAGE} names other models before this run than run.json does. Remove it: it is written anew"
+            " from run.json when the run goes on"
+        )
 
 
 def _parent_is_there(folder: Path, file: RunFile) -> None:

@@ -7,9 +7,8 @@ import math
 import sys
 import textwrap
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.ladder.formula.tree_picture import WIDTH
@@ -66,19 +65,42 @@ class ProgressLine:
             overwrite("", sys.stderr)
 
 
-def show(o: Namespace) -> None:
-    """Evaluate the algorithms that the command names, and print the result as tables or JSON."""
-    run_file(o.on)  # raises for a folder that is not there, before torch is imported
+@dataclass(frozen=True)
+class AblateOptions:
+    """The steps of a run, the weights and the device for an ablation. None and '' mean the default of
+    `evaluation.ablation.ablation`."""
+
+    steps: str = ""
+    stage: str | None = None
+    checkpoint: str | None = None
+    device: str | None = None
+
+
+def show(run: str, against: Sequence[str], options: AblateOptions, as_json: bool, trust: bool) -> None:
+    """Evaluate the algorithms `against` and print the result. Tables, or with `as_json` JSON.
+
+    Args:
+        trust: allow what models and references of a folder made by somebody else ask for.
+    """
+    run_file(run)  # raises for a folder that is not there, before torch is imported
     from posttrain.evaluation.ablation.ablation import ablate
 
-    against = [w for w in (o.name or "", *o.against.split(",")) if w]
-    where = {"stage": o.stage, "checkpoint": o.checkpoint, "device": o.device}
     progress = ProgressLine()
     try:
-        ablations = ablate(o.on, against, steps=numbers(o.step), say=progress.say, trust=o.trust, **where)
+        steps, say = numbers(options.steps), progress.say
+        ablations = ablate(
+            run,
+            against,
+            stage=options.stage,
+            steps=steps,
+            checkpoint=options.checkpoint,
+            device=options.device,
+            say=say,
+            trust=trust,
+        )
     finally:
         progress.close()
-    if o.json:
+    if as_json:
         tell(json.dumps([_jsonable(asdict(a)) for a in ablations], indent=1))
         return
     for a in ablations:
@@ -170,8 +192,10 @@ def checks(a: Ablation) -> Iterator[str]:
         recorded = f", recorded {a.recorded_norm:.6g}"
     else:
         recorded = f"; {a.recorded_norm:.6g} was recorded at other weights"
-    credit = "" if math.isnan(a.credit_gap) else "; credit as recorded"
-    credit += f", within {a.credit_gap:.1e}" if a.credit_gap and credit else ""
+    if math.isnan(a.credit_gap):
+        credit = ""
+    else:
+        credit = "; credit as recorded" + (f", within {a.credit_gap:.1e}" if a.credit_gap else "")
     yield f"own: gradient norm {own.norm:.6g}{recorded}{credit}"
     if not math.isnan(a.halves):
         yield f"chance: the own gradients of the two halves of the groups have cosine {a.halves:.3f}"
@@ -199,8 +223,11 @@ def table(rows: Sequence[AblationRow]) -> Iterator[str]:
 
 def _cells(r: AblationRow) -> tuple[str, ...]:
     """All that is printed of a row but its name."""
-    numbers = [(getattr(r, name), form) for name, form in FORMS.items()]
-    return (*("-" if math.isnan(x) else format(x, form) for x, form in numbers), f"{r.tokens}")
+    return (*(_number(getattr(r, name), form) for name, form in FORMS.items()), f"{r.tokens}")
+
+
+def _number(x: float, form: str) -> str:
+    return "-" if math.isnan(x) else format(x, form)
 
 
 def means(ablations: Sequence[Ablation]) -> Iterator[str]:

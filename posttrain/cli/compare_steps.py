@@ -105,7 +105,11 @@ def _files(
 
 
 def _evaluations(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> dict[int, EpisodeFile]:
-    """Held-out evaluations of the stage by their step; the last of the stage whose weights it began with is step 0."""
+    """Held-out evaluations of the stage by their step.
+
+    Weights are evaluated only once. So if the stage began with weights that an earlier stage had evaluated at its end,
+    that evaluation is step 0 of this stage.
+    """
     of_stage = choose_stage(run, files, wanted, "eval")
     evaluations = {f.index: f for f in of_stage}
     stage = next((s for s in run.stages if s.name == of_stage[0].stage), None)

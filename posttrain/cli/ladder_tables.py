@@ -34,24 +34,39 @@ NARROWEST_CELL = 8
 
 def tree() -> str:
     """The trees of both ladders: each algorithm below the one it patches, with its changes."""
-    more = (
-        (command_line("ladder", "NAME"), "one in full: formulas, numbers, what it reads and costs"),
-        (command_line("ladder", "--table"), "those of reward in one table: baseline, region, anchor, cost"),
-        (command_line("ladder", "--diff", "A", "B"), "the choices in which two differ"),
-        (command_line("ladder", "--on", "RUN"), "what each would do with the batches of one of your runs"),
+    more = with_reasons(
+        (
+            (command_line("ladder", "NAME"), "one in full: formulas, numbers, what it reads and costs"),
+            (command_line("ladder", "--table"), "those of reward in one table: baseline, region, anchor, cost"),
+            (command_line("ladder", "--diff", "A", "B"), "the choices in which two differ"),
+            (command_line("ladder", "--on", "RUN"), "what each would do with the batches of one of your runs"),
+        ),
+        screen_width(),
     )
-    counts = f"{len(LADDER)} algorithms of reward and {len(PREFERENCES)} of preference"
-    out = [*_form(), "", *picture(_width()), "", "Preference algorithms learn from judgements:", ""]
-    out += [*_form(PREFERENCE_FORM), "", *picture(_width(), PREFERENCES), ""]
-    out += [f"{counts}; numbers that are off are not printed.", *with_reasons(more, screen_width())]
-    return "\n".join(out)
+    return "\n".join(
+        [
+            *_form(),
+            "",
+            *picture(_width()),
+            "",
+            "Preference algorithms learn from judgements:",
+            "",
+            *_form(PREFERENCE_FORM),
+            "",
+            *picture(_width(), PREFERENCES),
+            "",
+            f"{len(LADDER)} algorithms of reward and {len(PREFERENCES)} of preference; numbers that are off are not"
+            " printed.",
+            *more,
+        ]
+    )
 
 
 def _named(name: str) -> AnyAlgorithm:
     """An algorithm of a ladder by its name, or `path.py:NAME`, whose file is imported here."""
     if ":" not in name:
         return any_named(name)
-    from posttrain.build.request.own_pieces import algorithm_of
+    from posttrain.build.request.algorithm_file import algorithm_of
 
     return algorithm_of(name)
 
@@ -106,8 +121,15 @@ def _row(a: Algorithm) -> tuple[str, ...]:
         memory_words.append("K" if a.stores_top or (a.distill and a.distill.top) else "V")
     forwards = str(costs.forwards) + (f"+{costs.late}" if costs.late else "")
     region = "-" if a.clip is None else type(a.clip).__name__.lower()
-    memory = "+".join(memory_words) or "-"
-    return a.name, credit_words(a), region, a.aggregate, anchor(a) or "-", forwards, memory
+    return (
+        a.name,
+        credit_words(a),
+        region,
+        a.aggregate,
+        anchor(a) or "-",
+        forwards,
+        "+".join(memory_words) or "-",
+    )
 
 
 def one(name: str) -> str:

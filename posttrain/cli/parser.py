@@ -2,94 +2,57 @@
 
 from __future__ import annotations
 
-import argparse
-import platform
 import re
 from argparse import ArgumentParser, Namespace
-from importlib import metadata
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
-from posttrain.cli.commands import lesson_commands, model_commands, record_commands, run_commands
-from posttrain.cli.screen_text import screen_width
-from posttrain.cli.shared_arguments import EXIT_CODES, HelpText, Subparsers
-from posttrain.system.errors import closest, nearest
-from posttrain.system.shell import command_line, with_reasons
-from posttrain.system.terminal_output import tell, visible
-from posttrain.system.version import VERSION
-
-SHOWN = ("torch", "transformers", "tokenizers", "numpy")
-"""Packages whose versions are printed: another version may change what a run computes."""
-FIRST = (
-    (("run", "ladder"), "train a tiny model in five stages, 3 minutes"),
-    (("run", "--help"), "the recipes, also for your own model and data"),
-    (("--help",), "all commands"),
+from posttrain.cli.commands import (
+    check_command,
+    compare_command,
+    evaluate_command,
+    export_command,
+    faults_command,
+    lab_command,
+    ladder_command,
+    new_command,
+    plan_command,
+    plot_command,
+    run_command,
+    serve_command,
+    show_command,
+    summary_command,
 )
-
-
-def welcome(o: argparse.Namespace) -> int:
-    """Three commands to begin with. Exit code 0, because nothing is wrong."""
-    tell(f"posttrain {VERSION}: RL post-training for language models. To begin:\n")
-    for line in with_reasons(((command_line(*words), why) for words, why in FIRST), screen_width() - 2):
-        tell(f"  {line}")
-    return 0
-
-
-def versions() -> list[str]:
-    """A line each for posttrain, Python, packages that decide what a run computes, and the machine. None is
-    imported."""
-    return [
-        f"posttrain {VERSION} ({Path(__file__).parents[1]})",
-        f"python {platform.python_version()} ({platform.python_implementation()})",
-        *(f"{name} {_installed(name)}" for name in SHOWN),
-        f"platform {platform.platform()}",
-    ]
-
-
-def _installed(name: str) -> str:
-    try:
-        # The metadata of a package is read without importing it.
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "is not installed"
-
-
-class ShowVersion(argparse.Action):
-    """`--version`: prints the versions and ends."""
-
-    def __init__(self, option_strings: list[str], dest: str, **named: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **named)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        tell("\n".join(versions()))
-        parser.exit()
-
+from posttrain.cli.shared_arguments import EXIT_CODES, HelpText, Subparsers
+from posttrain.cli.welcome import ShowVersion, welcome
+from posttrain.system.errors import closest, nearest
+from posttrain.system.terminal_output import visible
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 """The beginning of an override: `rl.steps=`."""
 _NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)' ")
-"""The beginning of argparse's message about an unknown command, which then lists all."""
+"""The beginning of argparse's message about an unknown command: argument COMMAND: invalid choice: 'runn' (choose from
+..."""
 _OVERRIDABLE = ("run", "eval", "serve", "check", "plan")
 """Commands that take `key=value` words."""
 
 COMMANDS = (
-    run_commands.add_run,
-    lesson_commands.add_ladder,
-    model_commands.add_evaluate,
-    model_commands.add_serve,
-    run_commands.add_check,
-    run_commands.add_plan,
-    run_commands.add_new,
-    record_commands.add_summary,
-    record_commands.add_compare,
-    record_commands.add_plot,
-    record_commands.add_show,
-    model_commands.add_export,
-    lesson_commands.add_faults,
-    lesson_commands.add_lab,
+    run_command,
+    ladder_command,
+    evaluate_command,
+    serve_command,
+    check_command,
+    plan_command,
+    new_command,
+    summary_command,
+    compare_command,
+    plot_command,
+    show_command,
+    export_command,
+    faults_command,
+    lab_command,
 )
-"""What adds each command, in the order in which `--help` lists them."""
+"""In the order in which `--help` lists them."""
 
 
 class _CommandParser(ArgumentParser):
@@ -103,11 +66,16 @@ class _CommandParser(ArgumentParser):
         super().error(visible(message))
 
 
+def parser() -> ArgumentParser:
+    """The whole command line."""
+    return _parsers()[0]
+
+
 def read_words(words: list[str]) -> Namespace:
     """The options of one command line, with its `key=value` words as `overrides`. Ends with 2 where a word is wrong."""
     # Overrides may stand anywhere, and argparse would take them for positional arguments.
     other_words, overrides = split_overrides(words)
-    top, sub = parsers()
+    top, sub = _parsers()
     options, unknown = top.parse_known_args(other_words)
     if unknown:
         # The error comes from the parser of the command, so that its usage line is shown, and not the whole program's.
@@ -134,14 +102,14 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     if not words or words[0] not in _OVERRIDABLE:
         return words, []
     # A word behind an option that takes a value is that value, although it may look like an override: `--limit NAME=4`.
-    valued = {w for a in parsers()[1].choices[words[0]]._actions if a.nargs != 0 for w in a.option_strings}
+    valued = {w for a in _parsers()[1].choices[words[0]]._actions if a.nargs != 0 for w in a.option_strings}
     other_words, overrides = [words[0]], list[str]()
     for before, word in pairwise(words):
         (overrides if _OVERRIDE.match(word) and before not in valued else other_words).append(word)
     return other_words, overrides
 
 
-def parsers() -> tuple[ArgumentParser, Subparsers]:
+def _parsers() -> tuple[ArgumentParser, Subparsers]:
     """(the parser of the program, the parsers of its commands)."""
     # For the type checker: `add_subparsers` of the subclass would give another type than `Subparsers`.
     make = cast("type[ArgumentParser]", _CommandParser)
@@ -154,6 +122,6 @@ def parsers() -> tuple[ArgumentParser, Subparsers]:
     top.add_argument("--version", action=ShowVersion, help="versions of posttrain, Python and what a run computes with")
     top.set_defaults(command=welcome)
     sub = top.add_subparsers(metavar="COMMAND")
-    for add in COMMANDS:
-        add(sub)
+    for command in COMMANDS:
+        command.add(sub)
     return top, sub

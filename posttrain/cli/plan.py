@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from posttrain.api.plan_against import factors_of
 from posttrain.api.planned import Planned, PlanOptions, machine_word, planned
@@ -23,9 +23,6 @@ from posttrain.plan.throughput import ROLES, Assumed
 from posttrain.system.errors import ConfigError
 from posttrain.system.terminal_output import tell
 
-if TYPE_CHECKING:
-    from posttrain.api.swept import SweptValue
-
 SMALLEST = 0.002
 """Terms below this share of the peak get no line of their own: their sum is the line `others`."""
 MIXTURE = (
@@ -37,26 +34,39 @@ def show(o: Namespace) -> None:
     """Print the plan that these options ask for."""
     if o.machines is not None:
         _machines(o)
-    elif o.sweep is not None or o.out is not None:
+        return
+    if o.sweep is not None or o.out is not None:
         _sweep(o, options_of(o))
-    elif o.fit is not None:
-        _fit(o.fit, planned(o.recipe, o.overrides, options_of(o)))
+        return
+    plan = planned(o.recipe, o.overrides, options_of(o))
+    if o.fit is not None:
+        _fit(o.fit, plan)
+    elif o.json:
+        tell(json.dumps(as_data(plan), indent=1))
     else:
-        plan = planned(o.recipe, o.overrides, options_of(o))
-        for line in [json.dumps(as_data(plan), indent=1)] if o.json else lines(plan):
+        for line in lines(plan):
             tell(line)
 
 
 def options_of(o: Namespace) -> PlanOptions:
     """The options of a plan that are no settings of a run, from the words of the command."""
+    drafts = getattr(o, "accepted", 0.0)
     factors = factors_of(o.calibrate, o.stage) if o.calibrate is not None else {}
-    assumed = Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=o.accepted, factors=factors)
-    words = {f.name: getattr(o, f.name) for f in fields(PlanOptions) if f.name != "assumed"}
-    return PlanOptions(**words, assumed=assumed)
+    return PlanOptions(
+        stage=o.stage,
+        prompt=o.prompt,
+        answer=o.answer,
+        spread=o.spread,
+        nproc=o.nproc,
+        replicas=o.replicas,
+        parallel=o.parallel,
+        assumed=Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=drafts, factors=factors),
+    )
 
 
 def _sweep(o: Namespace, options: PlanOptions) -> None:
     from posttrain.api.swept import swept
+    from posttrain.cli import sweep
 
     if o.sweep is None:
         raise ConfigError(f"--out {o.out}: only --sweep draws a picture; add --sweep staleness=0,1,2,4")
@@ -65,7 +75,7 @@ def _sweep(o: Namespace, options: PlanOptions) -> None:
 
         plots.check_out(o.out)  # before the simulation, which takes a while
     name, rows = swept(o.recipe, o.overrides, options, o.sweep)
-    for line in [json.dumps(_sweep_data(name, rows), indent=1)] if o.json else sweep_lines(name, rows):
+    for line in [json.dumps(sweep.as_data(name, rows), indent=1)] if o.json else sweep.lines(name, rows):
         tell(line)
     if o.out is not None:
         from posttrain.report import plots
@@ -233,8 +243,6 @@ def _layout(x: MachineLayout, stage: str) -> dict[str, Any]:
 def as_data(plan: Planned) -> dict[str, Any]:
     """The plan as plain data."""
     t = plan.timed
-    seconds = t and {"step": t.step, "topology": t.topology, **{r: getattr(t.times, r) for r in ROLES}}
-    changes = fixes(plan.work, plan.stage.name, plan.memory)
     return {
         "stage": plan.stage.name,
         "machine": plan.machine.name,
@@ -254,8 +262,12 @@ def as_data(plan: Planned) -> dict[str, Any]:
             }
             for p in places(plan.work)
         ],
-        "changes": [{"overrides": list(c.words), "costs": c.price} for c in changes],
-        "seconds": seconds,
+        "changes": [
+            {"overrides": list(c.words), "costs": c.price} for c in fixes(plan.work, plan.stage.name, plan.memory)
+        ],
+        "seconds": None
+        if t is None
+        else {"step": t.step, "topology": t.topology, **{r: getattr(t.times, r) for r in ROLES}},
     }
 
 
@@ -263,13 +275,14 @@ def forces() -> None:
     """Print the decision table, a paragraph a cell."""
     for c in CELLS:
         tell(f"{c.signal}; {c.estimator}; {c.cost}")
-        _told("  -> ", f"{c.reward}, {c.algorithm}, {c.topology}: as {c.recipe}")
-        _told("     ", f"because {c.why}")
+        _tell_hanging("  -> ", f"{c.reward}, {c.algorithm}, {c.topology}: as {c.recipe}")
+        _tell_hanging("     ", f"because {c.why}")
         tell(f"     {c.command}")
-    _told("", f"in the middle of all three: {MIDDLE}")
+    _tell_hanging("", f"in the middle of all three: {MIDDLE}")
 
 
-def _told(lead: str, text: str) -> None:
+def _tell_hanging(lead: str, text: str) -> None:
+    """Prints a text behind its lead, as wide as the terminal."""
     for line in hanging(lead, text, screen_width()):
         tell(line)
 
@@ -280,80 +293,3 @@ def probed(figures: dict[str, Any]) -> None:
         f"this machine: {figures['flops'] / 1e9:,.0f} GFLOP/s, {figures['bandwidth'] / 1e9:,.1f} GB/s,"
         f" {figures['latency'] * 1e3:.2g} ms a pass, {size(figures['memory'])}; kept in {figures['file']}"
     )
-
-
-WIDTH = 8
-"""Columns of a bar."""
-NEAR, LEAST_LOST = 0.98, 0.005
-"""Share of the best rate that counts as nearly the best, and the share of lost tokens that is mentioned."""
-
-
-def sweep_lines(name: str, rows: Sequence[SweptValue]) -> Iterator[str]:
-    """A row for each value of --sweep: the step, bars of learner and engines (# works, . waits), the age of tokens."""
-    first = rows[0].plan
-    yield f"{first.run.recipe}, stage {first.stage.name}, on {first.machine.name}: {name}, simulated"
-    wide = max(len(name), *(len(r.value) for r in rows))
-    roles = "  ".join(f"{role:<{WIDTH}}  idle" for role in ("learner", "engines"))
-    yield f"  {name:>{wide}}  {'s a step':>9}  {'tokens/s':>9}  {roles}  steps behind"
-    for r in rows:
-        o, shares = r.loop, "  ".join(f"{bar(r.loop.idle[x])} {r.loop.idle[x]:>5.0%}" for x in ("learner", "engines"))
-        rate = f"{o.step:>9.3g}  {rate_of(r):>9,.0f}"
-        yield f"  {r.value:>{wide}}  {rate}  {shares}  {o.behind:.2f}, most {max(o.ages, default=0)}"
-    for note in _sweep_notes(rows):
-        yield from hanging("  ", note, screen_width())
-
-
-def rate_of(r: SweptValue) -> float:
-    """Tokens a second from which the learner learns; 0 where no time is known."""
-    return 0.0 if r.plan.timed is None else r.plan.timed.said / r.loop.step
-
-
-def bar(idle: float) -> str:
-    """The share of the time in which a role works (#) and waits (.), as `WIDTH` characters.
-
-    >>> bar(0.25)
-    '######..'
-    """
-    works = round((1 - idle) * WIDTH)
-    return "#" * works + "." * (WIDTH - works)
-
-
-def _sweep_notes(rows: Sequence[SweptValue]) -> Iterator[str]:
-    rates = [rate_of(r) for r in rows]
-    # The first that is nearly the best: later values often cost more, such as older samples.
-    best = next(r for r, rate in zip(rows, rates, strict=True) if rate >= NEAR * max(rates))
-    yield (
-        f"{best.value} is the first within {1 - NEAR:.0%} of the most tokens a second. Simulated:"
-        f" {len(best.loop.seconds)} steps each"
-    )
-    if any(r.plan.work.staleness and r.plan.timed and r.plan.timed.topology == "colocated" for r in rows):
-        yield (
-            "placement=local: the engine waits while the learner computes, so asking ahead hides only what tools and"
-            " verifiers take; placement=processes lets both work at once"
-        )
-    if any(r.plan.work.staleness and r.plan.work.engines and r.plan.run.engine.update == "drain" for r in rows):
-        yield (
-            "engine.update=drain: new weights wait until the engines have said all turns that they were given;"
-            " engine.update=inflight lets them come between two tokens"
-        )
-    if (wasted := max(r.loop.lost for r in rows)) > LEAST_LOST:
-        yield f"up to {wasted:.0%} of the tokens are said and not learned from"
-
-
-def _sweep_data(name: str, rows: Sequence[SweptValue]) -> dict[str, Any]:
-    """The sweep as plain data."""
-    return {
-        "knob": name,
-        "rows": [
-            {
-                "value": r.value,
-                "step": r.loop.step,
-                "idle": dict(r.loop.idle),
-                "behind": r.loop.behind,
-                "ages": {str(a): x for a, x in r.loop.ages.items()},
-                "tokens_per_second": rate_of(r),
-                "lost": r.loop.lost,
-            }
-            for r in rows
-        ],
-    }

@@ -7,7 +7,7 @@ import re
 import textwrap
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[ArgumentParser]
@@ -58,19 +58,19 @@ def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str
 
 
 def add_command(
-    sub: Subparsers, call: Callable[[Namespace], int], text: str, example: str, name: str = "", add_help: bool = True
+    sub: Subparsers, name: str, call: Callable[[Namespace], int], text: str, example: str, add_help: bool = True
 ) -> ArgumentParser:
     """Add a command to the program; returns its parser.
 
     Args:
-        call: the function of the command: options -> exit code. It has the command's name, unless `name` is given.
+        call: the function of the command: options -> exit code.
         text: what the command does, for its help and the list of commands.
         example: command lines for its help.
         add_help: whether it gets the usual --help; `run` has its own.
     """
     # `allow_abbrev=False`: with abbreviations, a new option could change what an abbreviation in an old command means.
     p = sub.add_parser(
-        name or call.__name__,
+        name,
         help=text,
         description=text,
         epilog=f"example:\n  {example}\n\n{EXIT_CODES}",
@@ -82,19 +82,11 @@ def add_command(
     return p
 
 
-def flag(p: argparse._ActionsContainer, name: str, text: str, **more: Any) -> None:
-    """Add an option without a value."""
-    p.add_argument(name, action="store_true", help=text, **more)
-
-
-def option(
-    p: argparse._ActionsContainer, name: str, value: str | tuple[str, ...] | None, text: str, **more: Any
-) -> None:
-    """Add an option with a value. `value`: what stands for it in help texts; None: the name, or the choices."""
-    p.add_argument(name, metavar=value, help=text, **more)
-
-
-def add_trust(p: argparse._ActionsContainer) -> None:
+def add_trust(p: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add --trust, for folders and files made by somebody else."""
-    text = "of a run folder or a YAML file that was not made here by you: allow the code, addresses, secrets and "
-    flag(p, "--trust", f"{text}files that it asks for, which are listed")
+    p.add_argument(
+        "--trust",
+        action="store_true",
+        help="of a run folder or a YAML file that was not made here by you: allow the code, addresses, secrets and "
+        "files that it asks for, which are listed",
+    )

@@ -1,12 +1,12 @@
-"""`posttrain show` in the terminal: the episodes of a step below their prompts, or one episode token by token.
+"""`posttrain show` in the terminal: the episodes of a step below their prompts.
 
-The comparison of two steps is in `compare_steps`. Long text is wrapped, and colours are used only on a terminal.
+One episode token by token is in `token_view`, the comparison of two steps in `compare_steps`. Long text is wrapped, and
+colours are used only on a terminal.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -15,15 +15,15 @@ import numpy as np
 from posttrain.cli.compare_steps import compared
 from posttrain.cli.screen_text import coloured, fold, folded, hanging, number, paint, screen_width
 from posttrain.cli.shown_episodes import GRADES, PROMPT_LINES, SAID_LINES, ShowOptions, choose, is_wrong, named, read_as
+from posttrain.cli.token_view import decoder, episode_lines
 from posttrain.core.content import conversation
 from posttrain.core.measure.number_text import number_text
 from posttrain.core.measure.right import Grades
-from posttrain.core.types import Episode, Segment
+from posttrain.core.types import Episode
 from posttrain.core.verdict import State
 from posttrain.record.run_reader import EpisodeFile, episode_files, read_episodes, run_file
 from posttrain.record.step_format import Recorded
-from posttrain.system import read_untrusted
-from posttrain.system.errors import ConfigError, RunFolderError
+from posttrain.system.errors import ConfigError
 from posttrain.system.shell import command_line
 from posttrain.system.terminal_output import visible
 
@@ -98,10 +98,14 @@ def _list(
         sign = -1 if wanted.best else 1
         rows = [(i, r) for _, i, r in sorted(judged, key=lambda row: (sign * row[0], row[1]))]
     if not rows:
-        none = "all of them were judged" if wanted.failed else "none of them was judged; --failed says why"
-        if wanted.wrong and any(r.episode.reward is not None for r in records):
-            none = "none of them is wrong"
-        yield f"  {GRADES if wanted.wrong and not grades.tells else none}"
+        if wanted.wrong and not grades.tells:
+            yield f"  {GRADES}"
+        elif wanted.wrong and any(r.episode.reward is not None for r in records):
+            yield "  none of them is wrong"
+        elif wanted.failed:
+            yield "  all of them were judged"
+        else:
+            yield "  none of them was judged; --failed says why"
         return
     yield paint(HEAD, "dim", colours_on)
     groups = _groups(rows, mixed_first=not (wanted.best or wanted.worst))
@@ -128,7 +132,10 @@ def _list(
 
 
 def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbered]]]:
-    """For each prompt its episodes, equal ones in one list. `mixed_first`: those from which a step learns."""
+    """For each prompt its episodes, where equal ones are joined in one list.
+
+    `mixed_first`: prompts whose rewards differ come first, since a step learns from them.
+    """
     out = list[list[list[Numbered]]]()
     for _, siblings in groupby(rows, key=lambda row: (row[1].episode.task.id, row[1].episode.visit)):
         alike: dict[tuple[object, ...], list[Numbered]] = {}
@@ -180,87 +187,3 @@ def _notes(r: Recorded) -> Iterator[str]:
             yield "no source judged it"
     if r.episode.error:
         yield f"error: {r.episode.error}"
-
-
-LARGEST_TOKENIZER = 512 * read_untrusted.MiB
-"""Most bytes of a tokenizer.json."""
-UNLIKELY = 0.1
-"""Probability below which a sampled token is marked."""
-TOKEN_HEAD = "     at  who    version     logp      p  advantage  token"
-Decode = Callable[[Sequence[int]], str]
-
-
-def decoder(folder: Path) -> Decode | None:
-    """A function from ids to text, with the tokenizer of the run folder. None where there is no tokenizer.json."""
-    path = folder / "tokenizer" / "tokenizer.json"
-    if not os.path.lexists(path):
-        return None
-    from tokenizers import Tokenizer
-
-    text = read_untrusted.read_bytes(path, LARGEST_TOKENIZER, RunFolderError)
-    try:
-        tokenizer = Tokenizer.from_str(text.decode())
-    except Exception as error:  # the tokenizers library raises plain exceptions
-        raise RunFolderError(f"{path} is damaged: {error}. Remove it to read the run without its tokenizer") from error
-    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
-def episode_lines(i: int, r: Recorded, decode: Decode | None, colours_on: bool) -> Iterator[str]:
-    """Summary, verdicts, and one line per sampled token; each stretch of other tokens is one text."""
-    e, width = r.episode, screen_width()
-    title = f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}"
-    for line in folded(title, width):
-        yield paint(line, "bold", colours_on)
-    dropped = f", dropped: {r.dropped}" if r.dropped else ""
-    yield from folded(f"reward {number(e.reward)}, shaped {number(r.shaped)}{dropped}", width)
-    if e.task.answer is not None:
-        yield from hanging("answer ", str(e.task.answer), width)
-    for j in e.verdicts:
-        v = j.verdict
-        why = ": ".join(x for x in (v.kind, v.why) if x)
-        score = number(v.score) if v.score is not None else v.state.value
-        pays = "measured, not paid" if j.measured else f"weight {j.weight:g}"
-        yield from hanging(f"  {visible(j.source)} ({pays}): ", f"{score}  {why}".rstrip(), width)
-    for t in e.seats:
-        yield from hanging(f"  seat {visible(t.seat)} after turn {t.after} ({t.tokens} tokens): ", t.text, width)
-    if e.error:
-        for line in hanging("error: ", e.error, width):
-            yield paint(line, "red", colours_on)
-    if decode is None:
-        yield paint("no tokenizer.json in the run folder: token ids are shown", "yellow", colours_on)
-    for n, segment in enumerate(e.segments):
-        # The record has advantages of spoken tokens only. They are put at the places of these tokens; others get NaN.
-        advantage = np.full(len(segment.ids), np.nan)
-        if r.advantage is not None:
-            advantage[segment.mask] = r.advantage[n]
-        if len(e.segments) > 1:
-            yield paint(f"segment {n + 1} of {len(e.segments)}", "bold", colours_on)
-        yield paint(TOKEN_HEAD, "dim", colours_on)
-        in_words = decode or (lambda ids: " ".join(f"#{t}" for t in ids))
-        yield from _tokens(segment, advantage, in_words, colours_on, width)
-    if e.text:
-        yield from hanging("said: ", e.text, width)
-
-
-def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, colours_on: bool, width: int) -> Iterator[str]:
-    """A line for each spoken token of a segment, and one text for each stretch of other tokens."""
-    t = 0
-    while t < len(s.ids):
-        if s.mask[t]:
-            p = float(np.exp(s.logp[t]))
-            a = advantage[t]
-            colour = "" if np.isnan(a) or a == 0 else "green" if a > 0 else "red"
-            credit = paint(f"{'-' if np.isnan(a) else f'{a:+.3f}':>9}", colour, colours_on)
-            chance = paint(f"{s.logp[t]:>7.3f}  {p:>5.3f}", "yellow" if p < UNLIKELY else "", colours_on)
-            token = paint(visible(decode([int(s.ids[t])])), "cyan", colours_on)
-            yield f"  {t:>5}  said   {s.version[t]:>7}  {chance}  {credit}  {token}"
-            t += 1
-            continue
-        # Tokens of the world have no log-prob and no advantage, so a stretch of them is one piece of text.
-        end = t
-        while end < len(s.ids) and not s.mask[end]:
-            end += 1
-        place = str(t) if end == t + 1 else f"{t}-{end - 1}"
-        for line in hanging(f"  {place:>5}  world  ", decode(s.ids[t:end].tolist()), width):
-            yield paint(line, "dim", colours_on)
-        t = end

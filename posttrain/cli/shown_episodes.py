@@ -58,8 +58,14 @@ def named(chosen: EpisodeFile) -> str:
 
 
 def choose_stage(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, kind: str) -> list[EpisodeFile]:
-    """The files of one kind and one stage, in the order of their steps. Without a name it is the last stage with
-    episodes whose weights the run went on with; a control stage, such as `sft_continued`, only if there is no other."""
+    """The files of one kind and one stage, in the order of their steps.
+
+    Without a name it is the last stage with episodes whose weights the run went on with. A control stage, such as
+    `sft_continued`, is taken only if there is no other.
+
+    Raises:
+        ConfigError: there are no such files; the message lists what there is.
+    """
     of_kind = [f for f in files if f.kind == kind]
     stages = list(dict.fromkeys(f.stage for f in of_kind))
     if not of_kind:
@@ -104,8 +110,10 @@ def is_wrong(r: Recorded, grades: Grades) -> bool:
 
 
 def _main_score(r: Recorded) -> tuple[float, Right] | None:
-    """The score that says whether an episode is right, and from where: the outcome with `env.right`, else that of the
-    source with the largest weight."""
+    """The score that says whether an episode is right, and from which value on it is.
+
+    It is the outcome, if `env.right` says what is right. Else it is the score of the source with the largest weight.
+    """
     e = r.episode
     if e.right.named:
         return None if e.figure is None else (e.figure, e.right)

@@ -150,7 +150,7 @@ def engine_refusals(
             f"{ahead}.staleness asks for samples while the learner works, and with engine.sleep=true the engine has no"
             f" cache then: set {ahead}.staleness=0, or engine.sleep=false"
         )
-    for name in ["deterministic"] * deterministic + ["exact"] * exact:
+    for name in [n for n, on in (("deterministic", deterministic), ("exact", exact)) if on]:
         if engine.lookup or engine.draft:
             yield (
                 f"{name}=true computes fixed shapes, and drafts differ in number: set engine.lookup=0 engine.draft=none"

@@ -180,7 +180,7 @@ class Reward:
 
     def _refusals_of_models(self) -> Iterator[str]:
         if not all(self.models) or not all(self.stages):
-            yield (": name a directory, a run folder or a hub id, or a stage of this run: model:PATH, model:stage:NAME")
+            yield ": name a directory, a run folder or a hub id, or a stage of this run: model:PATH, model:stage:NAME"
         if self.workers or self.timeout is not None:
             yield " is computed by the learner's own forward pass: leave workers and timeout out"
         if len(self.models) == 1 and (self.combine != "mean" or self.pessimism):
@@ -251,7 +251,8 @@ class Env:
     def named_right(self, vouched: bool) -> float | None:
         """The smallest outcome of a right answer, where it is named: by `right`; or as 1 where the outcome is the
         environment's own verdict alone, and it is `vouched`: the environment promises that right answers score 1."""
-        # What is measured, where anything is, else what is paid: the own verdict where no other source counts for it.
+        # The outcome is what is measured, where anything is, and else what is paid. It is the environment's own verdict
+        # alone where no other source counts for it.
         measured = self.measured or any(r.measured for r in self.rewards)
         alone = not any(r.measured == measured and (r.weight or measured) for r in self.rewards)
         promised = vouched and alone and measured == self.measured

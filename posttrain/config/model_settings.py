@@ -83,19 +83,23 @@ DEVICE = re.compile(r"cpu|(cuda|mps|xpu)(:\d{1,3})?")
 
 
 def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:
-    """ConfigError for a device that does not exist, or settings that move tensors to the CPU where the device is it."""
+    """Refuse a device that does not exist, and settings that move tensors to the CPU where the device is the CPU.
+
+    Raises:
+        ConfigError: it says what to set.
+    """
     if not DEVICE.fullmatch(device):
         raise ConfigError(f"model.device={device!r} is no device: use cpu, cuda (cuda:1 for the second GPU) or xpu")
-    moves = "from an accelerator to the memory of the CPU; with model.device=cpu"
     if offload_activations and device == "cpu":
         raise ConfigError(
-            f"model.offload_activations=true moves activations {moves} they are there. Set it to false, or keep fewer"
-            " with model.gradient_checkpointing=selective"
+            "model.offload_activations=true moves activations from an accelerator to the memory of the CPU; with"
+            " model.device=cpu they are there. Set it to false, or keep fewer with"
+            " model.gradient_checkpointing=selective"
         )
     if offload_optimizer and device == "cpu":
         raise ConfigError(
-            f"model.offload_optimizer=true moves the optimizer's state {moves} it is there. Set it to false, or keep"
-            " less with optimizer.kind=adamw8bit"
+            "model.offload_optimizer=true moves the optimizer's state from an accelerator to the memory of the CPU;"
+            " with model.device=cpu it is there. Set it to false, or keep less with optimizer.kind=adamw8bit"
         )
 
 

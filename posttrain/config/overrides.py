@@ -120,10 +120,13 @@ def _meant(run: Run, parts: tuple[str, ...], word: str) -> tuple[Stage, ...]:
     learn from reward, `algorithm=simpo` those that learn from preferences."""
     if parts[0] != "algorithm":
         return run.stages
-    # The ladder is told from the algorithm's name, or from the choice: `clip` is of reward, `link` of preference. Else
-    # reward.
+    # Stages of two ladders may be in one run. The ladder is told from the algorithm's name, or from the choice: `clip`
+    # is of reward, `link` of preference. Where it is not told, those of reward are meant.
     kinds = {s.name: algorithm_type(type(s)) for s in run.stages}
-    fits = [k for k, rows in LADDERS.items() if (word in rows if len(parts) == 1 else parts[1] in choices(k))]
+    if len(parts) == 1:
+        fits = [k for k, rows in LADDERS.items() if word in rows]
+    else:
+        fits = [k for k in LADDERS if parts[1] in choices(k)]
     meant = tuple(s for s in run.stages if kinds[s.name] in fits)
     return meant or tuple(s for s in run.stages if kinds[s.name] is Algorithm) or run.stages
 
@@ -168,22 +171,30 @@ def _model(model: Model, word: str) -> Model:
     return model if path is None and model.path is None else replace(model, path=path, context=None)
 
 
+def _algorithm(current: AnyAlgorithm, word: str) -> AnyAlgorithm:
+    # An algorithm of the same ladder: a stage learns from reward or from preferences.
+    return named_algorithm(type(current), word)
+
+
 def _number(kind: type, field: str, path: str) -> Callable[[Any, str], Any]:
     """Returns a function that builds a group of settings with its defaults, and one whole number as its `field`."""
     return lambda _, word: kind(**{field: read(int, word, path)})
 
 
+def _optimizer(optimizer: Optimizer, word: str) -> Optimizer:
+    return replace(optimizer, kind=read(dataclass_json.hints(Optimizer)["kind"], word, "optimizer"))
+
+
 SHORT: dict[type, Callable[[Any, str], Any]] = {
     Env: _env,
     Model: _model,
-    # Of the same ladder: a stage learns from reward or from preferences.
-    Algorithm: lambda _, word: named_algorithm(Algorithm, word),
-    PreferenceAlgorithm: lambda _, word: named_algorithm(PreferenceAlgorithm, word),
+    Algorithm: _algorithm,
+    PreferenceAlgorithm: _algorithm,
     RejectionMethod: lambda _, word: named_method(word),
     Lora: _number(Lora, "rank", "model.lora"),
     Replay: _number(Replay, "size", "replay"),
     Regenerate: _number(Regenerate, "completions", "method.regenerate"),
-    Optimizer: lambda o, word: replace(o, kind=read(dataclass_json.hints(Optimizer)["kind"], word, "optimizer")),
+    Optimizer: _optimizer,
 }
 """Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `method=NAME`, `model.lora=RANK`,
 `rl.replay=SIZE`, `method.regenerate=COMPLETIONS`, `optimizer=KIND`."""
@@ -206,9 +217,7 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
     if dataclasses.is_dataclass(current) and not isinstance(current, type):
         return _fields(declared, current, node, path)
     if isinstance(current, Mapping):
-        before, item = cast("Mapping[str, Any]", current), dataclass_json.mapping_item(declared)
-        set_now = {n: _rebuild(item, before.get(n), part, f"{path}.{n}") for n, part in node.parts.items()}
-        return {**before, **set_now}
+        return _mapping(declared, cast("Mapping[str, Any]", current), node, path)
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
     name = next(iter(node.parts))
@@ -268,6 +277,14 @@ def _fields(declared: Any, current: Any, node: Node, path: str, **changes: Any) 
     return replace(current, **changes)
 
 
+def _mapping(declared: Any, current: Mapping[str, Any], node: Node, path: str) -> Mapping[str, Any]:
+    item = dataclass_json.mapping_item(declared)
+    return {
+        **current,
+        **{name: _rebuild(item, current.get(name), part, f"{path}.{name}") for name, part in node.parts.items()},
+    }
+
+
 def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) -> tuple[Any, ...]:
     """Elements by position (`rewards.0.weight`) or by the name of their type (`shape.overlong.cache`)."""
     item = dataclass_json.tuple_item(declared)
@@ -286,7 +303,8 @@ def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) ->
 
 
 def _patched(base: Any, node: Node, path: str) -> Any:
-    """All changed choices of an algorithm as one patch, with the user's earlier one; without effect none."""
+    """All changed choices of an algorithm as one patch. A user's earlier patch is merged into it; changes without
+    effect are left out."""
     kind = cast("type[Any]", type(base))
     known = {name: dataclass_json.hints(kind)[name] for name in choices(kind)}
     wanted: dict[str, Any] = {}

@@ -77,10 +77,16 @@ def placement_refusals(placement: Placement, engine: Engine) -> str:
         return ""
     kind = type(placement).__name__.lower()
     if isinstance(engine, Embedded):
-        for name, does in (("timeline", "writes times of"), ("sleep", "is about")):
-            if getattr(engine, name):
-                setting = f"engine.{name}=true {does} an engine in the learner's process"
-                return f"{setting}, and placement={kind} has none there: set engine.{name}=false, or placement=local"
+        if engine.timeline:
+            return (
+                f"engine.timeline=true writes times of an engine in the learner's process, and placement={kind} has"
+                " none there: set engine.timeline=false, or placement=local"
+            )
+        if engine.sleep:
+            return (
+                f"engine.sleep=true is about an engine in the learner's process, and placement={kind} has none there:"
+                " set engine.sleep=false, or placement=local"
+            )
         return ""
     if engine.url is not None:
         return (
@@ -96,7 +102,8 @@ def placement_refusals(placement: Placement, engine: Engine) -> str:
 
 
 def learner_cores(placement: Placement) -> int:
-    """Cores of this machine that the engines leave to the learner. 0: they have none of their own, or leave none."""
+    """Cores of this machine that the engines leave to the learner. 0: the engines have no cores of their own, or they
+    leave none; the learner then uses all."""
     if isinstance(placement, Local | Ray) or not placement.cores:
         return 0
     return max(0, cores() - placement.cores * placement.engines)

@@ -19,8 +19,10 @@ from posttrain.system.errors import ConfigError
 
 SECONDS = 600.0
 """How long a rank waits in an exchange for the others before the run stops."""
-TORCHRUN, RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
-"""The environment variables that torchrun sets in its processes, and in which it counts how often it restarted them."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""The environment variable that torchrun sets in each of its processes."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""The environment variable in which torchrun counts how often it has started them again."""
 Parallel = Literal["rows", "tensor", "experts"]
 """How ranks share a model: rows of every weight (`fully_shard`), columns and rows of each layer (tensor parallelism),
 or whole experts of a mixture (expert parallelism)."""
@@ -116,7 +118,8 @@ def _refusals(run: Run) -> Iterator[str]:
 
 
 def _whole_passes(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
-    """Yields what ranks cannot do that each compute every token. A model at a path is checked when loaded."""
+    """Yields a message about each thing that ranks cannot do where each of them computes every token. A model at
+    a path is checked when it is loaded."""
     model, option = run.model, f"--parallel {parallel}"
     if model.dtype != "float32":
         yield f"{option} computes in float32 so far. Set model.dtype=float32, or leave it out"

@@ -288,8 +288,10 @@ class Run:
         for s in self.stages:
             if isinstance(s, Reinforce) and s.target is not None and not self.env_of(s).heldout:
                 env = "env" if s.env is None else f"{s.name}.env"
-                why = f"{s.name}.target is never measured with {env}.heldout=0"
-                raise ConfigError(f"{why}: set {env}.heldout, or {s.name}.target=none")
+                raise ConfigError(
+                    f"{s.name}.target is never measured with {env}.heldout=0: set {env}.heldout, or"
+                    f" {s.name}.target=none"
+                )
         for why in refusals(self.stages):
             raise ConfigError(why)
 

@@ -47,8 +47,7 @@ def read(declared: Any, word: str, path: str) -> Any:
     pieces = dataclass_json.pieces(declared)
     if pieces:
         return _piece(pieces, declared, word, path)
-    # A whole number before a float, and text, which accepts any word, last.
-    for kind in sorted(options, key=lambda kind: {bool: 0, int: 2, float: 3, str: 4}.get(kind, 1)):
+    for kind in sorted(options, key=_rank):
         value = _scalar(kind, word)
         if not isinstance(value, _NotAValue):
             return value
@@ -62,6 +61,11 @@ def _json(word: str, path: str) -> Any:
         raise ConfigError(
             f"{path}={word}: a list that begins with '[' is read as JSON, and this is none ({error})"
         ) from error
+
+
+def _rank(kind: Any) -> int:
+    """Order in which types are tried: a whole number before a float, and text, which accepts any word, last."""
+    return {bool: 0, int: 2, float: 3, str: 4}.get(kind, 1)
 
 
 def _scalar(kind: Any, word: str) -> Any:

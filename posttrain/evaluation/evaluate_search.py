@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain import faults
-from posttrain.build.build_environments import check_judge_path, check_reward_path, make_environment
+from posttrain.build.build_environments import make_environment
 from posttrain.build.open_model import run_and_checkpoint
 from posttrain.build.request.trust_prompt import to_stderr
 from posttrain.build.request.user_objects import UserObjects
+from posttrain.build.reward_paths import check_judge_path, check_reward_path
 from posttrain.config.env import MODEL, STAGE, Reward
 from posttrain.config.run import Reinforce, Run
 from posttrain.config.stages.reward_model_settings import RewardModel, trained_at

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.build.build_environments import trained_model
 from posttrain.build.open_model import model_run
 from posttrain.build.request.trust_prompt import admitted
+from posttrain.build.reward_paths import trained_model
 from posttrain.config import overrides as dotted
 from posttrain.config.env import Env
 from posttrain.config.run import Run

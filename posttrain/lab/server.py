@@ -17,7 +17,8 @@ from posttrain.lab.overview import map_page
 from posttrain.lab.page import lesson_page, waiting_page
 from posttrain.system.errors import ConfigError, PosttrainError
 from posttrain.system.terminal_output import tell
-from posttrain.web.local import Guard, bound_socket, serve_locally, static_files
+from posttrain.web.guard import Guard
+from posttrain.web.local import bound_socket, serve_locally, static_files
 
 BODY = 10_000
 """Bytes of a request at most."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from posttrain.config.env import Env
-from posttrain.config.run import Evaluation, Model, Run
-from posttrain.config.stages.stage import Stage
+from posttrain.config.run import Model
 
 TINY = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, context=128)
 """About 0.1 M parameters with random weights. It trains on one thread; a second one would make it slower."""
@@ -19,9 +16,3 @@ PAIRS = str(_DATA / "pairs.jsonl")
 """A file of the same prompts, each with the answer as `chosen` and another of its numbers as `rejected`."""
 REWARDS = _DATA / "rewards.py"
 """A file with two reward functions for these prompts, one in each form."""
-
-
-def tiny_run(recipe: str, env: Env, *stages: Stage, samples: int = 4, **more: Any) -> Run:
-    """A run of the tiny model. `samples`: of a held-out prompt."""
-    settings: dict[str, Any] = {"model": TINY, "evaluation": Evaluation(samples=samples)} | more
-    return Run(recipe=recipe, threads=1, env=env, stages=stages, **settings)

@@ -24,7 +24,10 @@ class Markup(str):
 
 
 def tag(name: str, *inside: str, **attributes: str | float | bool | None) -> Markup:
-    """One element. An attribute that is None or False is left out. `_` in a name is `-`, and left out at its end."""
+    """One element. An attribute that is None or False is left out.
+
+    `_` in the name of an attribute is written `-`, and is left out at its end (`class_`).
+    """
     words = [name]
     for key, value in attributes.items():
         key = key.rstrip("_").replace("_", "-")

@@ -137,9 +137,13 @@ class Tiles(Picture):
         return ("row", "text", "value", "meaning", "note"), rows
 
     def as_json(self) -> dict[str, Any]:
-        # Lists instead of objects: of thousands of tiles the names of fields would be most of the page.
+        # Lists instead of objects, because a page has thousands of tiles, and the names of fields would be most of its
+        # size.
         plain = {n: [[t.text, t.tone, t.value, t.level, t.note] for t in ts] for n, ts in self.rows_of.items()}
-        return super().as_json() | {"rows_of": _plain(plain)}
+        columns, rows = self.table()
+        return _plain(
+            {"kind": "tiles", "title": self.title, "rows_of": plain, "key": self.key, "columns": columns, "rows": rows}
+        )
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def test_one_function_writes_the_tables_of_all_commands() -> None:
     assert {p for p in made if not p.startswith("lab/")} == {"report/console.py"}
 
 
-@pytest.mark.parametrize("command", [c.__name__.removeprefix("add_") for c in COMMANDS])
+@pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2].removesuffix("_command") for c in COMMANDS])
 def test_every_command_has_help_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,8 +144,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         assert request == "request"
         yield SimpleNamespace(play=play)
 
-    def certified_export(*a: Any, **k: Any) -> tuple[str, SimpleNamespace]:
-        calls["export"] = a, k
+    def certified_export(*a: Any) -> tuple[str, SimpleNamespace]:
+        calls["export"] = a
         return "somewhere", SimpleNamespace(line="certified")
 
     measure = SimpleNamespace(evaluate=remember("evaluate"), certified_export=certified_export)
@@ -187,8 +187,7 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
     assert main(["eval", "http://h/v1", "--tokenizer", "t", "--key-env", "K", "--api", "completions"]) == 0
     assert called["evaluate"][1]["remote"] == EndpointOptions(tokenizer="t", key_env="K", api="completions")
     assert main(["export", "runs/x", "out", "--checkpoint", "best"]) == 0
-    choice = {"checkpoint": "best", "trust": False, "adapter": False, "ema": False}
-    assert called["export"] == (("runs/x", "out", False), choice)
+    assert called["export"] == ("runs/x", "out", "best", False, False, False, False)
     assert "wrote somewhere\ncertified" in capsys.readouterr().out
 
 

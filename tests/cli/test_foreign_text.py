@@ -410,14 +410,14 @@ def test_a_bug_and_a_warning_are_told_as_text() -> None:
     code = f"""
 import threading, warnings
 from posttrain.cli import main
-from posttrain.cli.commands import lesson_commands
+from posttrain.cli.commands import faults_command
 H = {HOSTILE!r}
-def faults(o):
+def bug(o):
     warnings.warn(H)
     t = threading.Thread(target=lambda: 1 / len([]) if False else (_ for _ in ()).throw(ValueError(H)))
     t.start(); t.join()
     raise RuntimeError(H)
-lesson_commands.faults = faults
+faults_command.faults = bug
 main(["faults"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -12,7 +12,8 @@ import pytest
 
 import posttrain
 from posttrain.cli import main
-from posttrain.cli.skeletons.new_files import benchmark, new_env, new_reward
+from posttrain.cli.skeletons.benchmark_files import benchmark
+from posttrain.cli.skeletons.new_files import new_env, new_reward
 from posttrain.recipe.recipes import recipe
 from posttrain.record import run_reader
 from posttrain.system import shell

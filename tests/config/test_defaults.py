@@ -21,7 +21,7 @@ from posttrain.build.request.defaults import (
     learning_rate,
     room_for_minibatches,
 )
-from posttrain.build.request.input_measures import Machine, ModelSize, best_device, data_size, model_size
+from posttrain.build.request.input_measures import Machine, ModelSize, SeenDevices, best_device, data_size, model_size
 from posttrain.build.request.run_request import RunOptions, requested
 from posttrain.config import overrides
 from posttrain.config.env import Env
@@ -178,10 +178,10 @@ def test_minibatches_that_are_given_fit_the_batch_that_is_chosen(cut: int, qwen:
 
 
 def test_mps_is_chosen_only_with_float64() -> None:
-    assert best_device(cuda=True, mps=True, mps_float64=True)[0] == "cuda"
-    assert best_device(mps=True, mps_float64=True)[0] == "mps"
-    assert "no float64" in best_device(mps=True)[1]
-    assert best_device(built_with_cuda=False)[1].endswith("(it is built without CUDA)")
+    assert best_device(SeenDevices(cuda=True, mps=True, mps_float64=True))[0] == "cuda"
+    assert best_device(SeenDevices(mps=True, mps_float64=True))[0] == "mps"
+    assert "no float64" in best_device(SeenDevices(mps=True))[1]
+    assert best_device(SeenDevices(built_with_cuda=False))[1].endswith("(it is built without CUDA)")
 
 
 def test_a_stage_that_has_nothing_to_imitate_is_left_out(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.cli.parser import parsers, split_overrides
+from posttrain.cli.parser import parser, split_overrides
 from posttrain.config import overrides
 from posttrain.config.run import Run
 from posttrain.core.types import Task
@@ -47,7 +47,7 @@ def test_commands_are_accepted(page: Path) -> None:
     """Each is parsed, and the settings of a run are put together, without starting it."""
     for words in commands(page.read_text(encoding="utf-8")):
         rest, settings = split_overrides(words[1:])
-        parsers()[0].parse_args(rest)
+        parser().parse_args(rest)
         if words[1] == "run" and "--resume" not in words:
             assert words[2] in RECIPES, f"{words[2]}: no recipe of that name"
             overrides.apply(recipe(words[2]), settings)

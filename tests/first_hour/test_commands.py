@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli.parser import COMMANDS as COMMANDS_OF_PROGRAM
-from posttrain.cli.parser import parsers, split_overrides
+from posttrain.cli.parser import parser, split_overrides
 from posttrain.recipe.recipes import recipe
 from scripts.site.pages import read_pages
 from tests.first_hour.pages import Step, mentions, steps
@@ -93,10 +92,10 @@ def test_running_text_is_played_where_it_mentions_a_whole_command(tmp_path: Path
 
 def test_what_running_text_only_names_is_there() -> None:
     """`posttrain check` is a command of the program, `posttrain run grpo` a recipe."""
-    commands = {add.__name__.removeprefix("add_") for add in COMMANDS_OF_PROGRAM}
+    commands = {p.stem for p in (ROOT / "posttrain/cli/commands").glob("*_command.py")}
     for said in (m for p in pages(ROOT) for m in mentions(p, ROOT) if not whole(m.text)):
         _, command, *rest = put_in(said.text, Path("nowhere")).split()
-        assert command.startswith("-") or command.replace("eval", "evaluate") in commands, said
+        assert command.startswith("-") or f"{command.replace('eval', 'evaluate')}_command" in commands, said
         if command == "run" and rest and re.fullmatch(r"\w+", rest[0]):
             assert recipe(rest[0]), said
 
@@ -137,7 +136,7 @@ def test_a_printed_command_is_one_that_the_program_has(step: Step) -> None:
             and "|" not in words
         ):
             rest, _ = split_overrides(words[1:])
-            assert parsers()[0].parse_args(rest).command
+            assert parser().parse_args(rest).command
 
 
 def test_every_exemption_is_used() -> None:

@@ -15,8 +15,9 @@ from aiohttp import ClientSession, CookieJar, web
 from posttrain.lab.overview import listed, map_page
 from posttrain.lab.server import Lab
 from posttrain.system.errors import ConfigError
+from posttrain.web.guard import HEADERS, POLICY
 from posttrain.web.html import data, markdown, tag
-from posttrain.web.local import HEADERS, POLICY, bound_socket
+from posttrain.web.local import bound_socket
 
 RoundSamples = Callable[[ClientSession, str, Lab], Awaitable[None]]
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.build.request.own_pieces import algorithm_of, own_classes
-from posttrain.build.request.run_request import without_algorithm
+from posttrain.build.request.algorithm_file import algorithm_of, without_algorithm
+from posttrain.build.request.own_pieces import own_classes
 from posttrain.build.request.user_objects import UserObjects
 from posttrain.cli import main
 from posttrain.config.run import Reinforce

@@ -12,7 +12,7 @@ import torch
 
 from posttrain.build.build_engines import make_engine
 from posttrain.build.build_run import make_policy
-from posttrain.cli.show_rollouts import episode_lines
+from posttrain.cli.token_view import episode_lines
 from posttrain.config.run import Run
 from posttrain.core import seeds
 from posttrain.core.ports import Attempt, Talk

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 import posttrain
-from posttrain.build.build_environments import check_reward_models
-from posttrain.build.build_reward_models import generative_judge
+from posttrain.build.build_judges import generative_judge
+from posttrain.build.build_reward_models import reward_member
+from posttrain.build.reward_paths import check_reward_models
 from posttrain.checks.judging.generative_judge_checks import votes_are_counted
 from posttrain.config.env import Env, Reward
 from posttrain.config.run import Optimizer, Run, Supervised
@@ -303,7 +304,7 @@ def test_the_probability_of_yes_is_that_of_the_judges_own_tokens(tmp_path: Path)
     """Against the learner's log-probs of prompt, reasoning and verdict."""
     folder = learned(tmp_path / "taught", "genrm")
     own = run_reader.run_file(folder).run
-    made = generative_judge(own, Reward(function=f"judge:{folder}", votes=3), 1e-5)
+    made = generative_judge(own, Reward(function=f"judge:{folder}", votes=3), 1e-5, reward_member)
     episodes = [episode("hi 8", 0), episode("3", 1)]
 
     async def asked() -> list[Any]:
@@ -390,7 +391,7 @@ def test_a_judge_with_a_meta_reward_model_from_its_own_judgements(tmp_path: Path
     the votes that pay a policy."""
     folder = learned(tmp_path / "taught", "grm", steps=100)
     own = run_reader.run_file(folder).run
-    made = generative_judge(own, Reward(function=f"judge:{folder}"), 0.0)
+    made = generative_judge(own, Reward(function=f"judge:{folder}"), 0.0, reward_member)
     world = Judge(format="grm", heldout_count=0)
     judged = asyncio.run(asked(made, [world.train.task(i) for i in range(40)], 4))
     rows = meta_rows(made.judging, judged)

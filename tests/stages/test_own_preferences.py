@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.build.request.own_pieces import algorithm_of, reward_algorithm
+from posttrain.build.request.algorithm_file import algorithm_of, reward_algorithm
 from posttrain.build.request.run_file import from_yaml, to_yaml
 from posttrain.cli import main
 from posttrain.config.run import Env, Optimizer, Run

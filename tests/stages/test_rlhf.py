@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import posttrain
 from posttrain.build import build_reward_models
-from posttrain.build.build_environments import check_reward_models
 from posttrain.build.build_reward_models import stage_policy
+from posttrain.build.reward_paths import check_reward_models
 from posttrain.checks.judging.reward_model_scores import read_alone
 from posttrain.config.env import Env, Reward
 from posttrain.config.model_settings import Lora

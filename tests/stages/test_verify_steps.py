@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.build.build_reward_models import by_its_form, generative_judge
+from posttrain.build.build_judges import by_its_form, generative_judge
+from posttrain.build.build_reward_models import reward_member
 from posttrain.checks.judging.generative_judge_checks import shows_no_verdict, step_votes_are_counted
 from posttrain.config.env import Env, Reward
 from posttrain.config.run import Optimizer, Supervised
@@ -313,7 +314,7 @@ def test_the_score_of_a_step_is_of_the_verifiers_own_tokens(tmp_path: Path) -> N
     folder = learned(tmp_path / "taught")
     own = run_reader.run_file(folder).run
     reward = Reward(function=f"judge:{folder}", votes=3)
-    made = by_its_form(generative_judge(own, reward, 1e-5), reward, TokenEnds(letters))
+    made = by_its_form(generative_judge(own, reward, 1e-5, reward_member), reward, TokenEnds(letters))
     assert isinstance(made, GenerativeStepJudge)
     judge = made.verifier
 

@@ -27,8 +27,13 @@ LONGEST_CHAIN = 32
 
 
 def refuse_reward_model(folder: Path, state: Mapping[str, Any], what: str, otherwise: str) -> None:
-    """Raises RunFolderError if a checkpoint with this state holds a reward model, which does not do `what`.
-    `otherwise`: a sentence of advice."""
+    """Raises RunFolderError if a checkpoint of this run has the weights of a reward model.
+
+    Args:
+        state: the checkpoint's state.
+        what: what is not possible with a reward model, for the message.
+        otherwise: a sentence about what to do instead.
+    """
     stage = trained_at(run_file(folder).run.stages, state)
     if stage is not None:
         raise RunFolderError(f"{folder} holds the reward model that {stage.name} trained, and {what}. {otherwise}")
@@ -43,7 +48,11 @@ def run_source(path: str | Path | None) -> tuple[Path, str] | None:
 
 
 def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
-    """(the run, whose settings name the checkpoint with which it begins; what run.json records about it)."""
+    """(the run, whose settings name the checkpoint with which it begins; what run.json records about that checkpoint).
+
+    Raises:
+        RunFolderError: there is no checkpoint yet, or it is damaged.
+    """
     source = run_source(run.model.path)
     if source is None:
         saved = saved_adapter(run.model.path) if run.model.path is not None else None
@@ -55,8 +64,12 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     # The run begins with another run, which may go on and then has another checkpoint `last`.
     folder, name = source
     checkpoint, file = find(folder, name), run_file(folder)
-    advice = f"Begin with the model that it began with, and reward it: env.rewards=model:{folder}"
-    refuse_reward_model(folder, checkpoint.state, "no policy starts from it", advice)
+    refuse_reward_model(
+        folder,
+        checkpoint.state,
+        "no policy starts from it",
+        f"Begin with the model that it began with, and reward it: env.rewards=model:{folder}",
+    )
     origin = {
         "run": str(folder),
         "identity": file.identity,
@@ -66,10 +79,11 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         "weights": checkpoint.state.get("weights"),
         "before": file.facts.get("branched_from"),
     }
-    path, lora, quantize = str(folder / "checkpoints" / checkpoint.name), run.model.lora, run.model.quantize
+    path = str(folder / "checkpoints" / checkpoint.name)
+    trained_lora = file.run.model.lora
     # An adapter that was trained goes on with its own settings; weights without one may get a new adapter.
-    if (trained := file.run.model.lora) is not None:
-        lora, quantize = goes_on(lora, trained, f"model={folder}"), file.run.model.quantize
+    lora = run.model.lora if trained_lora is None else goes_on(run.model.lora, trained_lora, f"model={folder}")
+    quantize = run.model.quantize if trained_lora is None else file.run.model.quantize
     if run.model.quantize not in (None, quantize):
         raise ConfigError(
             f"model={folder}: its adapter was trained over weights that were held otherwise, and goes on over them."
@@ -93,9 +107,15 @@ def was_built(path: str | Path | None) -> bool:
 
 
 def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
-    """The policy (`engine.model.policy_model.Policy`) at `model.path`, which is a run or one of its checkpoints. The
-    weights beneath an adapter are the run's own copy, where it has one, or else those of the model that it was given.
-    `most`: tokens of the run's longest sequence, for a model whose context is not said."""
+    """The policy (`engine.model.policy_model.Policy`) at `model.path`, which is a run or one of its checkpoints.
+
+    The weights beneath an adapter are the run's own copy, where it has one, or else those of the model that it was
+    given. `most`: tokens of the run's longest sequence, for a model whose context is not said.
+
+    Raises:
+        DataError: the model needs code of its own, so its folder is not enough.
+        RunFolderError: the model beneath the adapter has changed since.
+    """
     from posttrain.engine.files.policy_files import BASE
     from posttrain.engine.learner.learner import HFLearner
     from posttrain.engine.model.locate_model import check_source
@@ -106,10 +126,14 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     assert source is not None
     checkpoint = find(*source)
     before = run_file(source[0]).run.model
-    # Rebuilt as it was, with its own adapter and quantization. After its weights are loaded a new adapter may be added.
-    as_it_was = replace(model, lora=before.lora, quantize=before.quantize)
+    # The other run's policy is rebuilt as it was, with its own adapter and its own quantization, and its weights are
+    # loaded into it. After that a new adapter may be added.
+    own_adapter = before.lora
+    as_it_was = replace(model, lora=own_adapter, quantize=before.quantize)
     try:
-        if before.lora is None or before.path is None or (source[0] / MODEL / BASE).exists():
+        # The checkpoint has all weights that trained. The frozen ones beneath an adapter are in the run folder, if it
+        # keeps them, or in the model that the run was given.
+        if own_adapter is None or before.path is None or (source[0] / MODEL / BASE).exists():
             policy = kept_in(source[0], as_it_was, most)
         else:
             check_source(f"{source[0]}: model.path", before.path)
@@ -121,7 +145,7 @@ def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
         ) from error
     load_weights(checkpoint.folder, HFLearner(policy))
     policy = replace(policy, source=f"from {model.path}")
-    return policy if before.lora is not None else with_adapter(policy, model, seed)
+    return policy if own_adapter is not None else with_adapter(policy, model, seed)
 
 
 def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
@@ -151,5 +175,6 @@ def is_branch(folder: Path) -> bool:
 
 
 def begun_with(folder: Path, run: Run) -> Any:
-    """The policy of a branched run from its own folder, weights not loaded yet; None for another run, or without it."""
+    """The policy of a branched run from its own folder, with weights not loaded yet; None for a run that is no branch,
+    or where the folder does not have the model."""
     return kept_in(folder, run.model) if is_branch(folder) and (folder / MODEL).is_dir() else None

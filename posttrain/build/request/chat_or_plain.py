@@ -55,7 +55,11 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
 
 
 def clearly_better(here: np.ndarray, there: np.ndarray) -> bool:
-    """True where answers are clearly likelier in the other form. `here`, `there`: mean log-prob a token of each."""
+    """True where answers are clearly likelier in the other form.
+
+    Args:
+        here, there: mean log-prob a token of each answer, in the present and in the other form.
+    """
     gain = there - here
     error = float(gain.std(ddof=1)) / len(gain) ** 0.5
     # The gain must reach all three bounds. `here` is negative, so the second one is positive.

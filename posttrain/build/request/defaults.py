@@ -68,11 +68,6 @@ the cache anew takes 1 % of a step at 26 M parameters, and 4 % at 1 M."""
 CACHE = 0.3
 """Share of the free memory that the key-value cache may take."""
 
-DTYPE_WHY = {
-    "cuda": "optimizer, head and losses stay float32",
-    "cpu": "the compiled kernels for CPUs are float32; bfloat16 is slower",
-}
-
 Value = str | int | float | bool
 Choice = tuple[Value, str]
 
@@ -92,7 +87,7 @@ class Choices:
         where = self.where
         out: dict[str, Choice] = {
             "model.device": (where.device, where.why),
-            "model.dtype": (self.dtype, DTYPE_WHY.get(where.device[:4], "bfloat16 was not measured on this device")),
+            "model.dtype": (self.dtype, _dtype_reason(where)),
             "threads": (0, f"all {where.cores} cores"),
         }
         for stage in self.run.stages:
@@ -101,7 +96,8 @@ class Choices:
         return {path: choice for path, choice in out.items() if not self._is_given(path)}
 
     def _is_given(self, path: str) -> bool:
-        # A given group, such as an optimizer, gives all below it. `model=PATH` and `env=NAME` only say what is loaded.
+        # A given group, such as an optimizer, gives all settings below it. But `model=PATH` and `env=NAME` only say
+        # what is loaded, and leave the other settings of these groups open.
         return any(path == g or path.startswith(f"{g}.") for g in self.given if g not in ("model", "env"))
 
     def _lr(self, kind: type[Stage]) -> Choice:
@@ -215,18 +211,22 @@ class Choices:
         return choices_made
 
     def _longest(self) -> int | None:
-        """A bound for the tokens of a sequence: a token has a byte at least. None: not below the model's positions."""
+        """A bound for the tokens of a sequence, since a token has at least one byte. None: not known, or not below the
+        model's positions."""
         # With tools a sequence also has their results, whose lengths the data does not show.
         if self.data is None or self.run.env.args.get("tools"):
             return None
-        sampling = [s for s in self.run.stages if isinstance(s, Reinforce | Rejection | StepLabeling)]
-        given = [s for s in sampling if self._is_given(f"{s.name}.sampling.max_tokens")]
-        answers = [s.sampling.max_tokens if s in given else int(self._answer()[0]) for s in sampling]
-        need = max(self.data.longest_prompt + max(answers, default=0), self.data.longest)
+        answers = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce | Rejection | StepLabeling)]
+        need = max([self.data.longest_prompt + max(answers, default=0), self.data.longest])
         # Rounded up to 256, with room for the template.
         need = -(-(need + TEMPLATE) // 256) * 256
         bound = self.size.positions if self.size is not None else None
         return need if bound is not None and need < bound else None
+
+    def _tokens_of(self, stage: Reinforce | Rejection | StepLabeling) -> int:
+        """Most tokens of an answer of a stage, given or chosen."""
+        given = self._is_given(f"{stage.name}.sampling.max_tokens")
+        return stage.sampling.max_tokens if given else int(self._answer()[0])
 
     @cached_property
     def needed(self) -> float:
@@ -285,6 +285,14 @@ def learning_rate(kind: type[Stage], parameters: int | None) -> Choice:
     share = math.log(parameters / TRAINED) / math.log(LARGE / TRAINED)
     between = float(f"{small ** (1 - share) * large**share:.0e}")
     return between, f"by size, between {small:g} at 1 million parameters and {large:g} at half a billion"
+
+
+def _dtype_reason(where: Machine) -> str:
+    if where.device.startswith("cuda"):
+        return "optimizer, head and losses stay float32"
+    if where.device == "cpu":
+        return "the compiled kernels for CPUs are float32; bfloat16 is slower"
+    return "bfloat16 was not measured on this device"
 
 
 def _power(number: float) -> int:

@@ -33,24 +33,53 @@ SCALARS = (str, int, float, bool, type(None))
 """Types of values that run.json keeps as they are."""
 LENGTH = ("Stage.steps", "Stage.wall_time", "Stage.patience", "Reinforce.target", "Rejection.rounds")
 """Settings that say where a stage ends."""
-_MAY_CHANGE = {
-    "Stage": "steps wall_time eval eval_every checkpoint_every micro_tokens patience",
-    "Reinforce": "target max_failed",
-    "Optimizer": "skips",
-    "Rejection": "rounds max_failed",
-    "StepLabeling": "max_failed",
-    "Evaluation": "samples greedy",
-    "JudgeEndpoint": "calls parallel",
-    "Run": "slots threads trackers log_completions keep_checkpoints record_episodes placement",
-    "Model": "gradient_checkpointing offload_activations offload_optimizer warm_up device",
-    "Processes": "engines cores transport folder delta timeout deaths environments",
-    "Ray": "address verifiers",
-    "Embedded": "cache_gib budget retain sleep timeline",
+ALLOWED: Mapping[str, str] = {
+    "Stage.steps": "more steps, or fewer that were not taken yet",
+    "Stage.wall_time": "another time after which the stage ends",
+    "Reinforce.target": "another reward at which the stage ends",
+    "Stage.eval": "whether it is measured at the end",
+    "Stage.eval_every": "how often it is measured from now on",
+    "Stage.checkpoint_every": "how often it is kept from now on",
+    "Stage.micro_tokens": "how a step is split",
+    "Stage.patience": "after how many held-out evaluations the stage ends",
+    "Optimizer.skips": "how many steps in a row may be left out",
+    "Reinforce.max_failed": "which share of unjudged samples stops the run",
+    "Rejection.rounds": "rounds after which the stage ends",
+    "Rejection.max_failed": "which share of unjudged samples stops the run",
+    "StepLabeling.max_failed": "which share of unjudged answers stops the run",
+    "Evaluation.samples": "samples of a measurement from now on",
+    "Evaluation.greedy": "whether greedy answers are measured from now on",
+    "JudgeEndpoint.calls": "how often a judge may be asked",
+    "JudgeEndpoint.parallel": "how many requests to it run at once",
+    "Run.slots": "sequences decoded at once",
+    "Run.threads": "threads of the CPU",
+    "Run.trackers": "where numbers are sent",
+    "Run.log_completions": "how many completions go along",
+    "Run.keep_checkpoints": "how many checkpoints stay",
+    "Run.record_episodes": "whether episodes are written from now on",
+    "Model.gradient_checkpointing": "memory against time",
+    "Model.offload_activations": "where activations are kept",
+    "Model.offload_optimizer": "where the optimizer's state is kept",
+    "Model.warm_up": "whether the largest pass comes first",
+    "Model.device": "the device that computes",
+    "Run.placement": "where engines work",
+    "Processes.engines": "how many engines sample",
+    "Processes.cores": "the cores of each",
+    "Processes.transport": "how weights come to the engines",
+    "Processes.folder": "the folder of the weights on their way",
+    "Processes.delta": "whether only what changed is sent",
+    "Processes.timeout": "how long anything may take",
+    "Processes.deaths": "how many engines a turn may kill",
+    "Processes.environments": "how many processes play episodes",
+    "Ray.address": "which Ray cluster they work on",
+    "Ray.verifiers": "where verifiers work",
+    "Embedded.cache_gib": "memory of the cache",
+    "Embedded.budget": "positions of a forward pass",
+    "Embedded.retain": "tokens that stay in the cache",
+    "Embedded.sleep": "whether the cache is freed while the learner works",
+    "Embedded.timeline": "whether a timeline is written",
 }
-ALLOWED = frozenset(f"{kind}.{name}" for kind, names in _MAY_CHANGE.items() for name in names.split())
-"""Fields (`Class.field`) that may change when a run goes on: its length, how it is measured, watched and kept, where it
-is computed, and what changes no result."""
-_PASSES = "its passes were counted as steps when it began; set steps"
+"""Fields (`Class.field`) that may change when a run goes on. The texts say what they are, for readers of this table."""
 REFUSED: Mapping[str, str] = {
     "Model": "the weights are of this model",
     "Env": "the record and the held-out figures are of these tasks and rewards",
@@ -58,7 +87,10 @@ REFUSED: Mapping[str, str] = {
     "Optimizer": "the optimizer's state and its learning rates so far belong to this setting",
     "Sampling": "the samples so far were drawn by this contract",
     "Algorithm": "the steps so far were taken by this algorithm",
-    **{f"{kind}.epochs": _PASSES for kind in ("Supervised", "Preference", "RewardModel")},
+    **dict.fromkeys(
+        ("Supervised.epochs", "Preference.epochs", "RewardModel.epochs"),
+        "its passes were counted as steps when it began; set steps",
+    ),
     "Run.seed": "tasks and random numbers would no longer follow those before",
     "Evaluation.seed": "held-out figures would no longer be of the same draws",
 }
@@ -278,11 +310,21 @@ def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Chec
         # First the checkpoint, then run.json: killed in between, the stage has its old length, and ends once more.
         checkpoint = book.reopen(checkpoint, name, e.state, e.gauges)
     book.record_change(e.run, history_entry(e, written.edited))
-    if note is not None:  # a folder of somebody else has no note and gets none
-        # What the user allowed before, and what this command adds; not what the folder asked for without permission.
-        asked_before = {a.digest for a in asks(written.run)}
-        allowed: list[Ask] = [a for a in asks(e.run) if a.digest in note.asked or a.digest not in asked_before]
-        now = run_file(book.folder)
-        allowed += [a for a in piece_asks(own_pieces(now.facts)) if a.digest in note.asked]
-        provenance.remember(now.identity or "", now.digest, allowed)
+    carry_note(book.folder, note, written.run, e.run)
     return checkpoint
+
+
+def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run) -> None:
+    """Write this user's note of a run anew, after `RunFolder.record_change` wrote its run.json.
+
+    The note keeps what this user allowed the run to do. A folder of somebody else has no note and gets none.
+    """
+    if before is None:
+        return
+    # The user's note has what the user allowed before, and what this command adds, since the user wrote it. What the
+    # folder asked for without permission does not get into the note.
+    asked_before = {a.digest for a in asks(old)}
+    allowed: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in asked_before]
+    written = run_file(folder)
+    allowed += [a for a in piece_asks(own_pieces(written.facts)) if a.digest in before.asked]
+    provenance.remember(written.identity or "", written.digest, allowed)

@@ -156,8 +156,7 @@ def _began(facts: Mapping[str, Any]) -> Digests:
     later = [object_of(x).get(INPUTS) for x in cast("list[Any]", history)] if isinstance(history, list) else []
     every = (object_of(facts.get(BEGAN)).get(INPUTS), *later)
     # Later entries replace earlier ones: what was accepted is what the run is compared with from then on.
-    entries = [item for entry in every for item in object_of(entry).items()]
-    return {path: {str(k): str(v) for k, v in object_of(digests).items()} for path, digests in entries}
+    return {k: _texts(v) for entry in every for k, v in object_of(entry).items()}
 
 
 def _differ(then: Digests, now: Digests) -> list[ChangedInput]:
@@ -174,6 +173,10 @@ def _differ(then: Digests, now: Digests) -> list[ChangedInput]:
 def _same(before: str | None, after: str | None) -> bool:
     """True where two digests are equal, or where one of two revisions is not known."""
     return before == after or (None in (before, after) and (before or after or "").startswith(REVISION))
+
+
+def _texts(data: Any) -> dict[str, str]:
+    return {str(k): str(v) for k, v in object_of(data).items()}
 
 
 def accepted(folder: Path, changed: list[ChangedInput], accept: bool) -> Digests:

@@ -39,7 +39,10 @@ class ModelSize:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """The sizes of a model directory or hub id; None where its config.json cannot be read, or is of no decoder."""
+    """The sizes of a model directory or hub id; None where its config.json cannot be read, or describes no decoder.
+
+    What is wrong with it is reported where the model is loaded.
+    """
     saved = saved_adapter(path)
     path = path if saved is None else saved.base
     config = _config(Path(path).expanduser(), path)
@@ -73,12 +76,15 @@ def model_size(path: str) -> ModelSize | None:
 
 def _config(folder: Path, path: str) -> dict[str, Any] | None:
     """config.json as an object; None where it cannot be read. For a hub id only this one file is fetched."""
-    file = folder / "config.json" if folder.is_dir() else None if folder.exists() else _fetched(path)
-    if file is None:
-        return None
+    file = folder / "config.json"
+    if not folder.is_dir():
+        if folder.exists() or (fetched := _fetched(path)) is None:
+            return None
+        file = fetched
     try:
-        data = read_untrusted.read_bytes(file, LARGEST_CONFIG, DataError)
-        return read_untrusted.parse_object(data, str(file), DataError)
+        return read_untrusted.parse_object(
+            read_untrusted.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError
+        )
     except (DataError, OSError):
         return None
 
@@ -110,8 +116,10 @@ def _weight_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSize:
-    """How many rows the user's data has, and its longest texts in bytes. A token has one at least, about four in
-    English."""
+    """How many rows the user's data has, and the lengths of its longest texts in bytes (UTF-8).
+
+    A token has at least one byte, and about four in English.
+    """
 
     rows: int
     completions: int
@@ -125,7 +133,11 @@ class DataSize:
 
 
 def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize | None:
-    """The size of the user's data; None where the environment makes its tasks itself. `objects`: the program's."""
+    """The size of the user's data; None where the environment makes its tasks itself. `objects`: those of the program.
+
+    Raises:
+        DataError, ConfigError: the data cannot be read; the message names the row.
+    """
     if env.name != "prompts" or env.prompts is None:
         return None
     from posttrain.environment.make import checked
@@ -178,7 +190,7 @@ def machine(asked: str | None = None) -> Machine:
     """This machine. `asked`: the device that the user set; None: the best one."""
     import torch
 
-    device, why = (asked, "") if asked is not None else best_device(**_seen(torch))
+    device, why = (asked, "") if asked is not None else best_device(_seen(torch))
     if device.startswith("cuda") and torch.cuda.is_available():
         index = torch.device(device).index or 0
         memory = torch.cuda.get_device_properties(index).total_memory / GIB
@@ -193,29 +205,46 @@ def memory_here() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
 
 
-def best_device(
-    cuda: bool = False, mps: bool = False, mps_float64: bool = False, built_with_cuda: bool = True
-) -> tuple[str, str]:
-    """(the device to compute on, why), of those that torch sees: CUDA, else MPS if it has float64, else the CPU.
+@dataclass(frozen=True, kw_only=True)
+class SeenDevices:
+    """The devices that torch sees on this machine."""
 
-    >>> best_device(cuda=True)[0], best_device(mps=True)[0]
+    cuda: bool = False
+    mps: bool = False
+    mps_float64: bool = False
+    """Whether MPS has float64. No torch up to now has it there."""
+    built_with_cuda: bool = True
+
+
+def best_device(seen: SeenDevices) -> tuple[str, str]:
+    """(the device to compute on, why): CUDA, else MPS where it has float64, else the CPU.
+
+    >>> best_device(SeenDevices(cuda=True))[0], best_device(SeenDevices(mps=True))[0]
     ('cuda', 'cpu')
     """
-    if cuda:
+    if seen.cuda:
         return "cuda", ""
-    if mps and not mps_float64:
+    if seen.mps and not seen.mps_float64:
         return "cpu", "torch's MPS has no float64, by which tokens are drawn and weights are checked"
-    if mps:
+    if seen.mps:
         return "mps", "the GPU of this Mac"
-    return "cpu", f"torch sees no GPU here{'' if built_with_cuda else ' (it is built without CUDA)'}"
+    return "cpu", f"torch sees no GPU here{'' if seen.built_with_cuda else ' (it is built without CUDA)'}"
 
 
-def _seen(torch: Any) -> dict[str, bool]:
+def _seen(torch: Any) -> SeenDevices:
     mps = getattr(torch.backends, "mps", None)
-    mps, float64 = mps is not None and mps.is_available(), True
+    mps = mps is not None and mps.is_available()
+    return SeenDevices(
+        cuda=torch.cuda.is_available(),
+        mps=mps,
+        mps_float64=mps and _has_float64(torch, "mps"),
+        built_with_cuda=bool(getattr(torch.version, "cuda", None)),
+    )
+
+
+def _has_float64(torch: Any, device: str) -> bool:
     try:
-        torch.zeros(1, dtype=torch.float64, device="mps" if mps else "cpu")
+        torch.zeros(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
-        float64 = False
-    built = bool(getattr(torch.version, "cuda", None))
-    return {"cuda": torch.cuda.is_available(), "mps": mps, "mps_float64": mps and float64, "built_with_cuda": built}
+        return False
+    return True

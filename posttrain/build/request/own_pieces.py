@@ -1,5 +1,4 @@
-"""Algorithms, and pieces of them, of the user's own Python files: how they are named, which pieces a run has, and how a
-resumed run imports them.
+"""Pieces of algorithms that the user's own Python files define: which a run has, and how a resumed run imports them.
 
 Their code runs with all rights of the user. So a file is imported only if it is as it was when the run was begun, and
 the user made the run on this machine, or allows the import with `--trust`. A command that only reads a run folder needs
@@ -14,22 +13,24 @@ from pathlib import Path
 from types import ModuleType
 
 from posttrain.config.run import Run
-from posttrain.ladder.algorithm import Algorithm
-from posttrain.ladder.both_ladders import AnyAlgorithm, algorithms_of, any_named, learns_from
+from posttrain.ladder.both_ladders import algorithms_of
 from posttrain.ladder.pieces.unknown_pieces import known_pieces
-from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.record.external_access import Ask, Kind
 from posttrain.record.runtime_objects import MOST_PIECES, OBJECTS, OwnPiece, file_digest
 from posttrain.system.errors import ConfigError, RunFolderError
 from posttrain.system.shell import command_line
-from posttrain.verifier.user_code import module_name, named_object, user_module
+from posttrain.verifier.user_code import module_name, user_module
 
 _DIGEST = "__posttrain_digest__"
 """The name in an imported module of algorithms under which the digest of its text is stored."""
 
 
 def own_classes(run: Run) -> dict[str, type]:
-    """The classes of all pieces of the run's algorithms that are not posttrain's own, by their names."""
+    """The classes of all pieces of the run's algorithms that are not posttrain's own, by their names.
+
+    Raises:
+        ConfigError: two of them have one name, or there are too many.
+    """
     algorithms = [a for algorithm in algorithms_of(run.stages).values() for a in algorithm.lineage()]
     classes = dict.fromkeys(type(p) for a in algorithms for p in a.pieces)
     by_name: dict[str, type] = {}
@@ -49,8 +50,11 @@ def own_classes(run: Run) -> dict[str, type]:
 
 
 def algorithm_module(path: Path) -> ModuleType:
-    """Import a file of algorithms, unchanged only once: its classes stay the same objects, so algorithms can be
-    equal."""
+    """Import a file of algorithms.
+
+    An unchanged file that was imported before is not run again. So its classes stay the same objects, and two
+    algorithms made of them can be equal.
+    """
     digest = file_digest(path)
     module = sys.modules.get(module_name(path))
     # Changed or not is decided by the text, not by the time of the file.
@@ -111,25 +115,3 @@ def import_again(folder: Path, pieces: Sequence[OwnPiece]) -> None:
                 f"{folder}: {p.file} was imported and defines no piece {p.name}, which the algorithm of this run has."
                 f" Name the file that does: {_again(folder, 'mine.py')}"
             )
-
-
-def algorithm_of(given: str | AnyAlgorithm) -> AnyAlgorithm:
-    """The algorithm itself, one of a ladder by its name, or `path.py:NAME`: an `Algorithm` or a `PreferenceAlgorithm`,
-    or a function without arguments that returns one."""
-    if not isinstance(given, str):
-        return given
-    if ":" not in given:
-        return any_named(given)
-    wanted = "an Algorithm or a PreferenceAlgorithm, such as posttrain.ladder.algorithm.patch makes,"
-    return named_object(given, "algorithm=", (Algorithm, PreferenceAlgorithm), algorithm_module, wanted)
-
-
-def reward_algorithm(given: str | AnyAlgorithm) -> Algorithm:
-    """Like `algorithm_of`, but ConfigError for an algorithm that does not learn from reward."""
-    algorithm = algorithm_of(given)
-    if not isinstance(algorithm, Algorithm):
-        raise ConfigError(
-            f"algorithm={algorithm.name} learns from {learns_from(type(algorithm))}, and recorded rollouts are judged"
-            " by reward: name one that learns from reward"
-        )
-    return algorithm

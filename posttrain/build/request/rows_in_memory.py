@@ -18,7 +18,11 @@ DEEPEST = 100
 
 def jsonl(rows: Any, split: str = "train") -> str:
     """The rows as JSONL. Packages such as datasets and pandas are not imported: an object is known by its methods.
-    DataError names a row that is no dict, or has a value that JSON does not have."""
+
+    Raises:
+        ConfigError: these are no rows, or there are too many to be kept with a run.
+        DataError: a row is no dict, or has a value that JSON does not have. The message names the row.
+    """
     lines, size = list[str](), 0
     for number, row in enumerate(_rows(rows, split), 1):
         if not isinstance(row, Mapping):
@@ -60,8 +64,11 @@ def _rows(rows: Any, split: str) -> Iterable[Any]:
 
 
 def _missing(value: Any) -> bool:
-    absent = value is None or type(value).__name__ in ("NAType", "NaTType")
-    return absent or (isinstance(value, float) and math.isnan(value))
+    return (
+        value is None
+        or type(value).__name__ in ("NAType", "NaTType")
+        or (isinstance(value, float) and math.isnan(value))
+    )
 
 
 def _plain(value: Any, place: str, depth: int = 0) -> Any:

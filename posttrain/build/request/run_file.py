@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import yaml
 
-from posttrain.build.request.own_pieces import algorithm_of
+from posttrain.build.request.algorithm_file import algorithm_of
 from posttrain.build.request.trust_prompt import list_file
 from posttrain.config.overrides import USER_PATCH
 from posttrain.config.run import Run
@@ -48,9 +48,10 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: Any = {}  # noqa: RUF012 (PyYAML's own form)
 
 
-# The forms of scalars that are no text, the same for both classes, so that a written value is read back. PyYAML finds
-# them by the first letters in the third column; \0 stands for the empty scalar, which it lists under "". Examples: true
-# 42 -7 1e-6 .5 3. -.inf .nan ~ null
+# The forms of scalars that are no text. PyYAML looks at a scalar's first letter to find the forms that it may have. In
+# the third column these letters are listed, and \0 stands for the empty scalar, which PyYAML lists under "". Both
+# classes get the same forms, so that a written value is read back as the same value. Examples:
+#     bool: true, False   int: 42, -7   float: 1e-6, .5, 3., -.inf, .nan   null: ~, null, and an empty scalar
 for _tag, _form, _first in (
     ("bool", r"true|false|True|False", "tfTF"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
@@ -180,7 +181,9 @@ def _run(data: Any) -> Run:
             "stages: write each stage under its name; posttrain run RECIPE --dry-run writes a whole run to begin with"
         )
     listed: list[Any] = []
-    kinds: Any = dataclass_json.pieces(dataclass_json.tuple_item(dataclass_json.hints(Run)["stages"]))
+    kinds = cast(
+        "dict[str, type[Stage]]", dataclass_json.pieces(dataclass_json.tuple_item(dataclass_json.hints(Run)["stages"]))
+    )
     for name, body in cast("dict[str, Any]", stages).items():
         if not isinstance(body, dict):
             raise ConfigError(f"stages.{name}: the settings of a stage are wanted here")

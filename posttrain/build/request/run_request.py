@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import faults
-from posttrain.build.build_environments import check_environment, check_reward_models, distinct, own_environments
+from posttrain.build.build_environments import check_environment, distinct, own_environments
+from posttrain.build.request.algorithm_file import check_same, without_algorithm
 from posttrain.build.request.branch import MODEL, is_branch, pinned, run_source, was_built
 from posttrain.build.request.defaults import for_model, given_paths, room_for_minibatches
 from posttrain.build.request.extend import ResumedRun, check_changes, extension
 from posttrain.build.request.input_digests import accepted, changed_files, changed_tasks, input_notes, refuse_gone
-from posttrain.build.request.own_pieces import algorithm_of, own_classes
+from posttrain.build.request.own_pieces import own_classes
 from posttrain.build.request.run_file import is_recipe, is_yaml, run_of
 from posttrain.build.request.settings_from_rows import with_epochs, without_answers
 from posttrain.build.request.trust_prompt import admitted, edit_notes, missing_notes, permit_file
 from posttrain.build.request.user_objects import UserObjects, given_again, given_notes, object_notes, recorded
+from posttrain.build.reward_paths import check_reward_models
 from posttrain.build.trackers import check_trackers
 from posttrain.config import overrides as dotted
 from posttrain.config.engines import VLLM, Embedded
@@ -34,7 +36,6 @@ from posttrain.engine.model.architecture_kinds import refuse_same_bits, refuse_v
 from posttrain.engine.model.locate_model import check_source, locate
 from posttrain.engine.vllm import installed
 from posttrain.environment.make import environment as named_environment
-from posttrain.ladder.both_ladders import AnyAlgorithm, algorithms_of
 from posttrain.recipe.recipes import listed
 from posttrain.record.checkpoint import Checkpoint
 from posttrain.record.run_folder import RunFolder
@@ -116,9 +117,8 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
 @contextmanager
 def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
     with ExitStack() as closing:
-        # torchrun repeats the command line of a new run after a process died: the run that it began goes on.
-        again = options.out is not None and under_torchrun() and torchrun_restarts() > 0
-        if again and (Path(options.out or "") / "run.json").exists():
+        # torchrun repeats the command line of a new run, whose folder exists by now. That run is resumed.
+        if started_again(options):
             recipe, overrides, options = "", (), replace(options, out=None, resume=options.out)
         asked = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
         if asked.book is not None:
@@ -144,6 +144,12 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
         check_ranks(asked.run, options.ranks)
         asked = replace(asked, quiet=options.quiet, ranks=options.ranks, on_step=options.on_step)
         yield replace(asked, environments=tuple(environments), others=others)
+
+
+def started_again(options: RunOptions) -> bool:
+    """True where torchrun has started this command again after a process died: then the run that it began goes on."""
+    again = under_torchrun() and torchrun_restarts() > 0
+    return again and options.out is not None and (Path(options.out) / "run.json").exists()
 
 
 def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
@@ -179,11 +185,13 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
 
 
 def settled(request: RunRequest) -> RunRequest:
-    """The request with open settings chosen for the user's model. This imports torch, to look at the machine."""
+    """The request in which open settings are chosen for the user's model. With a user's model this imports torch, to
+    look at the machine."""
     if request.given is None:
         return request
-    built = was_built(request.run.model.path)
-    ready = for_model(request.run, request.given, trained=not built, objects=request.objects)
+    ready = for_model(
+        request.run, request.given, trained=not was_built(request.run.model.path), objects=request.objects
+    )
     facts = {"chosen": dict(ready.chosen), **request.recorded}
     return replace(request, run=ready.run, notes=(*request.notes, *ready.lines), recorded=facts)
 
@@ -227,7 +235,11 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
 def same_tasks(
     asked: RunRequest, environment: Environment, others: Mapping[str, Environment], accept: bool
 ) -> RunRequest:
-    """The request of a resumed run that has the tasks with which it began, or others that the user accepts."""
+    """The request of a resumed run, after checking that its stages have the tasks with which it began.
+
+    Raises:
+        RunFolderError: they have other tasks, and the user did not accept that (`accept`).
+    """
     book, run = asked.book, asked.run
     if book is None:
         return asked
@@ -240,7 +252,15 @@ def same_tasks(
 
 def check_early(run: Run, own: Path | None = None) -> None:
     """Checks what is not about one setting alone: missing packages, missing models, answers longer than the context.
-    Later checks need torch. `own`: the folder of a resumed run, where a branch has its model."""
+
+    Later checks need torch: the files of a model, its tokenizer, the device, the engine.
+
+    Args:
+        own: the folder of a resumed run. A branch has there the model with which it began.
+
+    Raises:
+        ConfigError, DataError: one of these is wrong.
+    """
     check_trackers(run)
     _check_architecture(run, own)
     check_installed(run)
@@ -300,34 +320,4 @@ def check_lengths(run: Run, context: int) -> None:
                 f"{stage.name}.sampling.max_tokens={stage.contract.max_tokens} leaves no room for a prompt in a context"
                 f" of {context} tokens; lower it (posttrain eval: --max-tokens N), or raise model.context where the"
                 " model has more positions"
-            )
-
-
-def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[list[str], UserObjects]:
-    """(the overrides without `algorithm=path.py:NAME`, `handed` with these algorithms as objects in `files`)."""
-    # By the stage, or '' where none is named: (the word, the algorithm). An override can only have names, so it is an
-    # object.
-    files, others = dict[str, tuple[str, AnyAlgorithm]](), list[str]()
-    for text in overrides:
-        name, _, word = (part.strip() for part in text.partition("="))
-        stage, _, setting = name.rpartition(".")
-        if setting != "algorithm" or ":" not in word:
-            others.append(text)
-        elif files.get(stage, (word,))[0] != word or (handed.algorithm is not None and not stage):
-            raise ConfigError(f"{text}: an algorithm is given twice; keep one")
-        else:
-            files[stage] = word, algorithm_of(word)
-    return others, replace(handed, files=files)
-
-
-def check_same(folder: Path, stored: Run, handed: UserObjects) -> None:
-    """Raises ConfigError if a resumed run is handed another algorithm than the one with which it was begun."""
-    used = list(algorithms_of(stored.stages).values())
-    for given in (handed.algorithm, *(a for _, a in handed.files.values())):
-        # Compared whole, and not only by name: the steps so far were taken with all its numbers.
-        if given is not None and given not in used:
-            raise ConfigError(
-                f"{folder}: the algorithm {given.name!r} that was given is not the one that the run was begun"
-                f" with ({', '.join(a.name for a in used)}). Give the file as it was, or begin a new run with"
-                f" model={folder}"
             )

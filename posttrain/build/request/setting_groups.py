@@ -28,8 +28,15 @@ MAIN: dict[type, tuple[str, ...]] = {
     Run: ("model", "model.lora", "env", "env.prompts", "env.rewards", "env.heldout", "engine", "seed", "trackers"),
     Supervised: ("style", "epochs", "steps", "batch", "optimizer.lr"),
     Reinforce: (
-        *("algorithm", "steps", "prompts", "siblings", "optimizer.lr"),
-        *("sampling.max_tokens", "sampling.temperature", "minibatches", "eval_every"),
+        "algorithm",
+        "steps",
+        "prompts",
+        "siblings",
+        "optimizer.lr",
+        "sampling.max_tokens",
+        "sampling.temperature",
+        "minibatches",
+        "eval_every",
     ),
     Preference: ("algorithm", "epochs", "steps", "batch", "optimizer.lr", "beta", "eval_every"),
     Rejection: (
@@ -101,14 +108,17 @@ def plain_word(value: Any) -> str:
 
 
 def groups(run: Run) -> tuple[SettingGroup, ...]:
-    """All settings of a run: its own, the model, the environment, the engine and its placement, then each kind."""
+    """All settings of a run: the run's own, the model, the environment, the engine and its placement, then each kind of
+    stage."""
+    top = [*_settings((run,), "", MAIN[Run])]
     heads = ("model", "env", "engine", "placement")
-    # By group. All other settings of the tree form the group `run`, which is shown first.
-    top: dict[str, list[Setting]] = {h: [] for h in ("run", *heads)}
-    for s in _settings((run,), "", MAIN[Run]):
-        top[head if (head := s.path.partition(".")[0]) in heads else "run"].append(s)
-    out = [SettingGroup(("run", "evaluation"), "run", tuple(top["run"]))]
-    out += [SettingGroup((h,), h, tuple(top[h]), tuple(_alternatives(run, h))) for h in heads]
+    out = [
+        SettingGroup((h,), h, tuple(s for s in top if s.path.partition(".")[0] == h), tuple(_alternatives(run, h)))
+        for h in heads
+    ]
+    # All other settings of the tree form the group `run`, which is shown first.
+    rest = tuple(s for s in top if s.path.partition(".")[0] not in heads)
+    out.insert(0, SettingGroup(("run", "evaluation"), "run", rest))
     for kind in dict.fromkeys(type(s) for s in run.stages):
         out += _stage_groups(tuple(s for s in run.stages if type(s) is kind))
     return tuple(out)
@@ -152,11 +162,21 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
             yield from known
             continue
         group = dataclass_json.pieces(declared)
-        # A field that is always the same group, such as `sampling`, gets no line: those of its settings are enough.
-        short = any(m in SHORT for m in dataclass_json.members(declared))
-        if len(group) != 1 or dataclass_json.is_union(declared) or short:
-            place = main.index(here_inside) + 1 if here_inside in main else 0
-            yield Setting(here, values, _text(cls, name, declared), _valid(declared), place)
+        # A field that is always the same group of settings, such as `sampling`, gets no line of its own: the lines of
+        # the group's settings are enough.
+        only_a_group = (
+            len(group) == 1
+            and not dataclass_json.is_union(declared)
+            and not any(m in SHORT for m in dataclass_json.members(declared))
+        )
+        if not only_a_group:
+            yield Setting(
+                here,
+                values,
+                _text(cls, name, declared),
+                _valid(declared),
+                main.index(here_inside) + 1 if here_inside in main else 0,
+            )
         yield from _below(values, here, main, here_inside)
 
 

@@ -52,8 +52,18 @@ def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple
 def with_epochs(
     run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
 ) -> Run:
-    """Returns the run with `steps` computed from `epochs` where a stage has them; there a falling learning rate without
-    a horizon falls until the last step. `given`: paths of the user's settings; None: the whole run."""
+    """Returns the run with `steps` computed from `epochs`, in each stage that has `epochs`.
+
+    There a falling learning rate without a given horizon falls until the last step.
+
+    Args:
+        given: full paths of the user's settings; None: the whole run was given.
+        others: environments of stages that have their own, by the stage's name.
+
+    Raises:
+        ConfigError: the stage's tasks are made without end, both lengths are given, or the learning rate reaches 0
+            before the last step.
+    """
     stages = list(run.stages)
     for i, stage in enumerate(stages):
         if not isinstance(stage, LearnsRows) or stage.epochs is None:
@@ -81,7 +91,8 @@ def with_epochs(
 
 
 def without_completions(run: Run, given: frozenset[str], data: DataSize | None) -> tuple[Run, list[str]]:
-    """(the run without stages that imitate completions, lines), if the data has none and others are left."""
+    """Leaves out stages that imitate completions, if the data has none, the user gave no setting of these stages, and
+    other stages are left. Returns (the run, lines that say so)."""
     if data is None or data.completions:
         return run, []
     imitating = [s for s in run.stages if isinstance(s, Supervised) and s.env is None and s.style == "completion"]

@@ -51,6 +51,7 @@ def admitted(
         change: the command's own changes of the run.
 
     Raises:
+        ConfigError: a file that defines a piece of the algorithm is gone or was changed.
         UntrustedError: the folder asks for something that is neither in this user's note of the run nor allowed now.
     """
     run_json = run_file(folder)
@@ -62,12 +63,7 @@ def admitted(
     imports = [ask for ask in piece_asks(absent) if ask.digest not in noted]
     wanted = [*imports, *_wanted(run_json, run, parts, noted), *(_links(Path(folder)) if links else ())]
     # Before the first import: code that runs could change all that is decided after it.
-    if wanted:
-        head, lines = f"{folder} {_whose(run_json)}. It asks for this", _listed(wanted)
-        if not allow:
-            raise UntrustedError("\n".join((f"{head}:", *lines, _HELP)))
-        for line in (f"{head}, and --trust allows it:", *lines):
-            to_stderr(line)
+    _permit(folder, run_json, wanted, allow)
     if not absent:
         return run
     check_files(Path(folder), absent)
@@ -76,10 +72,30 @@ def admitted(
     return change(dotted.apply(run_file(folder).run, list(overrides)))
 
 
+def _permit(folder: Path | str, run_json: RunFile, wanted: Sequence[Ask], allow: bool) -> None:
+    """UntrustedError for what the folder asks for; where the user allows it, it is listed."""
+    if not wanted:
+        return
+    lines = _listed(wanted)
+    if not allow:
+        raise UntrustedError("\n".join((f"{folder} {_whose(run_json)}. It asks for this:", *lines, _HELP)))
+    for line in (f"{folder} {_whose(run_json)}. It asks for this, and --trust allows it:", *lines):
+        to_stderr(line)
+
+
 def permit_file(file: str, run: Run, given: Collection[str], allow: bool) -> None:
-    """List what a run file asks for, before any of it is used. UntrustedError where it names an address together with a
-    secret, or code of a model, and neither the command (`given`: full paths of its settings) nor --trust does."""
-    # What the command itself names was written by the user. The dots: `env` does not cover `env2`.
+    """List what a run file asks for, before any of it is used.
+
+    Args:
+        run: the run of the file with overrides in place.
+        given: full paths of the settings that the command itself gives.
+        allow: the user gave --trust.
+
+    Raises:
+        UntrustedError: it names an address together with a secret, or code of a model, and the command does not.
+    """
+    # What the command itself names was written by the user. A dot is added on both sides, so that `env` does not cover
+    # `env2`.
     asked = [a for a in asks(run) if not any(f"{a.path}.".startswith(f"{p}.") for p in given)]
     list_file(file, asked)
     # Of all requests together, since an address is grave only with a secret, which the command itself may name.
@@ -122,7 +138,8 @@ def _wanted(run_json: RunFile, run: Run, parts: Sequence[str], noted: Collection
     for ask in asks(run):
         head = ask.path.split(".")[0]
         read = not parts or head in parts or (head in stages and STAGES in parts)
-        # An override that has put another value there is the user's own word.
+        # Three ways out: the command does not read it, it was allowed when the run was made, or an override has put
+        # another value there, which is the user's own word.
         if read and ask.digest not in noted and ask.path in stored and stored[ask.path] == now[ask.path]:
             yield ask
 
@@ -133,8 +150,11 @@ def _links(folder: Path) -> Iterator[Ask]:
     for place, inner, names in os.walk(folder):
         for path in sorted(Path(place, n) for n in (*inner, *names)):
             if path.is_symlink():
-                goes = f"is a link, and what is written there goes to {os.path.realpath(path)}"
-                yield Ask(str(path.relative_to(folder)), Kind.OUTSIDE, goes)
+                yield Ask(
+                    str(path.relative_to(folder)),
+                    Kind.OUTSIDE,
+                    f"is a link, and what is written there goes to {os.path.realpath(path)}",
+                )
 
 
 def remember_run(folder: Path, run: Run) -> Iterator[str]:

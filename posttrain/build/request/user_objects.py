@@ -151,7 +151,8 @@ def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeOb
     """`env=`: an `Env`, `prompts(...)`, rows, or an environment of the program."""
     if isinstance(env, Env):
         return replace(run, env=env), given
-    # Of one turn: it has settings for the tree. Any other environment is only an object; anything else must be rows.
+    # The most special kind comes first. An environment of one turn has settings for the tree. Any other environment is
+    # only an object. Anything else must be rows.
     if isinstance(env, SingleTurn) or (inspect.isclass(env) and issubclass(env, SingleTurn)):
         return _with_single(run, env, given)
     if callable(getattr(env, "judge", None)) and callable(getattr(env, "play", None)):
@@ -171,12 +172,18 @@ def _with_single(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, Runtim
     """`env=` as a class derived from `SingleTurn`, or an object of one. Its plain settings go into the tree."""
     cls: Any = env if inspect.isclass(env) else type(env)
     name = _plain_name(cls.__name__)
-    tree = Env(name=f"{INLINE}{name}", heldout=run.env.heldout)
-    if not inspect.isclass(env):
+    if inspect.isclass(env):
+        tree = Env(name=f"{INLINE}{name}", heldout=run.env.heldout)
+    else:
         settings = {n: getattr(env, n) for n in cls.settings()}
-        args = {n: v for n, v in settings.items() if isinstance(v, str | int | float | bool)}
-        same = {n: getattr(env, n) for n in ("limits", "sandbox", "resolution")}
-        tree = Env(name=tree.name, args=args, heldout=env.heldout_count, **same)
+        tree = Env(
+            name=f"{INLINE}{name}",
+            args={n: v for n, v in settings.items() if isinstance(v, str | int | float | bool)},
+            heldout=env.heldout_count,
+            limits=env.limits,
+            sandbox=env.sandbox,
+            resolution=env.resolution,
+        )
     return _named(run, tree), replace(given, environments={name: env})
 
 
@@ -188,8 +195,16 @@ def _named(run: Run, env: Env) -> Run:
 def _handed_again(
     own: tuple[Reward, ...], words: Sequence[Reward], rewards: Sequence[GivenReward] | GivenReward
 ) -> tuple[Reward, ...]:
-    """The run's own `rewards`, if the given ones (`words`: as the tree names them) are handed to it again; else (). A
-    function that is handed again keeps the weight that it has in the run, unless it comes with one."""
+    """The run's own rewards, if the given ones are handed to it again; else ().
+
+    A run that is resumed or evaluated already names its functions, with weights. A function that is handed again
+    without a weight keeps the weight that it has; one with a weight gets that.
+
+    Args:
+        own: the rewards of the run.
+        words: the given rewards, as the tree names them.
+        rewards: the same, as the program gave them.
+    """
     named, handed = {r.function: r for r in own}, {r.function for r in words}
     # All rewards of the run, or some of its functions. Some built-ins alone could as well be meant as new rewards.
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
@@ -369,8 +384,11 @@ def given_notes(folder: Path, given: RuntimeObjects) -> Iterator[str]:
         same = texts == then_texts if texts and then_texts else before.get(note.name) in (None, note.digest)
         if not same:
             what = "the text of its file differs" if texts and then_texts else "its source text differs"
-            done = f"What follows is {'computed with' if note.kind == 'piece' else 'judged by'} the new one"
-            yield f"note: {note.kind} {note.name!r} is not as it was when the run was begun ({what}). {done}"
+            done = "computed with" if note.kind == "piece" else "judged by"
+            yield (
+                f"note: {note.kind} {note.name!r} is not as it was when the run was begun ({what}). What follows is"
+                f" {done} the new one"
+            )
 
 
 def object_notes(given: RuntimeObjects) -> Iterator[str]:

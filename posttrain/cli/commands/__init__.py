@@ -1,2 +1,1 @@
-"""The commands by subject: the arguments of each (`add_NAME`) and what it does. Each imports what it needs when it is
-called."""
+"""One module per command: its arguments (`add`) and what it does. Each imports what it needs when it is called."""

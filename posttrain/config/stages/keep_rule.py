@@ -22,8 +22,12 @@ class Keep(Open, ABC, begin=True):
 
     @abstractmethod
     def chosen(self, rewards: Sequence[float], improvement: int = 0) -> list[int]:
-        """Returns the indices of the completions of one prompt that are kept, the first to keep first. `improvement`:
-        how often the same completions were imitated from before (`RejectionMethod.improvements`)."""
+        """Returns the indices of the completions of one prompt that are kept, the first to keep first. There may be
+        none.
+
+        Args:
+            improvement: how often the same completions were imitated from before (`RejectionMethod.improvements`).
+        """
 
     @abstractmethod
     def words(self) -> str:

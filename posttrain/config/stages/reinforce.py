@@ -150,7 +150,9 @@ class Reinforce(Stage):
     def _check_pieces(self) -> None:
         """Checks what the algorithm needs of the stage."""
         a = self.algorithm
-        if a.absent:  # pieces of somebody else, whose code is not here: what they need is unknown
+        # A run of somebody else may have pieces whose code is not here. It can be read and shown, but what
+        # the pieces need is unknown.
+        if a.absent:
             return
         if a.shown is not None and a.shown.siblings >= self.siblings:
             raise ConfigError(
@@ -167,7 +169,8 @@ class Reinforce(Stage):
                 f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set"
                 " allowed_ids=none allowed_words=none bad_ids=none bad_words=none min_tokens=0"
             )
-        # Of k siblings there is one subset, and its best is the same for all. With `gain` k are enough: one raises it.
+        # Of k siblings there is one subset, and its best is the same for all. With `gain` k siblings are enough: one of
+        # them alone raises the best.
         if (best := a.best_of) is not None and self.siblings < best.k + (not best.gain):
             why = "needs as many siblings" if best.gain else "is the same for all siblings, so nothing is learned"
             raise ConfigError(
@@ -198,8 +201,8 @@ class Reinforce(Stage):
                 f"{self.name}: {a.name} learns from a teacher alone. Name its model directory:"
                 f" {self.name}.reference=PATH"
             )
-        # A step multiplies the weight by 1 - .2 * episodes / horizon where the KL is far below its target: from five
-        # horizons on by 0 or less.
+        # A step multiplies the weight by 1 - .2 * episodes / horizon where the KL is far below
+        # its target. From five horizons on that is 0 or less, and no KL has such a weight.
         episodes = self.siblings * (self.prompts + (self.replay.groups if self.replay else 0))
         if isinstance(a.pull, KL) and a.pull.target is not None and episodes >= 5 * a.pull.horizon:
             raise ConfigError(

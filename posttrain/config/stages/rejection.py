@@ -92,7 +92,8 @@ class RejectionMethod:
 
     @property
     def label(self) -> str:
-        """Its name, with `+user` where a choice but the numbers of `keep` is not the published one."""
+        """Its name, with `+user` where a choice is not the published one. The numbers of `keep` belong to the scale of
+        the rewards, and change no name."""
         published = METHODS.get(self.name)
         if published is None or type(self.keep) is not type(published.keep):
             return f"{self.name}+user"

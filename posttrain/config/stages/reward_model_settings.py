@@ -178,8 +178,13 @@ class RewardModel(LearnsRows):
     def shape(self) -> HeadShape:
         """The shape of its head."""
         separator = self.separator if self.judgement == "steps" else ""
-        same: Any = {"pool": self.pool, "gate": self.gate, "classes": self.classes}
-        return HeadShape(outputs=self.attributes or ("score",), separator=separator, **same)
+        return HeadShape(
+            pool=self.pool,
+            outputs=self.attributes or ("score",),
+            gate=self.gate,
+            classes=self.classes,
+            separator=separator,
+        )
 
     def beside(self, stages: tuple[Stage, ...]) -> str:
         first = next(s for s in stages if isinstance(s, RewardModel))

@@ -168,7 +168,8 @@ def check_patterns(config: Optimizer, names: Sequence[str], path: str, read: Seq
     Raises:
         ConfigError: as said.
     """
-    for field, pattern in [*(("rates", p) for p, _ in config.rates), *(("freeze", p) for p in config.freeze)]:
+    given = [*(("rates", p) for p, _ in config.rates), *(("freeze", p) for p in config.freeze)]
+    for field, pattern in given:
         if not any(fits(pattern, n) for n in names):
             words = sorted({w for n in names for w in n.split(".") if not w.isdigit()})
             raise ConfigError(

@@ -17,7 +17,8 @@ import numpy as np
 from posttrain.algorithm.credit.adaptive_coefficients import AdaptiveState, standing, steered
 from posttrain.algorithm.credit.step_credit import credit_step, without_credit
 from posttrain.algorithm.loss.mismatch_correction import effective_share
-from posttrain.build.request.own_pieces import own_classes, reward_algorithm
+from posttrain.build.request.algorithm_file import reward_algorithm
+from posttrain.build.request.own_pieces import own_classes
 from posttrain.build.request.trust_prompt import STAGES, admitted, to_stderr
 from posttrain.build.request.user_objects import given_notes
 from posttrain.core.gauge import Gauges, merge

@@ -13,7 +13,7 @@ Real = Callable[..., Any]
 
 @fault(
     "frozen_group_trained",
-    seam="posttrain.build.build_run:StageOptimizer",
+    seam="posttrain.build.build_optimizers:StageOptimizer",
     what="the optimizer holds the parameters that were to be frozen",
     harm="what was to stay as it was is trained with the rest",
     source="pain 23",
@@ -43,7 +43,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "group_rate_lost",
-    seam="posttrain.build.build_run:StageOptimizer",
+    seam="posttrain.build.build_optimizers:StageOptimizer",
     what="the learning rates of groups never reach the optimizer",
     harm="embeddings or a value head train many times too fast or too slowly",
     source="pain 25: opinionated defaults",

@@ -58,7 +58,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "weight_decay_on",
-    seam="posttrain.build.build_run:StageOptimizer",
+    seam="posttrain.build.build_optimizers:StageOptimizer",
     what="the optimizer is built with a weight decay nobody asked for",
     harm="weights shrink by themselves, most where no gradient speaks against it",
     source="pain 25: opinionated defaults",
@@ -69,7 +69,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "gradient_clip_lost",
-    seam="posttrain.build.build_run:StageOptimizer",
+    seam="posttrain.build.build_optimizers:StageOptimizer",
     what="the global gradient clip of the configuration never reaches the optimizer",
     harm="one spike undoes days of training",
     source="pain 25: opinionated defaults",
@@ -134,7 +134,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "second_moment_forgets",
-    seam="posttrain.build.build_run:StageOptimizer",
+    seam="posttrain.build.build_optimizers:StageOptimizer",
     what="the optimizer is built with another beta2 than configured",
     harm="steps are noisier than they should be, for no visible reason",
     source="pain 25: opinionated defaults",

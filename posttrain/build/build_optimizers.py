@@ -1,0 +1,42 @@
+"""The learner and the optimizers of a run: of its policy, and of a second model that learns beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.config.run import Model, Optimizer, Run
+from posttrain.engine.embedded.exact_replay import SamplerReplay
+from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy
+from posttrain.engine.optimizer.optimizer import StageOptimizer
+
+
+def own_learner(run: Run, policy: Policy) -> HFLearner:
+    """The learner of a run in one process."""
+    return HFLearner(
+        policy,
+        gradient_checkpointing=run.model.checkpointing,
+        offload_activations=run.model.offload_activations,
+        sampled=SamplerReplay(policy, run.slots).values if run.exact else None,
+        replays=run.model.router_replay != "none",
+    )
+
+
+def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> StageOptimizer:
+    """The optimizer of a stage."""
+    # The device of the optimizer's state; None: that of the parameters.
+    home = torch.device("cpu") if model.offload_optimizer else None
+    return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
+
+
+def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, StageOptimizer]:
+    """A second model that trains, with its optimizer: a copy of the learner as it is now. Weights that never train are
+    shared."""
+    policy = learner.policy.twin()
+    # A copy has the gradients of the original too, if there are any.
+    policy.module.zero_grad(set_to_none=True)
+    # Nothing is sampled from it, so it has no sampler's numbers and no sampler's experts to replay.
+    second = HFLearner(
+        policy, gradient_checkpointing=run.model.checkpointing, offload_activations=run.model.offload_activations
+    )
+    return second, make_optimizer(run.model, second, config)
