@@ -135,7 +135,8 @@ def make_policy(
     if others:
         # A built tokenizer must write the tasks of all: by bytes (None), if one does not declare its characters.
         alphabet = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
-    # First the copy in the run's own folder, which is there even if the other run is gone.
+    # In this order: the copy in the run's own folder, which is there even if the other run is gone; then the run with
+    # which a branch begins; and only then a model that is read or built.
     policy = begun_with(own, run) if own is not None else blank
     if policy is None and run_source(run.model.path) is not None:
         policy = open_policy(run.model, run.seed)

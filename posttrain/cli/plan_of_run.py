@@ -17,6 +17,8 @@ from posttrain.system.terminal_output import tell
 
 TERMS = 3
 """How many terms of a plan a line names."""
+HEAD = f"  {'':<13}{'predicted':>10}{'measured':>10}{'ratio':>7}"
+"""The head of a table, with the widths of `_row`."""
 
 
 def against(o: Namespace) -> None:
@@ -103,9 +105,6 @@ def _time(comparison: PlanAgainst, folder: str) -> Iterable[str]:
         yield f"  within them what no plan counts: {uncounted}"
     yield f"  {comparison.machine.device.source}"
     yield f"plans of this machine with these factors: posttrain plan RECIPE ... --calibrate {folder}"
-
-
-HEAD = f"  {'':<13}{'predicted':>10}{'measured':>10}{'ratio':>7}"
 
 
 def _row(x: Compared, predicted: str, measured: str, more: str) -> str:

@@ -61,7 +61,8 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         # No run: a folder with a saved adapter, which is trained further. Its settings become the run's.
         lora = goes_on(run.model.lora, saved.lora, f"model={run.model.path}")
         return replace(run, model=replace(run.model, lora=lora)), {}
-    # The run begins with another run, which may go on and then has another checkpoint `last`.
+    # From here on: the run begins with another run. `last` is replaced by the checkpoint's own name, since the other
+    # run may go on and then has another last checkpoint.
     folder, name = source
     checkpoint, file = find(folder, name), run_file(folder)
     refuse_reward_model(
