@@ -1,9 +1,7 @@
-"""`posttrain plan --probe`: measures the speed of this machine's device, once, in about five seconds.
-
-Four figures are kept in the cache folder, with versions and date: the arithmetic of a large product (operations a
-second), the reading of memory (bytes a second), the seconds that a pass of a small model takes besides these two, and
-the bytes of the device's memory.
-"""
+"""`posttrain plan --probe`: measures the speed of this machine's device, once, in about five seconds. Four figures are
+kept in the cache folder, with versions and date: the arithmetic of a large product (operations a second), the reading
+of memory (bytes a second), the seconds that a pass of a small model takes besides these two, and the bytes of the
+device's memory."""
 
 from __future__ import annotations
 
@@ -51,10 +49,7 @@ def probe() -> dict[str, Any]:
 
 
 def _fastest(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of many calls.
-
-    A single CPU thread is measured in the CPU time of this process, which other programs change less than wall time.
-    """
+    """Seconds of the fastest of many calls, of a single CPU thread in CPU time, which other programs change less."""
     single_thread = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if single_thread else time.perf_counter
     times, end = list[float](), time.perf_counter() + SECONDS

@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api.faster_run import ROLES, RunChange, by_saving
-from posttrain.api.planned import HERE, PlanOptions, assumed_of, here, lengths_of, machine_word, model_shape, stage_of
-from posttrain.config.engines import VLLM
+from posttrain.api.planned import (
+    HERE,
+    PlanOptions,
+    assumed_of,
+    here,
+    lengths_of,
+    machine_word,
+    model_shape,
+    stage_of,
+    throughput_of,
+)
 from posttrain.config.run import Run
 from posttrain.config.stages.stage import Stage
 from posttrain.core.gauge import Step, merge
@@ -32,7 +41,7 @@ from posttrain.plan.of_run.against import (
     time_terms,
 )
 from posttrain.plan.shapes import ModelShape, read_shape
-from posttrain.plan.throughput import Throughput, throughput
+from posttrain.plan.throughput import Throughput
 from posttrain.plan.work import Work, work_of
 from posttrain.record import run_reader
 from posttrain.system.errors import ConfigError
@@ -80,9 +89,7 @@ def stage_work(run: Run, stage: Stage, shape: ModelShape, context: int) -> Work:
 
 def timed_stage(run: Run, stage: Stage, work: Work, where: Hardware) -> Throughput:
     """A stage on a machine."""
-    workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
-    own_engines = None if work.engines else min(workers, where.count)
-    return throughput(work, where, assumed_of(run, stage, work, PlanOptions()), own_engines, workers)
+    return throughput_of(run, work, where, assumed_of(run, stage, work, PlanOptions()))
 
 
 def plan_against(
@@ -103,9 +110,7 @@ def plan_against(
     asked, strange = machine_word(words)
     if strange:
         raise ConfigError(f"{strange[0]}: a run has its settings; only machine= and options go with its folder")
-    steps = [s for s in run_reader.steps(folder) if s.stage == stage.name][:first]
-    if not steps:
-        raise ConfigError(f"--against {folder}: stage {stage.name} took no step; name another with --stage")
+    steps = _steps_of(folder, stage, "--against")[:first]
     where, timed = here() if asked == HERE else (machine(asked), True)
     shape, context = run_shape(run, folder)
     base = stage_work(run, stage, shape, run.model.context or context)
@@ -119,6 +124,14 @@ def plan_against(
     rows = time_terms(timed_stage(run, stage, recorded_work(base, steps), where), steps) if timed else []
     unplanned = {r: statistics.median(x) for r in OWN if (x := [s.clock[r] for s in steps if r in s.clock])}
     return PlanAgainst(run, stage, where, len(steps), held, tuple(memory), place, tuple(rows), unplanned)
+
+
+def _steps_of(folder: str, stage: Stage, option: str) -> list[Step]:
+    """The recorded steps of a stage; ConfigError where there are none. `option`: the one that named the folder."""
+    steps = [s for s in run_reader.steps(folder) if s.stage == stage.name]
+    if not steps:
+        raise ConfigError(f"{option} {folder}: stage {stage.name} took no step; name another with --stage")
+    return steps
 
 
 def factors_of(folder: str, stage: str | None) -> dict[str, float]:
@@ -139,9 +152,7 @@ def faster(folder: str, options: PlanOptions) -> tuple[Stage, dict[str, float], 
     """The stage, the measured seconds of a step by role, and the changes that would make it shorter."""
     file = run_reader.run_file(folder)
     run, stage = file.run, stage_of(file.run, options.stage)
-    steps = [s for s in run_reader.steps(folder) if s.stage == stage.name]
-    if not steps:
-        raise ConfigError(f"--budget {folder}: stage {stage.name} took no step; name another with --stage")
+    steps = _steps_of(folder, stage, "--budget")
     warm = steps[1:] or steps  # without the first step, which also makes checks that are made only once
     clocks = {name for s in warm for name in s.clock}
     mean = {name: sum(s.clock.get(name, 0.0) for s in warm) / len(warm) for name in clocks}
@@ -196,12 +207,10 @@ class PlanWatch:
         p.seen += 1
         # As many as the two comparisons below read.
         del p.steps[: -(STEPS + FIRST)]
-        if "memory" not in p.said and (said := self._memory(p, step)):
-            p.said.add("memory")
-            self.tell(said)
-        if "time" not in p.said and (said := self._time(p, step)):
-            p.said.add("time")
-            self.tell(said)
+        for what, compare in (("memory", self._memory), ("time", self._time)):
+            if what not in p.said and (said := compare(p, step)):
+                p.said.add(what)
+                self.tell(said)
 
     def say(self, line: str) -> None:
         """Does nothing: lines of text are only printed in the terminal."""

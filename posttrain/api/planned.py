@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.build.request.defaults import Choices, given_paths, room_for_minibatches, word
-from posttrain.build.request.input_measures import GIB, Machine, ModelSize
+from posttrain.build.request.input_measures import GIB, Machine, ModelSize, memory_here
 from posttrain.build.request.run_file import is_recipe, run_of
 from posttrain.config import overrides as dotted
 from posttrain.config.engines import VLLM, Embedded
@@ -75,11 +75,7 @@ class Planned:
 
 
 def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
-    """The stage that these words describe.
-
-    Raises:
-        ConfigError: a word, a model or a number means nothing.
-    """
+    """The stage that these words describe. ConfigError where a word, a model or a number means nothing."""
     asked, overrides = machine_word(words)
     where, timed = here() if asked == HERE else (machine(asked), True)
     base = run_of(recipe)
@@ -96,9 +92,7 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
         parallel=options.parallel,
     )
     assumed = replace(assumed_of(run, stage, work, options), drafts=_drafts(run, options))
-    workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
-    own_engines = None if work.engines else min(workers, where.count)
-    timed_stage = throughput(work, where, assumed, own_engines, workers) if timed else None
+    timed_stage = throughput_of(run, work, where, assumed) if timed else None
     return Planned(run=run, stage=stage, work=work, machine=where, notes=(*notes, *length_notes), timed=timed_stage)
 
 
@@ -112,6 +106,13 @@ def _drafts(run: Run, options: PlanOptions) -> int:
             " engine.lookup=4, or leave --accepted out"
         )
     return drafts
+
+
+def throughput_of(run: Run, work: Work, where: Hardware, assumed: Assumed) -> Throughput:
+    """The times of a stage of a run on a machine."""
+    workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
+    own_engines = None if work.engines else min(workers, where.count)
+    return throughput(work, where, assumed, own_engines, workers)
 
 
 def assumed_of(run: Run, stage: Stage, work: Work, options: PlanOptions) -> Assumed:
@@ -189,19 +190,16 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
     if folder.is_dir():
         # The shape comes first: it refuses a file that is missing or broken.
         shape, config_file = read_shape(folder), json.loads((folder / "config.json").read_text())
-        return shape, next(
-            (v for k in ("max_position_embeddings", "n_positions") if isinstance(v := config_file.get(k), int)), 0
-        )
+        positions = [config_file.get(k) for k in ("max_position_embeddings", "n_positions")]
+        return shape, next((n for n in positions if isinstance(n, int)), 0)
     return shape_by_name(model.path), 0
 
 
 def _chosen(
     run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Hardware, recipe: bool
 ) -> tuple[Run, tuple[str, ...]]:
-    """The run with the settings that `posttrain run` would choose for this model on this machine.
-
-    Of a run that is no recipe it chooses none. Here only the device is taken from the machine that is planned.
-    """
+    """The run with the settings that `posttrain run` would choose for this model on this machine. Of a run that is no
+    recipe it chooses none. Here only the device is taken from the machine that is planned."""
     if run.model.path is None:
         return run, ()
     size = ModelSize(
@@ -242,9 +240,6 @@ def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Length
     return lengths, (note + (f"; assumed: --{', --'.join(assumed)}" if assumed else ""),)
 
 
-# --- this machine -----------------------------------------------------------------------------------------------------
-
-
 def cache_file() -> Path:
     """Returns the path of the file that keeps the figures of this machine."""
     named = os.environ.get("XDG_CACHE_HOME", "")
@@ -262,8 +257,7 @@ def here() -> tuple[Hardware, bool]:
         accelerator, source = bool(probed["accelerator"]), f"probed on {probed['date']}, {probed['versions']}"
     except (OSError, ValueError, KeyError, TypeError):
         # Not probed. Memory is known and can be planned. The speeds given here are never read.
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
-        return Hardware(HERE, Device(float(pages), 1e11, 1e10, "this machine", accelerator=False)), False
+        return Hardware(HERE, Device(float(memory_here()), 1e11, 1e10, "this machine", accelerator=False)), False
     latency = figures.pop("latency")
     device = Device(**figures, source=source, link=figures["bandwidth"], accelerator=accelerator)
     # A step of the learner reaches only a part of the arithmetic that one large product reaches.

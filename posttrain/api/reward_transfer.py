@@ -64,10 +64,8 @@ def transfer(
     trust: bool = False,
     ema: bool = False,
 ) -> list[TransferReport]:
-    """Let each policy answer the held-out prompts of the reward model's environment; compare the scores with the truth.
-
-    The truth is the worth of an answer that the environment knows (`Judgements.utility`), or else what its verifiers
-    say.
+    """Let each policy answer the held-out prompts of the reward model's environment; compare the scores with the truth:
+    the worth of an answer that the environment knows (`Judgements.utility`), or else what its verifiers say.
 
     Args:
         target: a run that trained a reward model, or the directory of one.
@@ -113,11 +111,7 @@ def _of_policy(
     renderer: PairRenderer,
     context: int,
 ) -> TransferReport:
-    """The report on the answers of one policy.
-
-    Raises:
-        ConfigError: no two answers to a prompt differ in worth.
-    """
+    """The report on the answers of one policy. ConfigError where no two answers to a prompt differ in worth."""
     from posttrain.stages.preference.judged_batches import AgreementReport
     from posttrain.stages.reward_model.reward_model_batches import scored_answers
 
@@ -152,11 +146,7 @@ def _truth(world: Any) -> Callable[[Episode], float | None]:
 
 
 def _readable(group: Group, worth: Callable[[Episode], float | None]) -> list[Episode]:
-    """The answers of a prompt that a reward model can read whole, and whose worth is known.
-
-    Raises:
-        ConfigError: an episode has several turns.
-    """
+    """The answers of a prompt that can be read whole, and whose worth is known. ConfigError for several turns."""
     if episode := next((e for e in group.episodes if len(e.turns) > 1 or len(e.segments) > 1), None):
         raise ConfigError(
             f"task {group.task.id!r} was answered in {max(len(episode.turns), len(episode.segments))} turns, and"

@@ -55,10 +55,8 @@ from posttrain.verifier.reward_source import CALLS, CountedSource
 
 @contextmanager
 def open_session(request: RunRequest) -> Iterator[RunSession]:
-    """A run that is ready for its first step. At the end of the block its parts are closed, and its summary is written.
-
-    The summary is printed, unless the run is quiet or an error ended it.
-    """
+    """A run that is ready for its first step. The block's end closes it and writes its summary, which is printed unless
+    the run is quiet or an error ended it."""
     session = build_session(request)
     shows_summary = not request.quiet
     try:
@@ -139,7 +137,7 @@ def new_folder(runs: Path, recipe: str) -> Path:
     while True:
         folder = runs / (began if number == 1 else f"{began}-{number}")
         try:
-            # `mkdir` raises if the folder exists. So two runs that begin at once cannot both get it.
+            # It raises if the folder exists: two runs that begin at once cannot both get it.
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
@@ -267,11 +265,8 @@ def heldout_notes(run: Run, by_stage: Mapping[str, Environment]) -> tuple[str, .
 
 
 def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, ...]:
-    """Write the lineage record of a run that begins or is resumed.
-
-    If it cannot be made, that is only a line for people here. The run goes on, but its weights cannot be exported or
-    used by another run.
-    """
+    """Write the lineage record of a run that begins or is resumed. If it cannot be made, that is only a line for
+    people: the run goes on, but its weights cannot be exported or used by another run."""
     try:
         with disk_full_is_reported(book.folder / LINEAGE, lambda: "Nothing was lost"):
             write_lineage(book.folder, "" if checkpoint is None else checkpoint.name)
@@ -281,18 +276,14 @@ def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, .
 
 
 def session_policy(request: RunRequest, blank: Policy | None = None) -> Policy:
-    """The policy of the run; `blank` if its model is not loaded in this process.
-
-    A resumed branch has its model in its own folder. Only if it was interrupted before it kept the weights of its
-    start, the other run is read once more.
-    """
+    """The policy of the run; `blank` if its model is not loaded in this process. A resumed branch has its model in its
+    own folder. Only if it was interrupted before it kept the weights of its start, the other run is read once more."""
     run, book, checkpoint = request.run, request.book, request.checkpoint
     if book is None:
         return make_policy(run, request.environment, request.others, blank=blank)
     if not is_branch(book.folder):
         return same_base(book.folder, make_policy(run, request.environment, request.others, blank=blank))
-    # Without a checkpoint, a branch goes on from the weights of its start. They may be kept in its folder already. Else
-    # they are read from the other run once more.
+    # Without a checkpoint, a branch goes on from the weights of its start, which may be kept in its folder already.
     start_is_kept = (book.folder / "kept" / START).is_dir()
     own_folder = book.folder if checkpoint is not None or start_is_kept else None
     policy = make_policy(run, request.environment, request.others, own=own_folder)

@@ -73,11 +73,8 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
 
 
 def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
-    """A planned stage as a loop for the simulator.
-
-    A step of more than `MOST_ANSWERS` answers is cut into `parts`, and one of them is simulated, with its share of the
-    slots and the judges. So the longest answer is the longest one of that part.
-    """
+    """A planned stage as a loop for the simulator. Of a step of more than `MOST_ANSWERS` answers one of `parts` is
+    simulated, with its share of the slots and the judges: the longest answer is the longest one of that part."""
     w, a = t.work, t.assumed
     # A pass over n sequences takes as long as one over n * `parts`: the other parts are not simulated, but are there.
     parts = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))

@@ -40,11 +40,8 @@ BEFORE_TRIAL = -2
 
 @dataclass(frozen=True)
 class ServedSampler:
-    """A sampler, and what else a run asks of its engine: to wait, to empty caches, to free memory, to end.
-
-    An engine in another process computes by itself, so the run only waits until its turns have reached it. Such an
-    engine manages its own memory and caches.
-    """
+    """A sampler, and what else a run asks of its engine: to wait, to empty caches, to free memory, to end. An engine in
+    another process manages its own memory: the run only waits until its turns have reached it."""
 
     sampler: Sampler
     close: Callable[[], None]
@@ -120,8 +117,7 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str], kee
         EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
-        # A copy (`twin`): the learner changes the policy's weights in place, and the engine must sample with the
-        # weights of the last push.
+        # A copy: the learner changes the policy's weights in place; the engine has those of the last push.
         served = policy if keeps else policy.twin()
         return keeping_contracts(run, served_here(embedded_engine(run, run.engine, served, text), run.engine))
     return keeping_contracts(run, _vllm(run, run.engine, policy))
@@ -156,8 +152,7 @@ def make_opponent(
     """
     if not isinstance(run.engine, Embedded):
         raise ConfigError(_ONE_MODEL)
-    # Without drafted tokens, which are made for the policy's own text, and without a timeline, which is the first
-    # engine's.
+    # Drafted tokens are made for the policy's own text, and the timeline is the first engine's.
     settings = replace(run.engine, lookup=0, draft=None, timeline=False)
     if share == 1:
         return served_here(embedded_engine(run, settings, replace(policy, module=reference, lora=None), text), settings)
@@ -206,11 +201,7 @@ def embedded_engine(
 
 
 def _speculation(run: Run, settings: Embedded, policy: Policy) -> Lookup | Draft | None:
-    """What drafts tokens for the engine: repeated text, a small model, or nothing.
-
-    Raises:
-        ConfigError: the small model has another tokenizer or a shorter context.
-    """
+    """What drafts tokens for the engine: repeated text, a small model with the same tokenizer, or nothing."""
     if settings.lookup:
         return Lookup(settings.lookup)
     if settings.draft is None:

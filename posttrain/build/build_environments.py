@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from posttrain.config.env import Env
 from posttrain.config.run import Run
@@ -28,10 +27,7 @@ REWARD_LINE = (
 
 def check_environment(env: Environment, stages: Sequence[Stage], config: Env) -> None:
     """Raises ConfigError for a stage that needs demonstrations, judgements or verdicts which its environment cannot
-    give.
-
-    Verdicts may also come from the reward models of the environment's configuration.
-    """
+    give. Verdicts may also come from the reward models of the environment's configuration."""
     abilities = declared(env)
     texts = abilities.demonstrations
     styles = texts.styles if texts is not None else ()
@@ -87,11 +83,8 @@ def make_environment(run: Run, objects: RuntimeObjects = RuntimeObjects()) -> En
 
 
 def own_environments(run: Run, env: Environment, objects: RuntimeObjects = RuntimeObjects()) -> dict[str, Environment]:
-    """The environments of stages that have their own, by the stage's name.
-
-    Stages with equal settings share one object, which may also be `env`. So two stages have the same environment
-    exactly if their objects are identical.
-    """
+    """The environments of stages that have their own, by the stage's name. Stages with equal settings share one object,
+    which may also be `env`: two stages have the same environment exactly if their objects are identical."""
     built: list[tuple[Env, Environment]] = [(run.env, env)]
     out: dict[str, Environment] = {}
     try:
@@ -100,8 +93,10 @@ def own_environments(run: Run, env: Environment, objects: RuntimeObjects = Runti
                 continue
             stage_env = next((e for settings, e in built if settings == stage.env), None)
             if stage_env is None:
-                with errors_with_path(f"{stage.name}.env"):
+                try:
                     stage_env = environment(stage.env, run.seed, objects)
+                except (ConfigError, DataError) as error:
+                    raise type(error)(f"{stage.name}.env (called env here): {error}") from error
                 built.append((stage.env, stage_env))
             out[stage.name] = stage_env
             check_environment(stage_env, [stage], stage.env)
@@ -111,15 +106,6 @@ def own_environments(run: Run, env: Environment, objects: RuntimeObjects = Runti
             built_env.close()
         raise
     return out
-
-
-@contextmanager
-def errors_with_path(path: str) -> Generator[None]:
-    """Puts the path of a stage's own environment before the messages of its errors, which call it `env`."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        raise type(error)(f"{path} (called env here): {error}") from error
 
 
 def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:

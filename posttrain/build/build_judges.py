@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,12 +102,8 @@ def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> Gene
 
 def _judging(judge_run: Run, path: str) -> Judging:
     """What the judge's run learned to judge. `path`: its folder, for the message."""
-    environment = make_environment(judge_run)
-    try:
+    with closing(make_environment(judge_run)) as environment:
         judging = declared(environment).judging
-    finally:
-        # Only its declaration was wanted.
-        environment.close()
     if judging is None:
         raise ConfigError(
             f"judge:{path}: that run learned environment {judge_run.env.name!r}, which is no judging. Train a judge"

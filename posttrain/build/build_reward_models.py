@@ -190,11 +190,8 @@ class FrozenRewards:
         return self._policy.reward_head.shape.separator if self._policy.reward_head is not None else ""
 
     def rewards(self, packed: Packed) -> np.ndarray:
-        """float32 [S]: the score of each segment, without gradient.
-
-        Threads take turns. Groups that are asked ahead may be judged in one thread while a check reads the same model
-        in another.
-        """
+        """float32 [S]: the score of each segment, without gradient. Threads take turns: groups that are asked ahead may
+        be judged in one thread while a check reads the same model in another."""
         with self._lock:
             return self._learner.rewards(packed)
 
@@ -276,8 +273,7 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
         model = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
     _frozen(model)
     name = folder.resolve().name if folder.is_dir() else path
-    # The policy's ids mean the same text only with the same tokenizer and template. Else the conversation is encoded
-    # again.
+    # With another tokenizer or template the policy's ids mean other text: the conversation is encoded again.
     alike = (model.tokenizer_digest, model.template_digest) == (policy.tokenizer_digest, policy.template_digest)
     if alike and model.context < policy.context:
         raise ConfigError(

@@ -59,10 +59,8 @@ WORDS = ("bad_words", "allowed_words")
 
 
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = (), held: int | None = None) -> dict[str, Any]:
-    """Returns the facts that `run.json` records beside the run tree: versions, the machine, digests, sandboxes.
-
-    `held`: resident bytes of this process before the model was loaded. The run's memory is counted above them.
-    """
+    """Returns what `run.json` records beside the run tree: versions, the machine, digests, sandboxes. `held`: resident
+    bytes of this process before the model was loaded; the run's memory is counted above them."""
     resident = {} if held is None or policy.device.type != "cpu" else {"held": held}
     return {
         "versions": {
@@ -126,18 +124,16 @@ def make_policy(
 
     Args:
         env: the environment of all stages but those named in `others` (`own_environments`).
-        written: tokenizer files in a run folder. None: if a tokenizer is built, it has the characters of all
+        written: tokenizer files in a run folder. None: a tokenizer that is built has the characters of all
             environments.
-        own: the run's folder, where there is one. The policy of a branched run is made from the model in it, and its
-            weights are not loaded yet.
+        own: the run's folder, where there is one: a branched run has its model there. Its weights are not loaded yet.
         blank: the policy, if its model shall not be loaded in this process.
     """
     others = others or {}
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
     alphabet = alphabets[0]
     if others:
-        # A built tokenizer must be able to write the tasks of all environments. If one of them does not declare its
-        # characters, the tokenizer is made of bytes (None).
+        # A built tokenizer must write the tasks of all: by bytes (None), if one does not declare its characters.
         alphabet = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
     # In this order: the copy in the run's own folder, which is there even if the other run is gone; then the run with
     # which a branch begins; and only then a model that is read or built.
@@ -152,8 +148,7 @@ def make_policy(
         here = [s for s in run.stages if others.get(s.name, env) is one]
         check_prompts(run, one, policy, here)
         check_judgements(run, one, policy, here)
-    # The digest in the folder is of the model with which the run began. With other settings of the model it says
-    # nothing.
+    # The digest in the folder is of the model with which the run began, and says nothing with other settings.
     if own is not None and run.model == run_file(own).run.model:
         same_base(own, policy)
     return with_reward_head(run, policy)
@@ -178,15 +173,14 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
 def opponent_of(
     run: Run, policy: Policy, roles: PolicyRoles, engines: list[ServedSampler], reference: Reference, share: float
 ) -> Opponent:
-    """Returns the opponent that plays against the policy, with this share of the reference. Its engine is added to
-    `engines`."""
+    """Returns the opponent of the policy, with this share of the reference. `engines` gets its engine."""
     serving = make_opponent(run, policy, frozen_module(reference), share, roles.renderer.decode)
     engines.append(serving)
-    # With share 1 the opponent is the reference alone. Then no weights of the policy have to be pushed to it.
-    follows = None
-    if share != 1:
-        follows = Sync(roles.learner, serving.sampler, probe_ids(policy), run.model.dtype, forget=serving.forget)
-    return Opponent(serving.sampler, follows)
+    # With share 1 the opponent is the reference alone, to which no weights are pushed.
+    if share == 1:
+        return Opponent(serving.sampler, None)
+    sync = Sync(roles.learner, serving.sampler, probe_ids(policy), run.model.dtype, forget=serving.forget)
+    return Opponent(serving.sampler, sync)
 
 
 @dataclass(frozen=True)
@@ -293,15 +287,10 @@ class TrainedJudges:
         return judges
 
 
-def _compile(learner: HFLearner, policy: Policy, say: Callable[[str], None]) -> None:
-    say("compiling the learner's layers (model.compile=true) ...")
-    say(learner.compile(packed_text(probe_ids(policy))))
-
-
 def _check_optimizers(run: Run, parameters: list[str]) -> None:
     """ConfigError for a pattern that fits no parameter, or an optimizer whose package is not installed."""
     for stage in run.stages:
-        # Heads that this stage does not train are left out. So a pattern that only fits such a head fits nothing here.
+        # Without heads that this stage does not train: a pattern that only fits such a head fits nothing.
         read = [n for n in parameters if not n.startswith(HEADS) or n.startswith(stage.heads)]
         check_patterns(stage.optimizer, parameters, f"{stage.name}.optimizer", read)
         if stage.optimizer.kind == "adamw8bit":
@@ -329,14 +318,14 @@ def make_parts(
     engines = [roles.serving]
     learner, elsewhere = roles.learner, placed_environments(run, env, others, roles.engine, say, roles.close)
     if run.model.compile:
-        _compile(learner, policy, say)
+        say("compiling the learner's layers (model.compile=true) ...")
+        say(learner.compile(packed_text(probe_ids(policy))))
     for line in (j.line for j in roles.rollout.judges if isinstance(j, ModelJudge)):
         say(line)
 
     def close() -> None:
         roles.serving.keep_timeline(book.folder)
-        # The run's engine ends with it (`roles.close`), after the processes that may ask it. An opponent's engine has
-        # nothing to end.
+        # The engine ends with it, after the processes that may ask it. An opponent's engine has nothing to end.
         elsewhere.close()
         models.close()
 

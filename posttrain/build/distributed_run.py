@@ -1,8 +1,6 @@
 """A run whose learner is several processes (ranks): how the ranks start, get the model, and become parts of the run.
-
-Each rank reads its own rows of the model (`engine.parallel.sharded_load`) where that is possible. Else rank 0 reads the
-whole model and sends it.
-"""
+Each rank reads its own rows of the model (`engine.parallel.sharded_load`) where that is possible, else rank 0 sends the
+whole model."""
 
 from __future__ import annotations
 
@@ -72,11 +70,8 @@ def with_absolute_path(model: Model) -> Model:
 
 
 def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[str, ...]]:
-    """Chooses how ranks get the model; sets `lead.reads_own_rows`. Returns (policy, lines for people).
-
-    The policy has no weights in memory (`BlankPolicy`), if ranks read rows and no engine in this process needs a whole
-    copy. Else it is None, and the model is loaded as in a run of one process.
-    """
+    """Chooses how ranks get the model; sets `lead.reads_own_rows`. Returns (policy, lines for people). The policy has
+    no weights in memory, if ranks read rows and no engine here needs a whole copy. None: it is loaded as always."""
     if run.model.path is None:
         return None, ()
     # The checks go from cheap to expensive: settings, config and tokenizer, names in the files, what other ranks see.
@@ -88,13 +83,13 @@ def choose_reading(run: Run, lead: RankLead) -> tuple[BlankPolicy | None, tuple[
     except (ConfigError, DataError) as error:
         return None, (f"note: {SENT}: {error}",)
     if strange := blank.files.strange(blank.module):
-        named = f"{', '.join(strange[:3])} is in its files under another name, or not at all"
-        return None, (f"note: {SENT}: {named}",)
+        why = f"{', '.join(strange[:3])} is in its files under another name, or not at all"
+        return None, (f"note: {SENT}: {why}",)
     # Ranks may be on several machines, where folders of the same name may have different files.
     seen = lead.all(together.see_files, str(blank.files.folder.resolve()))
     if others := [rank for rank, digest in enumerate(seen) if digest != seen[0]]:
-        where = f"rank {others[0]} does not see the same files in {blank.files.folder}"
-        return None, (f"note: {SENT}: {where}",)
+        why = f"rank {others[0]} does not see the same files in {blank.files.folder}"
+        return None, (f"note: {SENT}: {why}",)
     lead.reads_own_rows = True
     whole = _who_is_whole(run)
     # An engine in this process needs a whole copy anyway, so the policy is loaded as always.
@@ -178,8 +173,7 @@ def built_learner(
     state: RankState, policy: Policy, digest: str, make: Callable[..., L], *given: Any, **settings: Any
 ) -> L:
     """The learner of a rank, as `make` makes it, in its state."""
-    # References are later filled into this empty copy of the model. It is made before the learner, which cuts the
-    # policy's weights.
+    # References are later filled into this empty copy. The learner that is made next cuts the weights.
     state.mould = EmptyModule(policy)
     if isinstance(policy, BlankPolicy):
         learner = read_rows(policy, state.ranks, make, *given, digest=digest, **settings)
@@ -197,13 +191,11 @@ def begin_rank(state: RankState, start: bytes) -> None:
 
 @contextmanager
 def leading(run: Run, options: RankOptions) -> Iterator[RankLead | None]:
-    """Rank 0 among ranks that wait for its orders; None where the run trains in one process. The ranks end with the
-    block."""
+    """Rank 0 among ranks that wait for its orders and end with the block; None where the run trains in one process."""
     if options.world is None:
         yield None
         return
-    # `ExitStack` closes in reverse order. First the orders end, so ranks that wait leave by themselves. Then the group
-    # is destroyed. Last, processes that still live are killed.
+    # Closed in reverse order: the orders, so that waiting ranks leave, then the group, then processes that still live.
     with ExitStack() as closing:
         if under_torchrun():
             closing.enter_context(ending_with_parent(LAUNCHER))
@@ -246,8 +238,7 @@ def dismiss(options: RankOptions) -> None:
 
 
 def torchrun_store(options: RankOptions) -> Store:
-    """Returns the store through which the processes of torchrun meet. Keys of an earlier attempt, whose ranks died, are
-    not visible to this attempt."""
+    """Returns the store of the processes of torchrun. Keys of an earlier attempt, whose ranks died, are not visible."""
     store = next(iter(rendezvous("env://", timeout=timedelta(seconds=options.seconds))))[0]
     return PrefixStore(f"posttrain-{torchrun_restarts()}", store)
 

@@ -1,7 +1,5 @@
-"""The policy of a target: a run folder with its own model and tokenizer files, a model directory or a hub id.
-
-Also what a run folder keeps of its policy, and the check that these files are still the ones of the run.
-"""
+"""The policy of a target: a run folder with its own model and tokenizer files, a model directory or a hub id. Also what
+a run folder keeps of its policy, and the check that these files are still the ones of the run."""
 
 from __future__ import annotations
 
@@ -68,11 +66,7 @@ def target_run(
 
 
 def _changed(folder: Path, run: Run) -> Iterator[str]:
-    """Lines about files that the run reads and that are not as they were when it began.
-
-    Raises:
-        RunFolderError: the model that it began with is such a file, and the weights are read over it.
-    """
+    """Lines about changed files that the run reads; RunFolderError for the model, over which its weights are read."""
     for c in changed_files(folder, run):
         # The checkpoint of an adapter is loaded over this model. With another model it would be another policy.
         if c.path == "model.path":
@@ -124,14 +118,9 @@ def model_run(target: str | Path) -> Run:
 DIGESTED = ("base_digest", "tokenizer_digest", "template_digest")
 """Entries of run.json with which a policy is compared."""
 
-# --- what a run folder keeps of its policy ----------------------------------------------------------------------------
-
 
 def keep_policy(book: RunFolder, policy: Policy) -> None:
-    """Write the model configuration and tokenizer that `kept_policy` and `show` read.
-
-    The weights beneath an adapter are written too, if the run built them or another run made them.
-    """
+    """Write the model configuration and tokenizer, and weights beneath an adapter that are in no model directory."""
     from posttrain.engine.files.policy_files import write_config
 
     path = book.run.model.path
@@ -163,8 +152,7 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     try:
         policy = kept(file.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
-        # A run that built its model, or began with another run, has its model in this folder alone: nothing else can be
-        # read.
+        # A run that built its model, or began with another run, has its model in this folder alone.
         if file.run.model.path is None or run_source(file.run.model.path) is not None:
             raise
         try:
@@ -213,10 +201,8 @@ def adapter_base(folder: Path) -> str:
 
 
 def built_policy(folder: Path, run: Run) -> Policy:
-    """The policy of a run folder, as `run.model` describes it. Permission for what that names was given before.
-
-    A model that was built by the run gets its tokenizer from the folder, so no environment is needed for its alphabet.
-    """
+    """The policy of a run folder, as `run.model` describes it; what that names was permitted before. A model that the
+    run built gets its tokenizer from the folder, so no environment is needed for its alphabet."""
     from posttrain.engine.model.policy_model import load_policy
 
     refuse_damage_beside(folder)
@@ -239,11 +225,9 @@ def _same_words(folder: Path, policy: Policy) -> None:
     for what, now in (("tokenizer", policy.tokenizer_digest), ("template", policy.template_digest)):
         then: Any = facts.get(f"{what}_digest")
         if then not in (None, now):
-            name, means = (
-                (what, "its token ids mean other text")
-                if what == "tokenizer"
-                else ("chat template", "a conversation becomes other tokens")
-            )
+            name, means = what, "its token ids mean other text"
+            if what == "template":
+                name, means = "chat template", "a conversation becomes other tokens"
             raise RunFolderError(
                 f"{folder / TOKENIZER} is not the {name} the run was made with ({then}; now {now}): {means}. Copy the"
                 " folder again"

@@ -1,8 +1,6 @@
-"""Checks before the first step, on the parts of the run: prompts, verifier, user's rewards, templates and split.
-
-The complete check of an environment is `posttrain.environment.conformance`. Here its claims are tested on a few tasks,
-together with the claims that need the policy's tokenizer.
-"""
+"""Checks before the first step, on the parts of the run: prompts, verifier, user's rewards, templates and split. The
+complete check of an environment is `posttrain.environment.conformance`; here its claims are tested on a few tasks, with
+those that need the policy's tokenizer."""
 
 from __future__ import annotations
 
@@ -91,12 +89,8 @@ def lint_notes(parts: RunParts, env: Environment) -> list[str]:
     def length(task: Task, completion: str) -> int:
         return sum(len(ids) for ids in parts.renderer.pair(task.prompt, completion, task.id, task.tools))
 
-    findings = env.abilities.lint(length, parts.sampler.context)
-    return [
-        f"{f.name}: {f.seen}{f'; {f.advice}' if f.advice else ''}"
-        for f in findings
-        if f.warns or f.name == "length bias"
-    ]
+    findings = [f for f in env.abilities.lint(length, parts.sampler.context) if f.warns or f.name == "length bias"]
+    return [f"{f.name}: {f.seen}{f'; {f.advice}' if f.advice else ''}" for f in findings]
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
@@ -119,15 +113,13 @@ def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
 
 
 def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Task]) -> None:
-    """Checks that a rollout's prompt is what the model's own tokenizer writes: one begin token, and nothing
-    appended."""
+    """Checks that a rollout's prompt is what the model's own tokenizer writes: one begin token, nothing appended."""
     special = set(tokenizer.all_special_ids)
     for task in tasks:
         if not isinstance(task.prompt, str) and any(
             s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens
         ):
-            # A message with the text of a special token is not compared: posttrain encodes it as text, and the model's
-            # own tokenizer as the special token.
+            # posttrain encodes such a message as text, and the model's own tokenizer as the special token.
             continue
         got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
@@ -216,11 +208,8 @@ async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
 async def _won_without_answers(
     tasks: Sequence[Task], answers: Sequence[str], earned: Callable[[Sequence[str]], Awaitable[np.ndarray]]
 ) -> list[str]:
-    """Notes where rewards seem inverted, or can be won without an answer; [] where they seem right.
-
-    An answer is tried in each form of `SHAPES`, such as inside a box, until right answers earn more than those of other
-    tasks. In that form they are compared with texts that are no answers.
-    """
+    """Notes where rewards seem inverted, or can be won without an answer. Answers are tried in each form of `SHAPES`,
+    such as inside a box, until right ones earn more than those of other tasks; then compared with no answers."""
     for form in SHAPES.values():
         said = [form.format(a) for a in answers]
         # Each task gets its own answer, and then that of the next one.
@@ -276,13 +265,8 @@ async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
 
 
 async def conversations_append(parts: RunParts, setting: StageSetting, task: Task) -> bool:
-    """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence.
-
-    Returns whether the environment may send the policy observations.
-
-    Raises:
-        DataError: the template rewrites earlier messages, or refuses them. The message names the place and the setting.
-    """
+    """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence;
+    DataError where the template rewrites or refuses messages. Returns whether the environment may send observations."""
     render: Any = parts.renderer
     if render.history == "rewrite":
         return True
@@ -291,16 +275,17 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     # Known right answers lead furthest into an episode. Without them a script of neutral texts shows the observations.
     turns = (gold.right(task) if gold is not None and env.abilities.vouched else None) or (_probe_text(render),) * TURNS
     chat, dialogue = not isinstance(task.prompt, str), setting.rollout.dialogue
-    talk = _ScriptedTalk(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
-    talk.other = lambda: _ScriptedTalk(
-        render, dialogue(task.id), (_probe_text(render),) * TURNS, Sampling(), chat=chat, task=task.id
-    )
+
+    def scripted(said: Sequence[str]) -> _ScriptedTalk:
+        return _ScriptedTalk(render, dialogue(task.id), said, Sampling(), chat=chat, task=task.id)
+
+    talk = scripted(turns)
+    talk.other = lambda: scripted((_probe_text(render),) * TURNS)
     try:
         async with asyncio.timeout(PLAYED):
             await env.play(task, talk)
     except (_ScriptEnded, TimeoutError):
-        # What was played so far has shown what the template does.
-        pass
+        pass  # what was played so far has shown what the template does
     except PosttrainError:
         raise
     except Exception:
@@ -367,9 +352,8 @@ def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> list
     says that they differ.
     """
     same = sameness(env)
-    # Held-out tasks in three tables. `held`: by the environment's own key, which decides. `elsewhere`: those of other
-    # environments, by the text of the prompt. `asked`: by prompt and answer, to find a key that tells equal tasks
-    # apart.
+    # By the environment's own key, which decides; those of other environments by the text of the prompt; and by prompt
+    # and answer, to find a key that tells equal tasks apart.
     held = {same(t): t.id for t in env.heldout}
     elsewhere = {as_written(t): t.id for other in others for t in other.heldout}
     asked = {as_asked(t): t.id for t in env.heldout if t.answer is not None}

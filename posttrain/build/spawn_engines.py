@@ -16,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from posttrain import faults
 from posttrain.build.build_engines import ServedSampler, check_vllm, keeping_contracts, make_engine
 from posttrain.build.build_environments import distinct
 from posttrain.build.distributed_run import with_absolute_path
@@ -69,14 +68,14 @@ class EngineParts:
     policy: Policy | None
     """None: the process reads the model by itself."""
     threads: int
-    fault: faults.Fault | None = None
+    fault: Fault | None = None
 
     def __call__(self) -> Sampler:
         use_threads(self.threads)
         use_deterministic(self.run.deterministic)
         # vLLM for CPU would bind the threads of all engines to the same cores. A value that the user set stays.
         os.environ.setdefault(BINDING, "nobind")
-        PLANTED.enter_context(faults.planted(self.fault))
+        PLANTED.enter_context(planted(self.fault))
         policy = self.policy or load_policy(self.run.model, None, self.run.seed)
         render = Renderer(cast("Any", policy.tokenizer), policy.stop_ids, policy.context, self.run.model.history)
         return make_engine(self.run, policy, render.decode, keeps=True).sampler
@@ -117,7 +116,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
             another process, or an engine does not start.
     """
     check_machine(placement)
-    threads, fault = placement.cores or torch.get_num_threads(), faults.named(run.fault)
+    threads, fault = placement.cores or torch.get_num_threads(), named(run.fault)
     # This process has no weights to send: each engine reads the model by itself, by an absolute path.
     if isinstance(policy, BlankPolicy):
         parts = EngineParts(_for_engine(replace(run, model=with_absolute_path(run.model))), None, threads, fault)
@@ -132,8 +131,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
 
     begin, end = _hosts(placement, start, threads)
     exact = run.deterministic or run.exact
-    # From here on processes and shared memory exist. If a later line raises, `failed` ends them. When the pool is made,
-    # it closes them itself, and `pop_all` empties `failed`.
+    # If a later line raises, `failed` ends processes and shared memory; a pool that is made closes them itself.
     with contextlib.ExitStack() as failed:
         failed.callback(end)
         sender = ParcelSender(_carrier(placement), deltas=placement.delta)
@@ -186,19 +184,17 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
         return actor, close
 
-    # Each engine gets cores of its own, those with the highest numbers first. This process keeps the others. An engine
-    # that is started again under a number gets the same cores again.
-    available = sorted(os.sched_getaffinity(0), reverse=True) if placement.cores else []
-    by_engine = [
-        frozenset(available[i * placement.cores : (i + 1) * placement.cores]) for i in range(placement.engines)
-    ]
+    # Each engine keeps cores of its own, the highest numbers first, also when it is started again. This process keeps
+    # the others.
+    each = placement.cores
+    available = sorted(os.sched_getaffinity(0), reverse=True) if each else []
 
     def process(number: int) -> tuple[EngineHost, Future[EngineFacts]]:
-        cores = by_engine[number] if placement.cores else None
+        cores = frozenset(available[number * each : (number + 1) * each]) if each else None
         host = ProcessHost(f"engine {number}", start, threads=threads, cores=cores)
         return host, host.started
 
-    return process, keep_to(frozenset(available[placement.engines * placement.cores :]))
+    return process, keep_to(frozenset(available[placement.engines * each :]))
 
 
 def keep_to(cores: frozenset[int]) -> Callable[[], None]:
@@ -211,8 +207,7 @@ def keep_to(cores: frozenset[int]) -> Callable[[], None]:
 
 
 def _pin(cores: Collection[int]) -> None:
-    """Pins every thread of this process to cores. Threads that begin later inherit the cores of the thread that begins
-    them."""
+    """Pins every thread of this process to cores. Later threads inherit those of the thread that begins them."""
     for thread in os.listdir("/proc/self/task"):
         # A thread may end between the listing and the call.
         with contextlib.suppress(ProcessLookupError):
@@ -299,8 +294,7 @@ def _pool(
     engine: Sampler,
     say: Callable[[str], None],
 ) -> EnvironmentPool:
-    # Each environment with the settings from which another process makes it again: those of the first stage that plays
-    # it.
+    # Another process makes each again from the settings of the first stage that plays it.
     configs = [next((run.env_of(s) for s in run.stages if others.get(s.name, envs[0]) is e), run.env) for e in envs]
     sent = tuple(_sent(config, e) for config, e in zip(configs, envs, strict=True))
     start = pickle.dumps(EnvironmentStart(EnvironmentParts(sent, run.seed, named(run.fault))), pickle.HIGHEST_PROTOCOL)
@@ -309,9 +303,9 @@ def _pool(
     def begin(number: int) -> tuple[EngineHost, Future[Any]]:
         name = f"environment {number}"
         if isinstance(placement, Ray):
-            actor = RayHost(name, start, None, number, threads=1)
-            return actor, actor.started
-        host = ProcessHost(name, start, threads=1, cores=cores)
+            host = RayHost(name, start, None, number, threads=1)
+        else:
+            host = ProcessHost(name, start, threads=1, cores=cores)
         return host, host.started
 
     return EnvironmentPool(

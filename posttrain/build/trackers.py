@@ -37,7 +37,7 @@ COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stop")
 """Columns of a table of completions."""
 
 
-def variable(name: str, default: str) -> str:
+def _variable(name: str, default: str) -> str:
     """The value of an environment variable, such as WANDB_PROJECT, or the default."""
     return os.environ.get(name) or default
 
@@ -107,7 +107,26 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class _Online:
+    """What W&B and trackio share. Each stage counts its steps from 1."""
+
+    _run: Any
+
+    def _table(self, rows: list[list[Any]]) -> Any:
+        """The package's own table of completions."""
+        raise NotImplementedError
+
+    def log(self, step: Step) -> None:
+        self._run.log({**scalars(step), f"{step.stage}/step": step.index})
+
+    def table(self, step: Step, rows: list[list[Any]]) -> None:
+        self._run.log({f"{step.stage}/completions": self._table(rows), f"{step.stage}/step": step.index})
+
+    def say(self, line: str) -> None:
+        """Does nothing: lines of text are only printed in the terminal."""
+
+
+class Wandb(_Online):
     """One W&B run per run folder; a resumed run continues it."""
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -117,64 +136,50 @@ class Wandb:
         own_folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run: Any = wandb.init(
-                project=variable("WANDB_PROJECT", PROJECT),
-                name=variable("WANDB_NAME", folder.name),
+                project=_variable("WANDB_PROJECT", PROJECT),
+                name=_variable("WANDB_NAME", folder.name),
                 # The same id after a resume, so that W&B continues the run instead of beginning one.
-                id=variable("WANDB_RUN_ID", _identity(own_folder)),
+                id=_variable("WANDB_RUN_ID", _identity(own_folder)),
                 resume="allow",
-                dir=variable("WANDB_DIR", str(own_folder)),
+                dir=_variable("WANDB_DIR", str(own_folder)),
                 config=to_plain(run),
             )
         except Exception as error:
             raise ConfigError(
                 f"trackers=wandb: {error}. Run `wandb login`, or set WANDB_MODE=offline to keep it on this machine"
             ) from error
-        self.where = _wandb_place(getattr(self._run, "url", None), Path(variable("WANDB_DIR", str(own_folder))))
+        self.where = _wandb_place(getattr(self._run, "url", None), Path(_variable("WANDB_DIR", str(own_folder))))
         for stage in run.stages:
             # Each stage counts its steps from 1, and W&B's own step may never fall.
             self._run.define_metric(f"{stage.name}/step")
             self._run.define_metric(f"{stage.name}/*", step_metric=f"{stage.name}/step")
 
-    def log(self, step: Step) -> None:
-        self._run.log({**scalars(step), f"{step.stage}/step": step.index})
-
-    def table(self, step: Step, rows: list[list[Any]]) -> None:
+    def _table(self, rows: list[list[Any]]) -> Any:
         import wandb
 
-        table = wandb.Table(columns=list(COLUMNS), data=rows)
-        self._run.log({f"{step.stage}/completions": table, f"{step.stage}/step": step.index})
-
-    def say(self, line: str) -> None:
-        """Does nothing: lines of text are only printed in the terminal."""
+        return wandb.Table(columns=list(COLUMNS), data=rows)
 
     def close(self, summary: Mapping[str, float]) -> None:
         self._run.summary.update(dict(summary))
         self._run.finish()
 
 
-class Trackio:
+class Trackio(_Online):
     """A local trackio project, in the folder `TRACKIO_DIR`."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         import trackio
 
-        project = variable("TRACKIO_PROJECT", PROJECT)
+        project = _variable("TRACKIO_PROJECT", PROJECT)
         self._run: Any = trackio.init(project=project, name=folder.name, config=to_plain(run), resume="allow")
         self._finish: Callable[[], None] = trackio.finish
         self.where = f"trackio show --project {shlex.quote(project)}   (on this machine, as {folder.name})"
 
-    def log(self, step: Step) -> None:
-        self._run.log({**scalars(step), f"{step.stage}/step": step.index})
-
-    def table(self, step: Step, rows: list[list[Any]]) -> None:
+    def _table(self, rows: list[list[Any]]) -> Any:
         import pandas as pd
         import trackio
 
-        table = trackio.Table(dataframe=pd.DataFrame(rows, columns=list(COLUMNS)))
-        self._run.log({f"{step.stage}/completions": table, f"{step.stage}/step": step.index})
-
-    def say(self, line: str) -> None:
-        """Does nothing: lines of text are only printed in the terminal."""
+        return trackio.Table(dataframe=pd.DataFrame(rows, columns=list(COLUMNS)))
 
     def close(self, summary: Mapping[str, float]) -> None:
         if summary:
@@ -186,7 +191,7 @@ class GuardedTracker:
     """A tracker whose failure does not end the run. The first failure is reported; then it is not called again."""
 
     def __init__(self, name: str, inner: Tracker, completions: CompletionTables | None = None) -> None:
-        self._name, self._inner, self._failed, self._completions = name, inner, False, completions
+        self.name, self._inner, self._failed, self._completions = name, inner, False, completions
         self._unread = False
         """Whether it was reported that completions could not be read."""
 
@@ -194,10 +199,6 @@ class GuardedTracker:
     def where(self) -> str:
         """The place to look at the logged values: a command or an address."""
         return str(getattr(self._inner, "where", "see its own documentation"))
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def log(self, step: Step) -> None:
         self._try(lambda: self._inner.log(step))
@@ -220,7 +221,7 @@ class GuardedTracker:
             # The run's own files are at fault here and not the tracker, so it goes on.
             if not self._unread:
                 tell(
-                    f"tracker {self._name} gets no completions of {step.stage} step {step.index}: the run's own record"
+                    f"tracker {self.name} gets no completions of {step.stage} step {step.index}: the run's own record"
                     f" of them cannot be read: {error!r}",
                     file=sys.stderr,
                 )
@@ -236,7 +237,7 @@ class GuardedTracker:
             # It is not called again: a service that does not answer would cost its time-out at every step.
             self._failed = True
             tell(
-                f"tracker {self._name} failed and is left out from here on (steps.jsonl has everything): {error!r}",
+                f"tracker {self.name} failed and is left out from here on (steps.jsonl has everything): {error!r}",
                 file=sys.stderr,
             )
 

@@ -1,8 +1,6 @@
-"""The lineage of weights: the models, data and code that they come from, as run.json and lineage.json record them.
-
-A lineage is a list of links, from the base model over earlier runs to this run. This file makes the link of a run,
-checks that it fits the links before it, and removes the paths of this machine from names.
-"""
+"""The lineage of weights: the models, data and code that they come from, as run.json and lineage.json record them. It
+is a list of links, from the base model over earlier runs to this run. This file makes the link of a run, checks that it
+fits the links before it, and removes the paths of this machine from names."""
 
 from __future__ import annotations
 
@@ -153,9 +151,6 @@ def _model_name(path: str) -> str:
     return Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else local_names(path)
 
 
-# --- data and code ----------------------------------------------------------------------------------------------------
-
-
 def tasks_digest(environment: Environment, info: bool = False) -> str:
     """Digest of the tasks of an environment: all rows of the user's data, and the held-out tasks. `info`: include their
     other columns.
@@ -206,15 +201,9 @@ def code_digests(env: Env) -> dict[str, str]:
     return out
 
 
-# --- the link of a run ------------------------------------------------------------------------------------------------
-
-
 def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[LineageLink, ...]:
     """The verified links up to a checkpoint of a run. None: up to the run itself, which has no checkpoint yet.
-
-    Raises:
-        RunFolderError: run.json or lineage.json were changed, a parent is not what it was, or links do not fit.
-    """
+    RunFolderError where a record was changed, a parent is not what it was, or links do not fit."""
     file = run_file(folder)
     facts = object_of(file.facts.get(BEGAN))
     if BEGAN in file.edited:
@@ -297,10 +286,8 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
 
 
 def _parent_is_there(folder: Path, file: RunFile) -> None:
-    """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed.
-
-    Only for a run that this user made on this machine, because the other folder is outside this one.
-    """
+    """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed. Only
+    for a run that this user made on this machine, because the other folder is outside this one."""
     origin = object_of(file.facts.get("branched_from"))
     if not origin or provenance.recall(file.identity) is None or not is_run(str(origin.get("run"))):
         return
@@ -322,22 +309,15 @@ def _parent_is_there(folder: Path, file: RunFile) -> None:
         )
 
 
-# --- in a run folder --------------------------------------------------------------------------------------------------
-
-
 def sessions(folder: Path) -> list[dict[str, Any]]:
-    """The sessions in which the run was begun and resumed: for each the checkpoint from which it went on, and the
-    version of posttrain."""
+    """The sessions of a run: for each the checkpoint from which it went on, and the version of posttrain."""
     rows: Any = (lineage_data(folder, RunFolderError) or {}).get("sessions")
     return [object_of(x) for x in cast("list[Any]", rows)][:MOST_SESSIONS] if isinstance(rows, list) else []
 
 
 def write_lineage(folder: Path, begun_from: str | None = None) -> None:
-    """Write lineage.json of a run folder anew, up to its last checkpoint.
-
-    Args:
-        begun_from: set where a session begins now: the name of the checkpoint from which it goes on, '' without one.
-    """
+    """Write lineage.json of a run folder anew, up to its last checkpoint. `begun_from`: set where a session begins now:
+    the name of the checkpoint from which it goes on, '' without one."""
     kept = sessions(folder)
     if begun_from is not None:
         # Only the newest are kept, so that the file of a run that is resumed very often does not grow for ever.

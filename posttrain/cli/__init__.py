@@ -32,8 +32,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP raise `Terminated`. A signal that was ignored before (`nohup`) stays
-    ignored."""
+    """Inside the block SIGTERM and SIGHUP raise `Terminated`. An ignored signal (`nohup`) stays ignored."""
     not_ignored = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     old_handlers = {number: signal.signal(number, _terminate) for number in not_ignored}
     try:
@@ -61,8 +60,7 @@ def _shown(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        # Around the imports too, so that a signal at any time ends with a message and the exit code that shells use for
-        # it.
+        # Around the imports too: a signal at any time ends with a message and the exit code of shells for it.
         with _terminated():
             return _main(list(sys.argv[1:] if argv is None else argv))
     except Terminated as error:
@@ -81,8 +79,7 @@ def _main(words: list[str]) -> int:
 
         options = read_words(words)
         code = options.command(options)
-        # Errors such as a full disk or a closed pipe come only when the buffer is written. Flushed here, they are
-        # caught below.
+        # A full disk or a closed pipe is only known when the buffer is written; here it is caught below.
         sys.stdout.flush()
         return code
     except PosttrainError as error:

@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from posttrain.evaluation.ablation.ablation import Ablation, AblationRow
 
 HEAD = ("algorithm", "cosine", "norm", "ratio", "silent", "clipped", "ess", "|A|", "solved", "not", "tokens")
+FORMS = {
+    "cosine": "+.3f",
+    "norm": ".4g",
+    "ratio": ".3g",
+    "silent": ".2f",
+    "clipped": ".3f",
+    "effective": ".3f",
+    "credit": ".3f",
+    "solved": "+.3f",
+    "unsolved": "+.3f",
+}
+"""How the figures of a row are printed, in the order of `HEAD`."""
 LEGEND = (
     "cosine: of its gradient with the run's own    norm: gradient norm before clipping",
     "ratio: norm / the run's own norm    silent: share of groups without credit",
@@ -127,23 +139,18 @@ def lines(a: Ablation) -> Iterator[str]:
     yield ""
     rows = [replace(a.rows[0], name=f"{a.own} (own)"), *sorted(a.rows[1:], key=_order)]
     yield from table(rows)
-    noted: dict[str, list[str]] = {}
-    for r in a.rows:
-        if r.note:
-            noted.setdefault(r.note, []).append(r.name)
-    yield from ("", *_listed([(", ".join(names), note) for note, names in noted.items()])) if noted else ()
-    refused: dict[str, list[str]] = {}
-    for name, why in a.refused:
-        refused.setdefault(why, []).append(name)
-    yield from (
-        ("", "not evaluated:", *_listed([(", ".join(names), why) for why, names in refused.items()])) if refused else ()
-    )
+    yield from _listed([""], [(r.name, r.note) for r in a.rows if r.note])
+    yield from _listed(["", "not evaluated:"], a.refused)
 
 
-def _listed(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """A line for each text, behind the names to which it belongs."""
-    for names, text in rows:
-        yield from _prose(f"{names}: {text}", "  ")
+def _listed(head: Sequence[str], rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """A line for each text, behind the names to which it belongs, below a head. `rows`: (name, text)."""
+    by_text = dict[str, list[str]]()
+    for name, text in rows:
+        by_text.setdefault(text, []).append(name)
+    yield from head if by_text else ()
+    for text, names in by_text.items():
+        yield from _prose(f"{', '.join(names)}: {text}", "  ")
 
 
 def _prose(text: str, lead: str = "") -> list[str]:
@@ -159,8 +166,7 @@ def _order(r: AblationRow) -> tuple[float, float]:
 
 
 def where(a: Ablation) -> str:
-    """Says how many steps lie between the weights in use and those with which the step began, and what follows from
-    it."""
+    """How many steps lie between the weights in use and those with which the step began, in words."""
     gap = f"mean log-prob gap to the sampler {a.logp_gap:.1e}" if not math.isnan(a.logp_gap) else "no token was scored"
     if a.behind is None:
         return f"of another stage than {a.stage}; {gap}"
@@ -179,24 +185,18 @@ def checks(a: Ablation) -> Iterator[str]:
         yield "own: no gradient, because no group has credit; nothing has a cosine with it. Look at another --step"
         return
     if a.minibatches > 1:
-        norm = (
-            f"gradient norm {own.norm:.6g}; the run took {a.minibatches} optimizer steps of these groups, here they are"
-            " one minibatch"
-        )
+        recorded = f"; the run took {a.minibatches} optimizer steps of these groups, here they are one minibatch"
     elif a.recorded_norm is None:
-        norm = f"gradient norm {own.norm:.6g}; none was recorded"
+        recorded = "; none was recorded"
     elif a.behind == 0:
-        norm = f"gradient norm {own.norm:.6g}, recorded {a.recorded_norm:.6g}"
+        recorded = f", recorded {a.recorded_norm:.6g}"
     else:
-        norm = f"gradient norm {own.norm:.6g}; {a.recorded_norm:.6g} was recorded at other weights"
-    credit = (
-        ""
-        if math.isnan(a.credit_gap)
-        else f"; credit as recorded, within {a.credit_gap:.1e}"
-        if a.credit_gap
-        else "; credit as recorded"
-    )
-    yield f"own: {norm}{credit}"
+        recorded = f"; {a.recorded_norm:.6g} was recorded at other weights"
+    if math.isnan(a.credit_gap):
+        credit = ""
+    else:
+        credit = "; credit as recorded" + (f", within {a.credit_gap:.1e}" if a.credit_gap else "")
+    yield f"own: gradient norm {own.norm:.6g}{recorded}{credit}"
     if not math.isnan(a.halves):
         yield f"chance: the own gradients of the two halves of the groups have cosine {a.halves:.3f}"
     if a.behind == 0 and own.clipped == 0:
@@ -209,8 +209,7 @@ def table(rows: Sequence[AblationRow]) -> Iterator[str]:
     cells = [_cells(r) for r in rows]
     merged: list[tuple[AblationRow, tuple[str, ...], list[str]]] = []
     for i, (r, line) in enumerate(zip(rows, cells, strict=True)):
-        # The first row is the run's own algorithm and shares no line. Norms are compared with more digits than are
-        # printed.
+        # The first row is the run's own and shares no line. Norms are compared with more digits than are printed.
         if i > 1 and line == merged[-1][1] and math.isclose(merged[-1][0].norm, r.norm, rel_tol=EQUAL):
             merged[-1][2].append(r.name)
         else:
@@ -224,18 +223,7 @@ def table(rows: Sequence[AblationRow]) -> Iterator[str]:
 
 def _cells(r: AblationRow) -> tuple[str, ...]:
     """All that is printed of a row but its name."""
-    return (
-        _number(r.cosine, "+.3f"),
-        _number(r.norm, ".4g"),
-        _number(r.ratio, ".3g"),
-        _number(r.silent, ".2f"),
-        _number(r.clipped, ".3f"),
-        _number(r.effective, ".3f"),
-        _number(r.credit, ".3f"),
-        _number(r.solved, "+.3f"),
-        _number(r.unsolved, "+.3f"),
-        f"{r.tokens}",
-    )
+    return (*(_number(getattr(r, name), form) for name, form in FORMS.items()), f"{r.tokens}")
 
 
 def _number(x: float, form: str) -> str:

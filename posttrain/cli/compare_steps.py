@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,6 @@ from posttrain.record.run_reader import EpisodeFile, read_episodes
 from posttrain.record.step_format import Recorded
 from posttrain.system.errors import ConfigError
 from posttrain.system.terminal_output import visible
-
-Answers = Mapping[str, list[Recorded]]
-"""The episodes of each task (`Task.asked`)."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +76,16 @@ def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, colour
 def _files(
     run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, steps: tuple[int, int]
 ) -> tuple[EpisodeFile, EpisodeFile]:
-    """The two files: held-out evaluations, or training steps where these share prompts. ConfigError says what there
-    is."""
+    """Two files: held-out evaluations, or training steps that share prompts. ConfigError says what there is."""
     kinds = {f.kind for f in files if wanted.stage in (None, f.stage)}
-    # Held-out prompts are the same at every evaluation. Training steps share prompts only where the data comes again,
-    # so they are tried after it.
+    # Held-out prompts are always the same; training steps share prompts only where the data comes again.
     if "eval" in kinds:
         evaluations = _evaluations(run, files, wanted)
         if all(s in evaluations for s in steps):
             return evaluations[steps[0]], evaluations[steps[1]]
-        stage, known = list(evaluations.values())[-1].stage, ", ".join(map(str, evaluations))
+        stage = list(evaluations.values())[-1].stage
     else:
-        evaluations, stage, known = {}, wanted.stage or "this run", ""
+        evaluations, stage = dict[int, EpisodeFile](), wanted.stage or "this run"
     if "train" in kinds:
         trained = {f.index: f for f in choose_stage(run, files, wanted, "train")}
         if all(s in trained for s in steps):
@@ -98,11 +93,14 @@ def _files(
             if _by_task(one).keys() & _by_task(two).keys():
                 return one, two
             stage = one.stage
-    held_out = f"held-out evaluations of {stage} are at steps {known}" if known else f"{stage} has none"
+    known = [*evaluations]
+    held_out = (
+        f"held-out evaluations of {stage} are at steps {', '.join(map(str, known))}" if known else f"{stage} has none"
+    )
+    example = f". Compare two of these, for example --compare {known[0]} {known[-1]}" if len(known) > 1 else ""
     raise ConfigError(
         f"--compare {steps[0]} {steps[1]}: only answers to the same prompts are compared. Training steps have other"
-        f" prompts each; {held_out}"
-        + (f". Compare two of these, for example --compare {_ends(known)}" * (len(evaluations) > 1))
+        f" prompts each; {held_out}{example}"
     )
 
 
@@ -121,14 +119,8 @@ def _evaluations(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) ->
     return evaluations
 
 
-def _ends(known: str) -> str:
-    """The first and the last of some steps, as options: `0, 20, 40` gives `0 40`."""
-    steps = known.split(", ")
-    return f"{steps[0]} {steps[-1]}"
-
-
-def _by_task(file: EpisodeFile) -> Answers:
-    """The episodes of a file by their tasks."""
+def _by_task(file: EpisodeFile) -> dict[str, list[Recorded]]:
+    """The episodes of a file by their tasks (`Task.asked`)."""
     out: dict[str, list[Recorded]] = {}
     for r in read_episodes(file.path):
         out.setdefault(r.episode.task.asked, []).append(r)
@@ -159,24 +151,17 @@ def _tally(pairs: Sequence[PromptPair]) -> str:
 
 
 def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int, colours_on: bool) -> Iterator[str]:
-    """One prompt with its answers at both steps. Without `full` the texts are shortened, and one answer a step is
-    shown."""
+    """One prompt with its answers at both steps. Without `full` texts are shortened, and one answer a step is shown."""
     most = 0 if full else PROMPT_LINES
     for line in folded(conversation(pair.task.prompt), width - 2, most, "; --full shows all"):
         yield paint(f"  {line}", "cyan", colours_on)
     change = pair.change or 0.0
     for i, (step, answers) in enumerate(zip(steps, pair.answers, strict=True)):
-        mean = pair.means[i]
-        samples = (
-            f"mean reward {number(mean)} of {len(answers)} samples" if len(answers) > 1 else f"reward {number(mean)}"
-        )
+        reward = f"reward {number(pair.means[i])}"
+        samples = f"mean {reward} of {len(answers)} samples" if len(answers) > 1 else reward
+        gained = f" ({number_text(change, '+.3f')})" if i and pair.change is not None else ""
         colour = "" if i == 0 or not change else "green" if change > 0 else "red"
-        yield paint(
-            f"    step {step}: {samples}"
-            + (f" ({number_text(change, '+.3f')})" if i and pair.change is not None else ""),
-            colour,
-            colours_on,
-        )
+        yield paint(f"    step {step}: {samples}{gained}", colour, colours_on)
         for r in answers if full else answers[:1]:
             lead = f"{number(r.episode.figure)}  " if len(answers) > 1 else ""
             for line in folded(lead + r.episode.text, width - 6, 0 if full else SAID_LINES, "; --full shows all"):

@@ -76,8 +76,8 @@ def table() -> str:
     head = ("name", "A", "region", "weight", "anchor", "fwd", "memory")
     rows = [head, *(_row(a) for a in LADDER.values())]
     wide = [max(len(r[i]) for r in rows) for i in range(len(head))]
-    # The table is made narrower until it fits. First the gaps, then the column of the credit (place 1) down to
-    # `CREDIT`. Then always the widest column but the name, by one character, and never below `NARROWEST_CELL`.
+    # Made narrower until it fits: first the gaps, then the credit (place 1) down to `CREDIT`, then always the widest
+    # column but the name, by one character, and never below `NARROWEST_CELL`.
     gap = 2 if sum(wide) + 2 * len(wide) - 2 <= screen_width() else 1
     while (over := sum(wide) + gap * (len(wide) - 1) - screen_width()) > 0:
         widest = 1 if wide[1] > CREDIT else max(range(1, len(wide)), key=wide.__getitem__)
@@ -140,8 +140,7 @@ def one(name: str) -> str:
     out = [f"{a.name}   ({source(a)})", "", *about]
     out += ["", *_prose("note     ", a.note)] if a.note else []
     out += ["", "choices, as an override spells them:"]
-    # `wide`: the longest choice of at most 40 characters. A longer one gets a line of its own, above its meaning, so
-    # that it does not push all meanings to the right.
+    # A choice of more than 40 characters gets a line of its own, and does not push all meanings to the right.
     wide = max(len(f"{f}={compact(getattr(a, f))}") for f in choices if len(f"{f}={compact(getattr(a, f))}") <= 40)
     for f in choices:
         typed = f"  {f}={compact(getattr(a, f))}"
@@ -164,12 +163,8 @@ def _reward(a: Algorithm) -> list[str]:
         out += _prose("  KL       ", f"its gradient is {a.pull.truth}")
     costs = cost(a)
     out += ["", *_prose("reads    ", ", ".join(reads(a)) or "nothing beside what the sampler stored")]
-    out += _prose(
-        "compares ",
-        f"pi with {formula('anchor', a.anchor).removeprefix('anchor = ')}"
-        if anchor(a)
-        else "pi with nothing: no ratio",
-    )
+    with_what = formula("anchor", a.anchor).removeprefix("anchor = ") if anchor(a) else "nothing: no ratio"
+    out += _prose("compares ", f"pi with {with_what}")
     out += _prose("forwards ", "; ".join(costs.passes) or "none beside rollout and learning")
     out += _prose("samples  ", "; ".join(costs.generation)) if costs.generation else []
     return out + (_prose("memory   ", "; ".join(costs.memory)) if costs.memory else [])
@@ -191,8 +186,7 @@ def _prose(lead: str, text: str) -> list[str]:
 
 
 def _form(form: str = FORM) -> list[str]:
-    """The form that all algorithms of a ladder have. Where a line is too long for the terminal, its words stand below
-    it."""
+    """The form that all algorithms of a ladder have. Words of a line too long for the terminal stand below it."""
     out: list[str] = []
     for line in form.split("\n"):
         parts = re.split(r" {3,}", line) if len(line) > _width() else [line]
@@ -228,8 +222,7 @@ def diff(left: str, right: str) -> str:
 
 
 def _shared(one: int, two: int, room: int) -> tuple[int, int]:
-    """Widths of two columns that need `one` and `two`, and have `room` together: half of it each, or more for one of
-    them if the other needs less than half."""
+    """Widths of two columns that need `one` and `two` in `room`: half each, or more where the other needs less."""
     half = room // 2
     first = min(one, max(half, room - two))
     return first, room - first

@@ -1,7 +1,5 @@
-"""`posttrain plan` in the terminal: memory by term and instant, the five times of a step, and what to change.
-
-Also its forms --fit, --machines, --sweep, --forces and --probe, as text or JSON.
-"""
+"""`posttrain plan` in the terminal: memory by term and instant, the five times of a step, and what to change; also its
+forms --fit, --machines, --sweep, --forces and --probe, as text or JSON."""
 
 from __future__ import annotations
 
@@ -75,8 +73,7 @@ def _sweep(o: Namespace, options: PlanOptions) -> None:
     if o.out is not None:
         from posttrain.report import plots
 
-        # Checked before the simulation, which takes a while.
-        plots.check_out(o.out)
+        plots.check_out(o.out)  # before the simulation, which takes a while
     name, rows = swept(o.recipe, o.overrides, options, o.sweep)
     for line in [json.dumps(sweep.as_data(name, rows), indent=1)] if o.json else sweep.lines(name, rows):
         tell(line)
@@ -174,11 +171,8 @@ def _time(plan: Planned) -> Iterable[str]:
     steps = plan.stage.steps
     money = f", {t.cost(steps):,.0f} at {plan.machine.price:g} an hour" if plan.machine.price else ""
     yield f"  {steps:,} steps: {steps * t.step / 3600:,.2f} hours, {t.hours(steps):,.1f} device hours{money}"
-    yield (
-        f"  {plan.machine.device.source}; {plan.machine.why}; not measured on a GPU"
-        if plan.machine.device.accelerator
-        else f"  {plan.machine.device.source}"
-    )
+    gpu = f"; {plan.machine.why}; not measured on a GPU" if plan.machine.device.accelerator else ""
+    yield f"  {plan.machine.device.source}{gpu}"
 
 
 def _fit(what: str, plan: Planned) -> None:
@@ -281,12 +275,15 @@ def forces() -> None:
     """Print the decision table, a paragraph a cell."""
     for c in CELLS:
         tell(f"{c.signal}; {c.estimator}; {c.cost}")
-        for line in hanging("  -> ", f"{c.reward}, {c.algorithm}, {c.topology}: as {c.recipe}", screen_width()):
-            tell(line)
-        for line in hanging("     ", f"because {c.why}", screen_width()):
-            tell(line)
+        _tell_hanging("  -> ", f"{c.reward}, {c.algorithm}, {c.topology}: as {c.recipe}")
+        _tell_hanging("     ", f"because {c.why}")
         tell(f"     {c.command}")
-    for line in hanging("", f"in the middle of all three: {MIDDLE}", screen_width()):
+    _tell_hanging("", f"in the middle of all three: {MIDDLE}")
+
+
+def _tell_hanging(lead: str, text: str) -> None:
+    """Prints a text behind its lead, as wide as the terminal."""
+    for line in hanging(lead, text, screen_width()):
         tell(line)
 
 

@@ -1,7 +1,5 @@
-"""`posttrain plan --against RUN` and `--budget RUN` in the terminal.
-
-The first prints each term of a plan beside what the run took. The second prints what to make faster first.
-"""
+"""`posttrain plan --against RUN` and `--budget RUN` in the terminal: each term of a plan beside what the run took, and
+what to make faster first."""
 
 from __future__ import annotations
 
@@ -19,6 +17,8 @@ from posttrain.system.terminal_output import tell
 
 TERMS = 3
 """How many terms of a plan a line names."""
+HEAD = f"  {'':<13}{'predicted':>10}{'measured':>10}{'ratio':>7}"
+"""The head of a table, with the widths of `_row`."""
 
 
 def against(o: Namespace) -> None:
@@ -84,7 +84,7 @@ def _memory(comparison: PlanAgainst) -> Iterable[str]:
         return
     above = f" above the {size(comparison.held)} that the process held before its model" if comparison.held else ""
     yield f"memory by role and phase{above}"
-    yield _head("predicted", "measured", "at, and the largest terms there")
+    yield f"{HEAD}  at, and the largest terms there"
     for x in comparison.memory:
         terms = ", ".join(f"{t.name} {size(t.bytes)}" for t in x.terms[:TERMS])
         yield _row(x, size(x.predicted), size(x.measured), f"{x.instant}: {terms}")
@@ -97,7 +97,7 @@ def _time(comparison: PlanAgainst, folder: str) -> Iterable[str]:
         yield "time: this machine's speed is not known. posttrain plan --probe measures it once; or give machine=H100"
         return
     yield "seconds of a step, in the middle of its steps but the first"
-    yield _head("predicted", "measured", "")
+    yield HEAD
     for x in comparison.time:
         yield _row(x, f"{x.predicted:.3g}", f"{x.measured:.3g}", "")
     if comparison.own:
@@ -105,11 +105,6 @@ def _time(comparison: PlanAgainst, folder: str) -> Iterable[str]:
         yield f"  within them what no plan counts: {uncounted}"
     yield f"  {comparison.machine.device.source}"
     yield f"plans of this machine with these factors: posttrain plan RECIPE ... --calibrate {folder}"
-
-
-def _head(*words: str) -> str:
-    """The head of a table: the titles of its three text columns."""
-    return f"  {'':<13}{words[0]:>10}{words[1]:>10}{'ratio':>7}  {words[2]}".rstrip()
 
 
 def _row(x: Compared, predicted: str, measured: str, more: str) -> str:

@@ -37,15 +37,13 @@ def fold(text: str, width: int) -> Iterator[str]:
     >>> list(fold("one two three", 8))
     ['one two', 'three']
     """
-    # A text of more than 2 * width characters is nearly always too wide. So it is not measured as a whole again for
-    # each line.
+    # More than 2 * width characters are nearly always too wide, and not measured again as a whole for each line.
     while len(text) > 2 * width or cells(text) > width:
         fits = _fitting(text, width)
         # Characters without a width, such as combining marks, may make a long text narrow.
         if fits == len(text):
             break
-        # Broken at the last space that fits. If there is none, or only spaces before it, the text is cut where the line
-        # ends.
+        # Broken at the last space that fits; else, or if only spaces are before it, cut where the line ends.
         at = text.rfind(" ", 1, fits + 1)
         at = at if text[:at].strip() and at > 0 else fits
         yield text[:at].rstrip()
@@ -67,10 +65,8 @@ def _fitting(text: str, width: int) -> int:
 
 
 def folded(text: str, width: int, most: int = 0, hint: str = "") -> Iterator[str]:
-    """Foreign text in lines of at most `width` columns; its own line breaks stay.
-
-    `most`: of more lines than this only the beginning and the end are shown. A line between them says how many are left
-    out, followed by `hint`. 0: all lines are shown.
+    """Foreign text in lines of at most `width` columns; its own line breaks stay. `most`: of more lines than this (0:
+    none) only the beginning and the end are shown, and between them how many are left out, followed by `hint`.
 
     >>> list(folded("a\\nb\\nc\\nd\\ne", 40, 4))
     ['a', 'b', '(2 lines left out)', 'e']

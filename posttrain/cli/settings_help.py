@@ -1,8 +1,5 @@
-"""`posttrain run RECIPE --help`: the settings as text, as wide as the terminal.
-
-Without NAME it shows the settings that people change first. `--help all` shows all of them. `--help NAME` shows one
-group, one setting, or all settings below that name.
-"""
+"""`posttrain run RECIPE --help`: the settings as text, as wide as the terminal. Without NAME it shows those that people
+change first, `--help all` all of them, and `--help NAME` one group, one setting, or all settings below that name."""
 
 from __future__ import annotations
 
@@ -83,9 +80,6 @@ def _names(run: Run, s: Setting) -> list[str]:
     return [s.path, below_stage, *(f"{x.name}.{below_stage}" for x in run.stages)]
 
 
-# --- pages ------------------------------------------------------------
-
-
 def _title(run: Run, columns: int) -> list[str]:
     text = f"settings of {visible(run.recipe)}, each given as key=value (STAGE=none leaves a stage out):"
     return _wrapped(text, columns, "")
@@ -93,8 +87,8 @@ def _title(run: Run, columns: int) -> list[str]:
 
 def _main(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
     yield from _title(run, columns)
-    stages = {s.name for s in run.stages}
-    shared = [s for g in all_groups for s in g.settings if s.main and not _of_stage(s, stages)]
+    of_stages = {"STAGE", *(s.name for s in run.stages)}
+    shared = [s for g in all_groups for s in g.settings if s.main and s.path.partition(".")[0] not in of_stages]
     yield from ("", "model, data and run")
     yield from _lines(sorted(shared, key=lambda s: s.main), columns)
     yield from _arguments(run, all_groups, columns)
@@ -108,7 +102,8 @@ def _main(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Itera
         yield from _lines(sorted(main_settings, key=lambda s: s.main), columns)
     names = list(dict.fromkeys(n for g in all_groups for n in g.names if "." not in n))
     yield ""
-    more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={_example(run)}), or all"
+    example = f"{run.stages[-1].name}.optimizer"
+    more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={example}), or all"
     yield from textwrap.wrap(more, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -123,24 +118,13 @@ def _arguments(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> 
         yield from _lines([Setting("env.args.NAME", (), text, "")], columns)
 
 
-def _example(run: Run) -> str:
-    return f"{run.stages[-1].name}.optimizer"
-
-
-def _of_stage(s: Setting, stages: Iterable[str]) -> bool:
-    head = s.path.partition(".")[0]
-    return head == "STAGE" or head in stages
-
-
 def _group(g: SettingGroup, columns: int) -> Iterator[str]:
     """The lines of one group, with the pieces that are not in use."""
     yield from ("", g.title)
     yield from _lines(g.settings, columns)
     if g.others:
-        yield from (
-            "",
-            *_wrapped("not in use; choose one as CHOICE=PIECE, then its numbers can be set:", columns, "  "),
-        )
+        note = "not in use; choose one as CHOICE=PIECE, then its numbers can be set:"
+        yield from ("", *_wrapped(note, columns, "  "))
         for other in g.others:
             yield from _alternative(other, columns, long=False)
 
@@ -184,12 +168,8 @@ def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> list[str]:
-    """Lines of at most `columns`, broken at spaces. A list without spaces that is too long is broken after its commas.
-    Any other word that is too long stays whole.
-
-    Args:
-        first, then: what the first line and the further lines begin with; None: as the first.
-    """
+    """Lines of at most `columns`, broken at spaces; a list without spaces after its commas. Any other word that is too
+    long stays whole. `first`, `then`: what the first line and the further lines begin with."""
     then = first if then is None else then
     lines, line, empty = list[str](), first, True
     for word in text.split():
@@ -205,8 +185,7 @@ def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> li
 
 
 def _short(value: str) -> str:
-    """A value on one line: paths below the current folder are relative, and of a text that is too long only the end is
-    shown."""
+    """A value on one line: paths below the current folder are relative, and of a long text only the end is shown."""
     relative = value.replace(f"{os.getcwd()}{os.sep}", "")
     if len(relative) <= LONGEST:
         return relative

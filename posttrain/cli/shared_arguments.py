@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,11 +21,10 @@ exit codes: 0 done, 1 a bug (with traceback), 2 wrong usage or configuration,
 
 
 class HelpText(RawDescriptionHelpFormatter):
-    """Help as wide as the terminal. Descriptions are wrapped. A long example command is continued with `\\`, so that it
-    can be copied."""
+    """Help as wide as the terminal. A long example command is continued with `\\`, so that it can be copied."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+        return _wrapped(" ".join(text.split()), width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(part for line in text.splitlines() for part in fitted(line, width))
@@ -40,37 +40,25 @@ def fitted(line: str, width: int) -> list[str]:
         return [line]
     lead = line[: len(line) - len(line.lstrip())]
     if not line.lstrip().startswith("posttrain "):
-        return textwrap.wrap(
-            line.strip(),
-            width,
-            initial_indent=lead,
-            subsequent_indent=lead,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        return _wrapped(line.strip(), width, lead, lead)
     # After a comment the command could not be continued with `\`, so the comment stands on a line before it.
     command, comment = re.fullmatch(r"(.*?)( +#.*)?", line.strip()).groups(default="")  # type: ignore[union-attr]
     comment_lines = [f"{lead}# {comment.strip(' #')}"] if comment else []
     if len(lead + command) <= width:
         return [*comment_lines, lead + command]
-    lines = textwrap.wrap(
-        command,
-        width - 2,
-        initial_indent=lead,
-        subsequent_indent=f"{lead}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = _wrapped(command, width - 2, lead, f"{lead}  ")
     return [*comment_lines, *(f"{x} \\" for x in lines[:-1]), lines[-1]]
 
 
+def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
+    """The text in lines, where no word is broken. `first`, `then`: what the first line and the others begin with."""
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def add_command(
-    sub: Subparsers,
-    name: str,
-    call: object,
-    text: str,
-    example: str,
-    add_help: bool = True,
+    sub: Subparsers, name: str, call: Callable[[Namespace], int], text: str, example: str, add_help: bool = True
 ) -> ArgumentParser:
     """Add a command to the program; returns its parser.
 

@@ -64,12 +64,8 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
     yield from _list(folder, chosen, records, wanted, colours_on)
 
 
-# --- a list -----------------------------------------------------------------------------------------------------------
-
-
 def _tally(records: Sequence[Recorded], heldout: bool) -> str:
-    """The figures of a step in one line. For an evaluation they are means over distinct prompts, as in all its
-    tables."""
+    """The figures of a step in one line. For an evaluation they are means over distinct prompts."""
     # All samples of a held-out prompt belong to one prompt. In training each visit of a task is a group of its own.
     by_prompt: dict[tuple[str, int], list[Episode]] = {}
     for e in (r.episode for r in records):
@@ -102,15 +98,14 @@ def _list(
         sign = -1 if wanted.best else 1
         rows = [(i, r) for _, i, r in sorted(judged, key=lambda row: (sign * row[0], row[1]))]
     if not rows:
-        yield "  " + (
-            GRADES
-            if wanted.wrong and not grades.tells
-            else "none of them is wrong"
-            if wanted.wrong and any(r.episode.reward is not None for r in records)
-            else "all of them were judged"
-            if wanted.failed
-            else "none of them was judged; --failed says why"
-        )
+        if wanted.wrong and not grades.tells:
+            yield f"  {GRADES}"
+        elif wanted.wrong and any(r.episode.reward is not None for r in records):
+            yield "  none of them is wrong"
+        elif wanted.failed:
+            yield "  all of them were judged"
+        else:
+            yield "  none of them was judged; --failed says why"
         return
     yield paint(HEAD, "dim", colours_on)
     groups = _groups(rows, mixed_first=not (wanted.best or wanted.worst))
@@ -157,8 +152,7 @@ def _groups(rows: Sequence[Numbered], mixed_first: bool) -> list[list[list[Numbe
 
 
 def _advantage(r: Recorded) -> float | None:
-    """The mean advantage of an episode's spoken tokens; None for an episode without credit, 0 for one without
-    tokens."""
+    """The mean advantage of an episode's spoken tokens; None without credit, 0 without tokens."""
     if r.advantage is None:
         return None
     return float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if r.episode.spoken else 0.0

@@ -20,8 +20,7 @@ GRADES = "their rewards are grades, and nothing says which are right (env.right)
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """The options of `posttrain show`. `stage` and `step` None: the last one. `kind` None: training episodes if there
-    are any, else those of an evaluation."""
+    """The options of `posttrain show`. `stage`, `step` None: the last. `kind` None: training, else an evaluation."""
 
     stage: str | None = None
     step: int | None = None
@@ -119,7 +118,6 @@ def _main_score(r: Recorded) -> tuple[float, Right] | None:
     if e.right.named:
         return None if e.figure is None else (e.figure, e.right)
     scored = [j for j in e.verdicts if j.verdict.score is not None]
-    # What is right is asked as if this score alone were paid with weight 1: its weight, and whether it is only
-    # measured, do not change what is right.
+    # As if this score alone were paid with weight 1: its weight, and whether it is only measured, change nothing.
     main = max(scored, key=lambda j: j.weight, default=None)
     return main and (main.verdict.score or 0.0, right_of([replace(main, weight=1.0, measured=False)], None))

@@ -25,15 +25,15 @@ def lines(name: str, rows: Sequence[SweptValue]) -> Iterator[str]:
     yield f"  {name:>{wide}}  {'s a step':>9}  {'tokens/s':>9}  {roles}  steps behind"
     for r in rows:
         o, shares = r.loop, "  ".join(f"{bar(r.loop.idle[x])} {r.loop.idle[x]:>5.0%}" for x in ("learner", "engines"))
-        rate = f"{o.step:>9.3g}  {said(r) / o.step:>9,.0f}"
+        rate = f"{o.step:>9.3g}  {rate_of(r):>9,.0f}"
         yield f"  {r.value:>{wide}}  {rate}  {shares}  {o.behind:.2f}, most {max(o.ages, default=0)}"
     for note in _notes(rows):
         yield from hanging("  ", note, screen_width())
 
 
-def said(r: SweptValue) -> float:
-    """The number of tokens from which a step learns; 0 where no time is known."""
-    return 0.0 if r.plan.timed is None else r.plan.timed.said
+def rate_of(r: SweptValue) -> float:
+    """Tokens a second from which the learner learns; 0 where no time is known."""
+    return 0.0 if r.plan.timed is None else r.plan.timed.said / r.loop.step
 
 
 def bar(idle: float) -> str:
@@ -47,7 +47,7 @@ def bar(idle: float) -> str:
 
 
 def _notes(rows: Sequence[SweptValue]) -> Iterator[str]:
-    rates = [said(r) / r.loop.step for r in rows]
+    rates = [rate_of(r) for r in rows]
     # The first value that is nearly as good as the best. Later values often cost more: a larger staleness, for example,
     # means older samples.
     best = next(r for r, rate in zip(rows, rates, strict=True) if rate >= NEAR * max(rates))
@@ -80,7 +80,7 @@ def as_data(name: str, rows: Sequence[SweptValue]) -> dict[str, Any]:
                 "idle": dict(r.loop.idle),
                 "behind": r.loop.behind,
                 "ages": {str(a): x for a, x in r.loop.ages.items()},
-                "tokens_per_second": said(r) / r.loop.step,
+                "tokens_per_second": rate_of(r),
                 "lost": r.loop.lost,
             }
             for r in rows

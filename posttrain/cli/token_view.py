@@ -20,8 +20,6 @@ LARGEST_TOKENIZER = 512 * read_untrusted.MiB
 UNLIKELY = 0.1
 """Probability below which a sampled token is marked."""
 HEAD = "     at  who    version     logp      p  advantage  token"
-LEAD = "  {place:>5}  {who:<5}  {version:>7}  {chance}  {credit}  "
-
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -89,7 +87,7 @@ def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, colours_on: bool,
             credit = paint(f"{'-' if np.isnan(a) else f'{a:+.3f}':>9}", colour, colours_on)
             chance = paint(f"{s.logp[t]:>7.3f}  {p:>5.3f}", "yellow" if p < UNLIKELY else "", colours_on)
             token = paint(visible(decode([int(s.ids[t])])), "cyan", colours_on)
-            yield LEAD.format(place=t, who="said", version=s.version[t], chance=chance, credit=credit) + token
+            yield f"  {t:>5}  said   {s.version[t]:>7}  {chance}  {credit}  {token}"
             t += 1
             continue
         # Tokens of the world have no log-prob and no advantage, so a stretch of them is one piece of text.

@@ -173,12 +173,8 @@ def _positive(name: str, value: float) -> None:
 
 
 def pause_refusals(stage: str, engine: Engine, local: bool, deterministic: bool) -> Iterator[str]:
-    """Yields the reasons why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to
-    change.
-
-    Args:
-        local: whether the engine computes in the learner's process.
-    """
+    """Yields the reason why turns of a stage cannot stop while the learner computes (`unfinished=pause`), with what to
+    change. `local`: whether the engine computes in the learner's process."""
     setting = f"{stage}.unfinished=pause stops turns while the learner computes"
     if not (local and isinstance(engine, Embedded)):
         yield f"{setting}, and this engine goes on meanwhile by itself: set {stage}.unfinished=go_on"

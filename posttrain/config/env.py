@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -145,70 +145,48 @@ class Reward:
         return self.by_model or bool(self.judge_url)
 
     def __post_init__(self) -> None:
-        self._check_judge()
-        if self.models:
-            self._check_models()
-        elif (self.steps, self.aggregate, self.progress) != ("score", "min", False) and not self.judge_run:
-            raise ConfigError(
-                f"reward {self.function!r}: steps, aggregate and progress are for a process reward model (model:PATH,"
-                " or judge:PATH of a verifier); leave them out"
-            )
-        elif self.combine != "mean" or self.pessimism:
-            raise ConfigError(
-                f"reward {self.function!r}: combine and pessimism are for several reward models (model:A+B); leave them"
-                " out"
-            )
-        if self.progress and self.steps == "outcome":
-            raise ConfigError(
-                f"reward {self.function!r}: progress is of single steps, and steps=outcome pays one number; set"
-                " steps=score or steps=pay"
-            )
-        if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
-            raise ConfigError(
-                f"reward {self.function!r}: workers={self.workers} must be >= 0 and timeout={self.timeout} > 0"
-            )
+        for why in self._refusals():
+            raise ConfigError(f"reward {self.function!r}{why}")
         _check_resolution(f"reward {self.function!r}", self.resolution)
 
-    def _check_judge(self) -> None:
+    def _refusals(self) -> Iterator[str]:
+        """Yields what means nothing in these settings, behind the name of the reward."""
         is_policy = self.function.startswith(JUDGE) and not self.judge_url
         if is_policy and not self.judge_run:
-            raise ConfigError(f"reward {self.function!r}: name the run folder of a judge: judge:PATH")
+            yield ": name the run folder of a judge: judge:PATH"
         if self.judge != JudgeEndpoint() and not self.judge_url:
-            raise ConfigError(
-                f"reward {self.function!r}: its settings judge are for a judge at an endpoint (judge:https://HOST/v1);"
-                " leave them out"
-            )
+            yield ": its settings judge are for a judge at an endpoint (judge:https://HOST/v1); leave them out"
         if self.judge_url and self.workers:
-            raise ConfigError(
-                f"reward {self.function!r}: set judge.parallel for requests at once, and leave workers out"
-            )
+            yield ": set judge.parallel for requests at once, and leave workers out"
         if not is_policy and (self.votes, self.rivals, self.meta) != (1, 0, None):
-            raise ConfigError(f"reward {self.function!r}: votes, rivals and meta are for judge:PATH; leave them out")
+            yield ": votes, rivals and meta are for judge:PATH; leave them out"
         if self.votes < 1 or self.rivals < 0:
-            raise ConfigError(
-                f"reward {self.function!r}: votes={self.votes} must be at least 1 and rivals={self.rivals} at least 0"
-            )
+            yield f": votes={self.votes} must be at least 1 and rivals={self.rivals} at least 0"
         if is_policy and (self.workers or self.timeout is not None):
-            raise ConfigError(f"reward {self.function!r} has an engine of its own: leave workers and timeout out")
+            yield " has an engine of its own: leave workers and timeout out"
+        if self.models:
+            yield from self._refusals_of_models()
+        elif (self.steps, self.aggregate, self.progress) != ("score", "min", False) and not self.judge_run:
+            yield (
+                ": steps, aggregate and progress are for a process reward model (model:PATH, or judge:PATH of a"
+                " verifier); leave them out"
+            )
+        elif self.combine != "mean" or self.pessimism:
+            yield ": combine and pessimism are for several reward models (model:A+B); leave them out"
+        if self.progress and self.steps == "outcome":
+            yield ": progress is of single steps, and steps=outcome pays one number; set steps=score or steps=pay"
+        if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
+            yield f": workers={self.workers} must be >= 0 and timeout={self.timeout} > 0"
 
-    def _check_models(self) -> None:
+    def _refusals_of_models(self) -> Iterator[str]:
         if not all(self.models) or not all(self.stages):
-            raise ConfigError(
-                f"reward {self.function!r}: name a directory, a run folder or a hub id, or a stage of this run:"
-                " model:PATH, model:stage:NAME"
-            )
+            yield ": name a directory, a run folder or a hub id, or a stage of this run: model:PATH, model:stage:NAME"
         if self.workers or self.timeout is not None:
-            raise ConfigError(
-                f"reward {self.function!r} is computed by the learner's own forward pass: leave workers and timeout out"
-            )
+            yield " is computed by the learner's own forward pass: leave workers and timeout out"
         if len(self.models) == 1 and (self.combine != "mean" or self.pessimism):
-            raise ConfigError(
-                f"reward {self.function!r} is one model, and combine and pessimism are for several: model:A+B"
-            )
+            yield " is one model, and combine and pessimism are for several: model:A+B"
         if self.pessimism < 0 or (self.pessimism and self.combine == "worst"):
-            raise ConfigError(
-                f"reward {self.function!r}: pessimism={self.pessimism:g} must be >= 0, and 0 with combine=worst"
-            )
+            yield f": pessimism={self.pessimism:g} must be >= 0, and 0 with combine=worst"
 
 
 def _check_resolution(owner: str, resolution: float | None) -> None:

@@ -1,8 +1,5 @@
 """The meaning of each setting: the text below a field in the source of its class, and below a choice where it is
-declared.
-
-A field is documented once, at the field. `posttrain run RECIPE --help` and the comments of a written run read it here.
-"""
+declared. `posttrain run RECIPE --help` and the comments of a written run read it here."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import inspect
 import re
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,12 +38,10 @@ def _texts(module: str) -> dict[str, dict[str, str]]:
 def _below(body: list[ast.stmt]) -> dict[str, str]:
     """Each name that is assigned, with the text that stands below the assignment."""
     out: dict[str, str] = {}
-    for statement, after in zip(body, [*body[1:], None], strict=True):
-        targets: list[ast.expr] = []
-        if isinstance(statement, ast.AnnAssign):
-            targets = [statement.target]
-        elif isinstance(statement, ast.Assign):
-            targets = statement.targets
+    for statement, after in pairwise(body):
+        if not isinstance(statement, ast.AnnAssign | ast.Assign):
+            continue
+        targets = [statement.target] if isinstance(statement, ast.AnnAssign) else statement.targets
         text_node = after.value if isinstance(after, ast.Expr) else None
         if isinstance(text_node, ast.Constant) and isinstance(text_node.value, str):
             out |= {t.id: " ".join(text_node.value.split()) for t in targets if isinstance(t, ast.Name)}
@@ -77,10 +73,9 @@ def meaning(cls: type, field: str) -> str:
         type_name = str(inspect.get_annotations(base)[field]).partition(" |")[0]
         if text := texts.get("", {}).get(type_name):
             return without_codes(text)
-    declared = next(
-        (m for m in dataclass_json.members(dataclass_json.hints(cls)[field]) if dataclasses.is_dataclass(m)), None
-    )
-    return about(cast("type", declared)) if declared is not None else ""
+    members = dataclass_json.members(dataclass_json.hints(cls)[field])
+    declared = [cast("type", m) for m in members if dataclasses.is_dataclass(m)]
+    return about(declared[0]) if declared else ""
 
 
 def sentence(text: str) -> str:

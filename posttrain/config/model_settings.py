@@ -60,11 +60,7 @@ class Lora:
 
 
 def goes_on(asked: Lora | None, saved: Lora, where: str) -> Lora:
-    """The adapter of a model that has one already: that one goes on.
-
-    Raises:
-        ConfigError: another one is asked for.
-    """
+    """The adapter of a model that has one already: that one goes on. ConfigError where another one is asked for."""
     if asked not in (None, saved):
         raise ConfigError(
             f"{where}: there is an adapter already ({saved.words()}), and it is trained further. Leave model.lora out;"
@@ -79,29 +75,6 @@ def check_frozen(lora: Lora | None, quantize: str | None) -> None:
         raise ConfigError(
             f"model.quantize={quantize} is for the frozen weights beneath an adapter, and here all weights train: set"
             " model.lora.rank=16, or leave it out"
-        )
-
-
-def refuse_dora(lora: Lora | None, quantize: str | None) -> None:
-    """ConfigError for DoRA over weights in few bits."""
-    if quantize is not None and lora is not None and lora.dora:
-        raise ConfigError(
-            f"model.quantize={quantize} with model.lora.dora=true: PEFT computes DoRA's norms from float weights. Set"
-            " one of them off"
-        )
-
-
-def check_served_elsewhere(lora: Lora | None, quantize: str | None) -> None:
-    """ConfigError for what vLLM cannot serve."""
-    if lora is not None and lora.dora:
-        raise ConfigError(
-            "model.lora.dora=true with engine=vllm: vLLM serves no DoRA adapters. Set engine=embedded, or"
-            " model.lora.dora=false"
-        )
-    if quantize is not None:
-        raise ConfigError(
-            f"model.quantize={quantize} with engine=vllm: vLLM would answer from other weights than the learner's. Set"
-            " engine=embedded, or leave it out"
         )
 
 

@@ -67,9 +67,8 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
         if node.word is not None and node.word != word:
             raise ConfigError(f"{'.'.join(path)} is given twice, as {node.word!r} and as {word!r}; keep one")
         node.word = word
-    # A path names a stage by its name and not as an element of `stages`, so what is said of stages is taken out first,
-    # and the rest is a change of the run's other fields. The run is built once, of both: new stages may be valid with
-    # the new fields alone.
+    # Stages are addressed by their names, so they are taken out first. The run is built once: new stages may be valid
+    # with the new fields alone.
     stage_nodes = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
     stages = tuple(
         _forget_right(s, _rebuild(type(s), s, node, s.name), node)
@@ -96,9 +95,6 @@ def _left_out(node: Node, name: str) -> bool:
     if out and node.parts:
         raise ConfigError(f"{name}=none leaves the stage out, and {name}.{next(iter(node.parts))} changes it: keep one")
     return out
-
-
-# --- addresses -------------------------------------------------------------------------------------------------------
 
 
 def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
@@ -148,8 +144,7 @@ def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _suggest(run: Run, key: str) -> str:
-    """Suggest full paths with the same last word or a close one, else the nearest full path, else the first words of
-    all paths."""
+    """Suggest full paths with the same last word or a close one, else the nearest path, else the first words."""
     full = [path for path, _ in surface(run)]
     ends: dict[str, list[str]] = {}
     for path in sorted(full, key=lambda p: p.count(".")):
@@ -162,9 +157,6 @@ def _suggest(run: Run, key: str) -> str:
         shortest = [p for p in ends[close] if p.count(".") == ends[close][0].count(".")]
         return f"did you mean {', '.join(shortest[:6])}?"
     return f"settings begin with one of {', '.join(sorted({p.partition('.')[0] for p in full}))}"
-
-
-# --- rebuilding ------------------------------------------------------------------------------------------------------
 
 
 def _env(env: Env | None, word: str) -> Env:
@@ -320,17 +312,14 @@ def _patched(base: Any, node: Node, path: str) -> Any:
         if name not in known:
             raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, known)}")
         wanted[name] = _rebuild(known[name], getattr(base, name), part, f"{path}.{name}")
-    # A second call of `apply` must not stack a patch on the user's own: its changes are read again and made together
-    # with the new ones, which win. An override back to the published value takes the patch away.
+    # The user's own patch is not stacked on: its changes are made again together with the new ones, which win. An
+    # override back to the published value takes the patch away.
     parent = base
     if base.paper == USER_PATCH and base.parent is not None:
         parent = base.parent
         wanted = {**{name: new for name, (_, new) in differences(parent, base).items()}, **wanted}
     changes = {name: value for name, value in wanted.items() if getattr(parent, name) != value}
     return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent
-
-
-# --- the surface -----------------------------------------------------------------------------------------------------
 
 
 def surface(run: Run) -> list[tuple[str, str]]:
@@ -354,8 +343,7 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
             yield here, dataclass_json.describe(dataclass_json.hints(Optimizer)["kind"])
             yield from _surface(Optimizer, here)
             continue
-        # A group of which only fields can be set has no line of its own. One that a single word sets (`SHORT`) or
-        # chooses has one.
+        # A group has a line of its own where a single word sets (`SHORT`) or chooses it.
         short = any(m in SHORT for m in dataclass_json.members(declared))
         item = dataclass_json.tuple_item(declared)
         pieces = dataclass_json.pieces(declared if item is None else item)

@@ -72,8 +72,7 @@ Placement = Local | Processes | Ray
 
 
 def placement_refusals(placement: Placement, engine: Engine) -> str:
-    """Returns a message that says what an engine in another process cannot do, and what to change; '' where all
-    fits."""
+    """Returns what an engine in another process cannot do, and what to change; '' where all fits."""
     if isinstance(placement, Local):
         return ""
     kind = type(placement).__name__.lower()
@@ -112,14 +111,11 @@ def learner_cores(placement: Placement) -> int:
 
 def check_machine(placement: Placement) -> None:
     """ConfigError for what this machine lacks: a package, or cores."""
-    if isinstance(placement, Local):
-        return
-    if isinstance(placement, Ray):
-        if find_spec("ray") is None:
-            raise ConfigError(
-                'placement=ray needs Ray: pip install "posttrain[ray]", or take placement=processes, which needs no'
-                " package"
-            )
+    if isinstance(placement, Ray) and find_spec("ray") is None:
+        raise ConfigError(
+            'placement=ray needs Ray: pip install "posttrain[ray]", or take placement=processes, which needs no package'
+        )
+    if isinstance(placement, Local | Ray):
         return
     if placement.cores and not hasattr(os, "sched_setaffinity"):
         raise ConfigError(

@@ -12,15 +12,7 @@ from typing import Literal
 
 from posttrain.config.engines import Embedded, Engine, KernelChoice, engine_refusals, pause_refusals
 from posttrain.config.env import Env
-from posttrain.config.model_settings import (
-    Lora,
-    RouterReplay,
-    check_device,
-    check_frozen,
-    check_served_elsewhere,
-    refuse_dora,
-    router_refusals,
-)
+from posttrain.config.model_settings import Lora, RouterReplay, check_device, check_frozen, router_refusals
 from posttrain.config.placement import Local, Placement, placement_refusals
 from posttrain.config.stages.reinforce import Reinforce as Reinforce
 from posttrain.config.stages.stage import LearnsRows, Stage, offered, refusals
@@ -118,9 +110,12 @@ class Model:
 
     def __post_init__(self) -> None:
         check_device(self.device, self.offload_activations, self.offload_optimizer)
-        refuse_dora(self.lora, self.quantize)
-        # Both spellings become the word, so that runs which are the same are equal. The class is
-        # frozen, hence the detour.
+        if self.quantize is not None and self.lora is not None and self.lora.dora:
+            raise ConfigError(
+                f"model.quantize={self.quantize} with model.lora.dora=true: PEFT computes DoRA's norms from float"
+                " weights. Set one of them off"
+            )
+        # Both spellings become the word, so that equal runs are equal. The class is frozen, hence the detour.
         if isinstance(self.gradient_checkpointing, bool):
             object.__setattr__(self, "gradient_checkpointing", "full" if self.gradient_checkpointing else "none")
         if self.compile and (self.gradient_checkpointing != "none" or self.offload_activations):
@@ -277,8 +272,6 @@ class Run:
             )
         for why in self._refusals():
             raise ConfigError(why)
-        if not isinstance(self.engine, Embedded):
-            check_served_elsewhere(self.model.lora, self.model.quantize)
         # A model that is loaded may come with an adapter, which only its folder tells; it is checked where it is read.
         if self.model.path is None:
             check_frozen(self.model.lora, self.model.quantize)
@@ -292,13 +285,13 @@ class Run:
             )
         if len(set(names)) != len(names):
             raise ConfigError(f"stage names must differ: {names}")
-        if blind := [
-            s for s in self.stages if isinstance(s, Reinforce) and s.target is not None and not self.env_of(s).heldout
-        ]:
-            name, env = blind[0].name, "env" if blind[0].env is None else f"{blind[0].name}.env"
-            raise ConfigError(
-                f"{name}.target is never measured with {env}.heldout=0: set {env}.heldout, or {name}.target=none"
-            )
+        for s in self.stages:
+            if isinstance(s, Reinforce) and s.target is not None and not self.env_of(s).heldout:
+                env = "env" if s.env is None else f"{s.name}.env"
+                raise ConfigError(
+                    f"{s.name}.target is never measured with {env}.heldout=0: set {env}.heldout, or"
+                    f" {s.name}.target=none"
+                )
         for why in refusals(self.stages):
             raise ConfigError(why)
 
@@ -314,7 +307,18 @@ class Run:
         for stage in [s.name for s in rl if s.unfinished == "pause"]:
             yield from pause_refusals(stage, engine, isinstance(self.placement, Local), self.deterministic)
         balanced = next((s.name for s in rl if s.router_aux_loss_coef), "")
-        yield from router_refusals(model.router_replay, balanced, isinstance(engine, Embedded))
+        embedded = isinstance(engine, Embedded)
+        yield from router_refusals(model.router_replay, balanced, embedded)
+        if not embedded and model.lora is not None and model.lora.dora:
+            yield (
+                "model.lora.dora=true with engine=vllm: vLLM serves no DoRA adapters. Set engine=embedded, or"
+                " model.lora.dora=false"
+            )
+        if not embedded and model.quantize is not None:
+            yield (
+                f"model.quantize={model.quantize} with engine=vllm: vLLM would answer from other weights than the"
+                " learner's. Set engine=embedded, or leave it out"
+            )
 
     def stage(self, name: str) -> Stage:
         return next(s for s in self.stages if s.name == name)

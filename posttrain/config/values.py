@@ -29,8 +29,7 @@ def read(declared: Any, word: str, path: str) -> Any:
     (('a, b',), ((17, -2.5),))
     """
     options = dataclass_json.members(declared)
-    # The order of the cases: `none` is valid for any optional type, lists and pairs are read item by item, a piece by
-    # its name, and only then are the alternatives of a scalar tried.
+    # `none` first, then lists and pairs item by item, a piece by its name, and only then the alternatives of a scalar.
     if type(None) in options and word.lower() == "none":
         return None
     item = dataclass_json.tuple_item(declared)
@@ -80,8 +79,8 @@ def _scalar(kind: Any, word: str) -> Any:
     if kind in (int, float):
         try:
             number = float(word)
-            # `1e3` is a whole number, and `1000.0` is none. A long row of digits is not taken through a
-            # float, which would round it.
+            # `1e3` is a whole number, `1000.0` is none. Digits alone are not taken through a float, which would round
+            # them.
             with_exponent = int(number) if number.is_integer() and "e" in word.lower() else None
             integer = int(word) if word.lstrip("+-").isdigit() else with_exponent
         except (ValueError, OverflowError):
@@ -94,8 +93,7 @@ def _scalar(kind: Any, word: str) -> Any:
 
 
 def _piece(pieces: dict[str, type], declared: Any, word: str, path: str) -> Any:
-    """A piece with its defaults, named by its type. Where one type is valid and it has one required field, the word may
-    be the value of that field."""
+    """A piece with its defaults, named by its type, or by its only required field where one type is valid."""
     names = {name.lower(): cls for name, cls in pieces.items()}
     if len(names) == 1:
         cls = next(iter(names.values()))

@@ -65,8 +65,7 @@ def inline(text: str) -> Markup:
 
 def data(identity: str, value: Any) -> Markup:
     """Data that a script of the page reads. `</script>` cannot occur in it."""
-    # A browser ends the element at the first `</script`, even inside a JSON string. So every `<` is written as an
-    # escape, which a JSON parser reads back.
+    # A browser ends the element at the first `</script`, even in a JSON string, so every `<` is written as an escape.
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return Markup(f'<script type="application/json" id="{html.escape(identity)}">{text}</script>')
 

@@ -39,8 +39,7 @@ def number(x: float | None, digits: int = 4) -> str:
 
 def _plain(x: Any) -> Any:
     """A value as JSON. Floats have five significant digits, and those that are not finite are None."""
-    # JSON has no NaN and no infinity, and a browser refuses to parse them. Five digits are more than a picture can
-    # show, and they keep pages small.
+    # A browser parses no NaN and no infinity. Five digits are more than a picture can show, and keep pages small.
     if isinstance(x, float):
         return float(f"{x:.5g}") if math.isfinite(x) else None
     if isinstance(x, Mapping):
@@ -198,8 +197,7 @@ class Gantt(Picture):
 
 @dataclass(frozen=True)
 class Matrix(Picture):
-    """A table of cells, coloured by value between `low` and `high`; `texts` stands in the cells in place of the
-    numbers."""
+    """A table of cells, coloured by value between `low` and `high`; `texts` stands in place of the numbers."""
 
     across: Sequence[str]
     down: Sequence[str]

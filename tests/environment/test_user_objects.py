@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.build.request.user_objects import UserObjects, named_rewards, place, setting_words
+from posttrain.build.request.user_objects import UserObjects, named_rewards, setting_words
 from posttrain.cli import main
 from posttrain.config.env import Env, Reward
 from posttrain.config.overrides import apply
@@ -43,7 +43,7 @@ def right(task: Task, text: str) -> float:
 
 
 def played(rows: Any) -> Any:
-    run, given = place(recipe("grpo"), posttrain.prompts(rows), [right])
+    run, given = UserObjects(posttrain.prompts(rows), [right]).place(recipe("grpo"))
     return environment(replace(run.env, heldout=2), 0, given)
 
 
@@ -123,10 +123,10 @@ def test_a_tuple_that_is_no_reward_with_its_weight_says_so(rewards: Any) -> None
 
 
 def test_rewards_handed_again_keep_the_weights_of_the_run() -> None:
-    begun, _ = place(recipe("grpo"), posttrain.prompts(ROWS), [("exact", 0.25), (right, 0.5)])
+    begun, _ = UserObjects(posttrain.prompts(ROWS), [("exact", 0.25), (right, 0.5)]).place(recipe("grpo"))
 
     def weights(*rewards: Any) -> dict[str, float]:
-        return {r.function: r.weight for r in place(begun, rewards=list(rewards))[0].env.rewards}
+        return {r.function: r.weight for r in UserObjects(rewards=list(rewards)).place(begun)[0].env.rewards}
 
     own = {"exact": 0.25, "inline:right": 0.5}
     assert weights(right) == weights("exact", right) == weights(right, "exact") == own
@@ -152,14 +152,14 @@ def test_a_list_that_holds_itself_is_no_row() -> None:
 
 
 def test_functions_of_a_program_do_not_go_to_workers() -> None:
-    run, given = place(recipe("grpo"), posttrain.prompts(ROWS), [right])
+    run, given = UserObjects(posttrain.prompts(ROWS), [right]).place(recipe("grpo"))
     reward = replace(run.env.rewards[0], workers=2)
     with pytest.raises(ConfigError, match="cannot go to a worker process"):
         environment(replace(run.env, rewards=(reward,)), 0, given)
 
 
 def test_what_is_handed_asks_for_nothing_outside() -> None:
-    run, _ = place(recipe("grpo"), posttrain.prompts(ROWS), [right])
+    run, _ = UserObjects(posttrain.prompts(ROWS), [right]).place(recipe("grpo"))
     assert not asks(run)
 
 
@@ -231,7 +231,7 @@ def test_kept_rows_that_were_changed_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_name_of_rows_leads_nowhere_outside(tmp_path: Path) -> None:
-    run, given = place(recipe("grpo"), posttrain.prompts(ROWS), ["exact"])
+    run, given = UserObjects(posttrain.prompts(ROWS), ["exact"]).place(recipe("grpo"))
     (tmp_path / "data").mkdir()
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     with pytest.raises(ConfigError, match="handed to the run"):
@@ -291,16 +291,16 @@ def test_an_evaluation_closes_its_environment_however_it_ends() -> None:
 
 
 def test_settings_of_an_environment_object_can_be_overridden() -> None:
-    run, given = place(recipe("grpo"), Mine(max_operand=5, heldout_count=4))
+    run, given = UserObjects(Mine(max_operand=5, heldout_count=4)).place(recipe("grpo"))
     env = environment(replace(run.env, args={**run.env.args, "max_operand": 7}, heldout=3), 0, given)
     assert (env.max_operand, env.heldout_count) == (7, 3)
 
 
 def test_an_algorithm_goes_into_the_stage_that_learns() -> None:
-    run, _ = place(recipe("grpo"), algorithm=DAPO)
+    run, _ = UserObjects(algorithm=DAPO).place(recipe("grpo"))
     assert run.stage("rl").algorithm is DAPO
     with pytest.raises(ConfigError, match="2 stages that learn from reward"):
-        place(replace(run, stages=(*run.stages, replace(run.stages[0], name="two"))), algorithm=DAPO)
+        UserObjects(algorithm=DAPO).place(replace(run, stages=(*run.stages, replace(run.stages[0], name="two"))))
 
 
 @pytest.mark.prove

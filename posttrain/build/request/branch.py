@@ -1,9 +1,8 @@
 """A run that begins with the weights of another one: `model=runs/X`, or of one checkpoint,
 `model=runs/X/checkpoints/NAME`.
 
-Model configuration, tokenizer and weights come from that folder alone. The checkpoint's name is written into the new
-run's settings. The new folder has a copy of the model with which it began, so it can go on even if the other run is
-gone.
+Model configuration, tokenizer and weights come from that folder alone. The new run's settings name the checkpoint, and
+its folder has a copy of the model, so it can go on even if the other run is gone.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ def refuse_reward_model(folder: Path, state: Mapping[str, Any], what: str, other
 
 
 def run_source(path: str | Path | None) -> tuple[Path, str] | None:
-    """(run folder, name of the checkpoint) of a path; None where it is no run. Without a named checkpoint it is
-    `last`."""
+    """(run folder, name of the checkpoint, `last` where none is named) of a path; None where it is no run."""
     if path is None:
         return None
     folder, inside = folder_of(Path(path).expanduser())
@@ -160,11 +158,7 @@ def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
 
 
 def same_base(folder: Path, policy: Any) -> Any:
-    """Returns the policy, after checking that its frozen weights are those with which the folder's run began.
-
-    Raises:
-        RunFolderError: they are others, so the run's adapter does not fit them.
-    """
+    """Returns the policy; RunFolderError where its frozen weights are not those with which the folder's run began."""
     from posttrain.engine.model.policy_model import base_digest
 
     then: Any = run_file(folder).facts.get("base_digest")

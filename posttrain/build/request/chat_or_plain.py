@@ -1,8 +1,5 @@
-"""Checks whether the model knows the other form of the prompts better: a chat in its template, or plain text.
-
-Known right answers are scored after the prompts as they are ("here"), and after the same prompts in the other form
-("there"). If they are far likelier there, the user gets a note.
-"""
+"""Checks whether the model knows the other form of the prompts better: a chat in its template, or plain text. Known
+right answers are scored after the prompts as they are ("here"), and in the other form ("there")."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ their difference says little. And at least `SURE` standard errors above 0."""
 
 
 def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list[str]:
-    """A note where the known answers are far likelier after the same prompts in the other form.
-
-    It needs a chat template, and completions or right answers of one turn. Nothing is sampled.
-    """
+    """A note where the known answers are far likelier after the same prompts in the other form. It needs a chat
+    template, and completions or right answers of one turn. Nothing is sampled."""
     if not getattr(getattr(parts.renderer, "tokenizer", None), "chat_template", None):
         return []
     known = answers(env, tasks)
@@ -43,19 +38,15 @@ def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list
             continue  # the other form cannot be written with this tokenizer, so the model cannot know it
         if len(pairs) == PAIRS or sum(len(s.ids) for pair in pairs for s in pair) > TOKENS:
             break
-    # Too few for a standard error that means anything.
-    if len(pairs) < 4:
+    if len(pairs) < 4:  # too few for a standard error that means anything
         return []
     here, there = (_logps(parts, [p[i] for p in pairs]) for i in (0, 1))
     if not clearly_better(here, there):
         return []
-    chat = not isinstance(known[0][0].prompt, str)
-    was, other = ("chats", "plain text") if chat else ("plain text", "chats in the model's template")
-    advice = (
-        "give the prompts as text (a string in the prompt column)"
-        if chat
-        else 'give each prompt as messages: [{"role": "user", "content": "..."}]'
-    )
+    was, other = "plain text", "chats in the model's template"
+    advice = 'give each prompt as messages: [{"role": "user", "content": "..."}]'
+    if not isinstance(known[0][0].prompt, str):
+        was, other, advice = "chats", "plain text", "give the prompts as text (a string in the prompt column)"
     return [
         f"wrong template: the prompts are written as {was}, and the model was trained on another form. Right answers"
         f" have {here.mean():.2g} nats a token after them, and {there.mean():.2g} after the same prompts as {other}."

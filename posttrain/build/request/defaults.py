@@ -1,14 +1,9 @@
 """Settings for a real model, where the user leaves them open.
 
 A recipe has values for the tiny model that it builds. Where the user gives a model, each setting that the user did not
-give is chosen for that model, and printed with the reason.
-
-    Choices(run, given).made()     path -> (value, reason)
-    for_model(run, given)          the run with them, and the lines to print
-
-Of the model only config.json and the sizes of its files are read, of the data only the lengths of its texts
-(`build.request.input_measures`). The choices become part of the run tree, so run.json has them. A run that goes on is
-never changed by them.
+give is chosen for that model, and printed with the reason. Of the model only config.json and the sizes of its files are
+read, of the data only the lengths of its texts (`build.request.input_measures`). The choices become part of the run
+tree, so run.json has them. A run that goes on is never changed by them.
 """
 
 from __future__ import annotations
@@ -89,7 +84,12 @@ class Choices:
 
     def made(self) -> dict[str, Choice]:
         """Every choice by its path, in the order in which they are printed."""
-        out: dict[str, Choice] = dict(self._machine())
+        where = self.where
+        out: dict[str, Choice] = {
+            "model.device": (where.device, where.why),
+            "model.dtype": (self.dtype, _dtype_reason(where)),
+            "threads": (0, f"all {where.cores} cores"),
+        }
         for stage in self.run.stages:
             out |= {f"{stage.name}.{name}": choice for name, choice in self._stage(stage)}
         out |= self._memory()
@@ -103,27 +103,15 @@ class Choices:
     def _lr(self, kind: type[Stage]) -> Choice:
         """The learning rate of a stage of this kind, of full weights or of an adapter."""
         rate, why = learning_rate(kind, None if self.size is None else self.size.parameters)
-        return (
-            (rate, why)
-            if self.run.model.lora is None
-            else (float(f"{float(rate) * LORA:.2g}"), f"an adapter: {LORA} times the rate of {why}")
-        )
-
-    # --- the machine -------------------------------------------------------------------------------------------------
-
-    def _machine(self) -> Iterator[tuple[str, Choice]]:
-        where = self.where
-        yield "model.device", (where.device, where.why)
-        yield "model.dtype", (self.dtype, _dtype_reason(where))
-        yield "threads", (0, f"all {where.cores} cores")
+        if self.run.model.lora is None:
+            return rate, why
+        return float(f"{float(rate) * LORA:.2g}"), f"an adapter: {LORA} times the rate of {why}"
 
     @property
     def dtype(self) -> str:
         if self._is_given("model.dtype"):
             return self.run.model.dtype
         return "bfloat16" if self.where.device.startswith("cuda") else "float32"
-
-    # --- stages ------------------------------------------------------------------------------------------------------
 
     def _stage(self, stage: Stage) -> Iterator[tuple[str, Choice]]:
         if isinstance(stage, Reinforce):
@@ -142,12 +130,9 @@ class Choices:
         yield "optimizer.lr", self._lr(Reinforce)
         yield "sampling.max_tokens", self._answer()
         rows, minibatches = self.data.rows if self.data is not None else None, stage.minibatches
-        prompts = PROMPTS[self.where.accelerated]
-        why = (
-            f"{PROMPTS[True] * SIBLINGS:,} samples a step, as GRPO and Dr. GRPO"
-            if self.where.accelerated
-            else f"this is a CPU; published runs take {PROMPTS[True]} and more, on GPUs"
-        )
+        prompts, why = PROMPTS[False], f"this is a CPU; published runs take {PROMPTS[True]} and more, on GPUs"
+        if self.where.accelerated:
+            prompts, why = PROMPTS[True], f"{PROMPTS[True] * SIBLINGS:,} samples a step, as GRPO and Dr. GRPO"
         if rows is not None and rows < prompts:
             prompts, why = rows, f"the data has {rows:,} rows"
         # Rounded down to a multiple of `minibatches`, since the groups of a step are cut into that many parts.
@@ -159,23 +144,17 @@ class Choices:
 
     def _answer(self) -> Choice:
         """Most tokens of an answer."""
-        context = self._positions
+        context = self.run.model.context or (self.size.positions if self.size is not None else None)
         imitated = any(isinstance(s, Supervised) and s.style == "completion" for s in self.run.stages)
         longest = self.data.longest_completion if self.data is not None and imitated else 0
         most, why = ANSWER, "room to reason; most answers end earlier"
-        # An English token has about four bytes. So half as many tokens as the longest completion has bytes leave room
-        # for an answer of twice its length.
+        # A token has about four bytes: half as many tokens as bytes leave room for an answer of twice the length.
         if longest:
             most = max(128, _power(longest // 2))
             why = f"the longest completion has {longest:,} bytes"
         if context is not None and most > context // 2:
             most, why = context // 2, f"half of the model's context of {context:,} tokens"
         return most, why
-
-    @property
-    def _positions(self) -> int | None:
-        """Most tokens of a sequence, from the settings or else from config.json; None: not known."""
-        return self.run.model.context or (self.size.positions if self.size is not None else None)
 
     def _supervised(self, stage: Supervised) -> Iterator[tuple[str, Choice]]:
         yield "optimizer.lr", self._lr(Supervised)
@@ -194,11 +173,8 @@ class Choices:
             steps = max(1, self.data.rows // stage.batch)
             yield "steps", (steps, f"1 pass over {self.data.rows:,} rows, {stage.batch} a step; more passes overfit")
 
-    # --- memory ------------------------------------------------------------------------------------------------------
-
     def _memory(self) -> dict[str, Choice]:
-        """The settings that depend on sizes: context, tokens of a pass, gradient checkpointing, the cache and its
-        slots."""
+        """The settings that depend on sizes: context, tokens of a pass, checkpointing, the cache, its slots."""
         choices_made: dict[str, Choice] = {}
         longest = self._longest()
         if longest is not None and self.run.model.context is None:
@@ -219,19 +195,16 @@ class Choices:
             choices_made[f"{stage.name}.micro_tokens"] = (micro, "what fits in memory at once; it changes no result")
         if not isinstance(self.run.engine, Embedded) or not any(s.contract is not None for s in self.run.stages):
             return choices_made
-        # Each number of the cache has 4 bytes. Slots are counted for sequences of half the context, hence the factor 2
-        # in `slots`.
+        # Each number of the cache has 4 bytes. Slots are counted for sequences of half the context, hence the factor 2.
         bytes_per_token = 4 * self.size.layers * self.size.cache_width
         cache = round(max(0.5, min(free * CACHE, 64.0 if self.where.accelerated else 4.0)), 1)
         choices_made["engine.cache_gib"] = (cache, f"{CACHE:.0%} of the {free:.0f} GiB that the weights leave")
-        slots = max(
-            8, min(_floor_power(2 * cache * GIB / (bytes_per_token * context)), 512 if self.where.accelerated else 256)
-        )
+        fitting = _floor_power(2 * cache * GIB / (bytes_per_token * context))
+        slots = max(8, min(fitting, 512 if self.where.accelerated else 256))
         choices_made["slots"] = (slots, f"sequences of {context // 2:,} tokens that fit in the cache")
         # The cache may only be freed if no turn is unfinished meanwhile: no groups asked ahead, and no paused turns.
-        nothing_pending = not any(
-            isinstance(s, Reinforce) and (s.staleness or s.unfinished != "go_on") for s in self.run.stages
-        )
+        rl = [s for s in self.run.stages if isinstance(s, Reinforce)]
+        nothing_pending = not any(s.staleness or s.unfinished != "go_on" for s in rl)
         worth_it = self.size.parameters >= SLEEPS and not self.where.accelerated
         if nothing_pending and worth_it and isinstance(self.run.placement, Local):
             choices_made["engine.sleep"] = (True, "the cache is freed while the learner works")
@@ -265,8 +238,8 @@ class Choices:
         # `bytes_each` for the weight, its gradient, the sampler's copy and the reference's copy. 8: the two moments in
         # float32. 8 more below float32: a float32 master copy with its gradient.
         bytes_per_parameter = bytes_each * (2 + sampler + reference) + 8 + (8 if bytes_each < 4 else 0)
-        # The weights beneath an adapter do not train: learner and reference share one copy. The sampler shares it too,
-        # except in float32 without quantization. The adapter's own numbers are few and not counted.
+        # Beneath an adapter learner and reference share one copy, and the sampler too, except in float32 without
+        # quantization. The adapter's own numbers are not counted.
         if self.run.model.lora is not None:
             quantized_bytes = {"int8": 1.2, "nf4": 0.7}.get(self.run.model.quantize or "")
             bytes_per_parameter = quantized_bytes or bytes_each * (1 + (sampler and bytes_each == 4))
@@ -278,11 +251,9 @@ class Choices:
         return max(1.0, 0.9 * self.where.memory - self.needed)
 
     def _pass_bytes(self, again: bool) -> float:
-        """Bytes that a token takes in a forward and backward pass, about.
-
-        A layer keeps about 16 hidden states and 4 inner ones of the feed-forward part. With gradient checkpointing
-        (`again`) only one layer keeps them at a time, and each layer keeps one hidden state.
-        """
+        """Bytes that a token takes in a forward and backward pass, about: a layer keeps about 16 hidden states and 4
+        inner ones of the feed-forward part. With gradient checkpointing (`again`) only one layer keeps them at a time,
+        and each layer keeps one hidden state."""
         assert self.size is not None
         layer = 16 * self.size.hidden + 4 * self.size.ffn
         kept = layer * self.size.layers if not again else layer + self.size.hidden * self.size.layers
@@ -357,16 +328,14 @@ def for_model(
     only: Collection[str] = (),
     objects: RuntimeObjects = RuntimeObjects(),
 ) -> ModelDefaults:
-    """The run with a choice for every setting that was not given, and the lines to print.
-
-    Without `model.path` only stages for which the data has nothing are left out. A model as small as a recipe's own, or
-    one that a run built, keeps the settings of the recipe.
+    """The run with a choice for every setting that was not given, and the lines to print. Without `model.path` only
+    stages for which the data has nothing are left out. A model as small as a recipe's own, or one that a run built,
+    keeps the settings of the recipe.
 
     Args:
         given: full paths of the user's settings (`given_paths`).
         trained: False where the weights are of a model that a run built.
-        only: words of the paths to choose, such as `threads` or `sampling`: the first word, or the second, as in
-            `rl.sampling.max_tokens`. Empty: all.
+        only: words of the paths to choose: the first word, or the second, as in `rl.sampling.max_tokens`. Empty: all.
         objects: what a Python program handed to the run.
     """
     # Rows are read only where the user gave data or a model: for a recipe as it is shipped nothing depends on them.
@@ -383,13 +352,18 @@ def for_model(
     device = run.model.device if "model.device" in given else None
     choices = Choices(run, given, data, size, machine(device))
     asked = {path: c for path, c in choices.made().items() if not only or {*path.split(".")[:2]} & {*only}}
-    words = [f"{path}={str(value).lower() if isinstance(value, bool) else value}" for path, (value, _) in asked.items()]
     lines += [f"settings chosen for {run.model.path} (give any of them yourself):"]
-    lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in asked.items()]
-    lines += [w for w in (choices.warning(),) if w]
-    return ModelDefaults(
-        dotted.apply(run, words), tuple(lines), chosen | {path: why for path, (_, why) in asked.items()}
-    )
+    return _with_choices(run, asked, lines, [w for w in (choices.warning(),) if w], chosen)
+
+
+def _with_choices(
+    run: Run, choices: Mapping[str, Choice], lines: list[str], more: list[str], chosen: dict[str, str]
+) -> ModelDefaults:
+    """The run with these choices, and its lines: `lines`, one for each choice, and `more`."""
+    words = [f"{path}={str(x).lower() if isinstance(x, bool) else x}" for path, (x, _) in choices.items()]
+    told = [f"  {path} = {word(value)}: {why}" for path, (value, why) in choices.items()]
+    reasons = chosen | {path: why for path, (_, why) in choices.items()}
+    return ModelDefaults(dotted.apply(run, words), (*lines, *told, *more), reasons)
 
 
 def _as_the_recipe(
@@ -402,20 +376,15 @@ def _as_the_recipe(
         rates = {f"{s.name}.optimizer.lr": learning_rate(type(s), size.parameters) for s in stages}
         free = {path: c for path, c in rates.items() if path not in given}
         lines += [f"settings: those of the recipe, because a run built the model; by its {about}:"]
-        lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in free.items()]
-        words = [f"{path}={value}" for path, (value, _) in free.items()]
-        return ModelDefaults(dotted.apply(run, words), tuple(lines), chosen | {p: why for p, (_, why) in free.items()})
+        return _with_choices(run, free, lines, [], chosen)
     why = f"it has {about}" if trained or about else "a run built it"
     lines.append(f"settings: those of the recipe, because the model is as small as its own ({why})")
     return ModelDefaults(run, tuple(lines), chosen)
 
 
 def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:
-    """Overrides that raise the recipe's `prompts` to a multiple of the `minibatches` that the user gives.
-
-    Only where the user also gives a model, and leaves `prompts` open. `prompts` is chosen for the model later. Until
-    then the recipe's own number must be valid together with the user's `minibatches`.
-    """
+    """Overrides that raise the recipe's `prompts` to a multiple of the `minibatches` that the user gives beside a
+    model, where `prompts` is open. It is chosen for the model later; until then the recipe's number must be valid."""
     words = [text.partition("=") for text in overrides if "=" in text]
     if not {"model", "model.path"} & {key.strip() for key, _, _ in words}:
         return []

@@ -1,8 +1,6 @@
-"""A run that goes on with other settings: `posttrain run --resume RUN rl.steps=200`.
-
-The table `ALLOWED` has the settings that may change. All others stay, because the steps so far were taken with them. A
-new run that begins with the weights of this one may change anything (`model=RUN`, see `build.request.branch`).
-"""
+"""A run that goes on with other settings: `posttrain run --resume RUN rl.steps=200`. The table `ALLOWED` has the
+settings that may change. All others stay, because the steps so far were taken with them; a new run that begins with the
+weights of this one may change anything (`model=RUN`, see `build.request.branch`)."""
 
 from __future__ import annotations
 
@@ -131,14 +129,8 @@ MAY = (
 
 
 def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -> tuple[Change, ...]:
-    """The changes from `old` to `new`, if `ALLOWED` has all of them.
-
-    Args:
-        words: the overrides as the user wrote them.
-
-    Raises:
-        ConfigError: a change is not allowed. The message has the reason, and the command of a new run that may make it.
-    """
+    """The changes from `old` to `new`, if `ALLOWED` has all of them; else ConfigError with the reason, and the command
+    of a new run that may make it. `words`: the overrides as the user wrote them."""
     if [s.name for s in old.stages] != [s.name for s in new.stages]:
         raise ConfigError(f"a run goes on with the stages it was begun with.\n{_branch(folder, old, words)}")
     edits = changes(old, new)
@@ -147,8 +139,7 @@ def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -
             continue
         # The reason of the field, else that of its class, else one that is true of every setting.
         why = REFUSED.get(c.field) or REFUSED.get(c.field.partition(".")[0]) or "the steps so far were taken with it"
-        # The message names the override as the user wrote it: it may be a short key (`clip.high`), or change several
-        # fields.
+        # As the user wrote it: it may be a short key (`clip.high`), or change several fields.
         override = next((w for w in words if c.path in _alone(old, w)), f"{c.path}={c.after}")
         raise ConfigError(
             f"{override} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
@@ -166,10 +157,7 @@ def _alone(run: Run, word: str) -> set[str]:
 
 
 def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str:
-    """A sentence and the command of a new run that begins with the weights of this one.
-
-    The new run begins at the stage to which the setting `path` belongs, or at the last stage.
-    """
+    """A sentence and the command of a new run with the weights of this one, from the stage of `path` or the last."""
     names = [s.name for s in run.stages]
     stage_of_path = path.partition(".")[0]
     stages_before = names[: names.index(stage_of_path) if stage_of_path in names else len(names) - 1]
@@ -207,18 +195,14 @@ GOES_ON: Mapping[str, Any] = {"ended": "", "waited": 0}
 
 
 def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> ResumedRun:
-    """Returns the extension of a run that goes on from a checkpoint with new settings.
-
-    Raises:
-        ConfigError: a change is not allowed, or comes too late: the stage ended before, or has taken more steps.
-    """
+    """Returns the extension of a run that goes on from a checkpoint with new settings; ConfigError for a change that is
+    not allowed, or comes too late: the stage ended before, or has taken more steps."""
     edits = check_changes(book.folder, book.run, new)
     if checkpoint is None:
         return ResumedRun(new, edits, None, None, 0)
     state: dict[str, Any] = dict(checkpoint.state)
     done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in edits if c.field in LENGTH}
-    # Three cases. The running stage gets another length. Or the last stage of a finished run is opened again. Any other
-    # stage that is over cannot be longer, since later stages began with its weights.
+    # Of stages that are over only the last can be opened again: later stages began with the weights of the others.
     over, last = [s for s in new.stages[:done] if s.name in longer], new.stages[-1]
     if over and (over != [last] or done < len(new.stages)):
         name = over[0].name
@@ -278,8 +262,7 @@ def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> N
 
 
 def _ended_still(stage: Stage, running: Mapping[str, Any], edits: Sequence[Change]) -> str:
-    """Returns the reason why the stage would end again at once, by the time, target or rounds that ended it; else
-    ''."""
+    """Returns the reason why the stage would end again at once, by its time, target or rounds; else ''."""
     changed = {c.field for c in edits}
     seconds = float(running.get("seconds", 0.0))
     if stage.wall_time is not None and seconds >= stage.wall_time:
@@ -324,8 +307,7 @@ def begin(e: ResumedRun, book: RunFolder, checkpoint: Checkpoint | None) -> Chec
     note = provenance.recall(written.identity)
     if e.gauges is not None and checkpoint is not None and e.state is not None:
         name = f"{int(e.state['version']):08d}-{e.run.stages[-1].name}-{e.step:06d}"
-        # The checkpoint is written first, then run.json. If the process is killed in between, the next resume finds the
-        # stage at its last step with its old length, and it ends once more.
+        # First the checkpoint, then run.json: killed in between, the stage has its old length, and ends once more.
         checkpoint = book.reopen(checkpoint, name, e.state, e.gauges)
     book.record_change(e.run, history_entry(e, written.edited))
     carry_note(book.folder, note, written.run, e.run)

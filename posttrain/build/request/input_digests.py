@@ -1,9 +1,7 @@
-"""Digests of the inputs that a run reads by path, and which of them changed before a resume.
-
-Every setting that names a file, a folder or a model counts (`Ask.reads`), with the modules beside a Python file that it
-imports, and so do the tasks that the environments give. A hub id counts by its revision in the cache. What a user's
-code opens by itself is not known.
-"""
+"""Digests of the inputs that a run reads by path, and which of them changed before a resume. Every setting that names a
+file, a folder or a model counts (`Ask.reads`), with the modules beside a Python file that it imports, and so do the
+tasks that the environments give. A hub id counts by its revision in the cache. What a user's code opens by itself is
+not known."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ Digests = dict[str, dict[str, str]]
 
 
 def input_digests(run: Run) -> Digests:
-    """Digest of every file that a run reads from outside its folder. A branch has a copy of its model in the folder."""
+    """Digest of every file that a run reads from outside its folder. A branch has a copy of its model there."""
     out: Digests = {}
     for ask in asks(run):
         if ask.reads and not (ask.path == "model.path" and run_source(ask.reads[0])):
@@ -111,9 +109,6 @@ def _modules(path: Path) -> list[Path]:
     named: list[Any] = [getattr(m, "__file__", None) for m in finder.modules.values()]
     paths = {Path(f) for f in named if f is not None}
     return sorted(p for p in paths if p != path and p.suffix == ".py")
-
-
-# --- what changed -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -185,11 +180,7 @@ def _texts(data: Any) -> dict[str, str]:
 
 
 def accepted(folder: Path, changed: list[ChangedInput], accept: bool) -> Digests:
-    """The new digests, which the history of the run records.
-
-    Raises:
-        RunFolderError: something changed, and that was not accepted.
-    """
+    """The new digests, which the history of the run records; RunFolderError where a change was not accepted."""
     if changed and not accept:
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise RunFolderError(

@@ -1,8 +1,5 @@
-"""Sizes of a model, of the data and of the machine, measured before anything is loaded.
-
-`build.request.defaults` chooses settings by them. Of a model only config.json and the sizes of its files are read, of
-the data only the lengths of its texts.
-"""
+"""Sizes of a model, of the data and of the machine, measured before anything is loaded; `build.request.defaults`
+chooses settings by them. Of a model only config.json and the sizes of its files are read, of the data only lengths."""
 
 from __future__ import annotations
 
@@ -66,8 +63,8 @@ def model_size(path: str) -> ModelSize | None:
     tables = 1 if config.get("tie_word_embeddings") else 2
     block = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim + 3 * hidden * ffn
     return ModelSize(
-        # From the sizes of the files, or else counted: the tables of the vocabulary and, in each layer (`block`), the
-        # matrices of attention (query and output, key and value) and the three of a gated feed-forward part.
+        # By the files, or counted: the tables of the vocabulary and, in each layer (`block`), the matrices of attention
+        # (query and output, key and value) and the three of a gated feed-forward part.
         parameters=_weight_bytes(Path(path).expanduser()) // stored or tables * vocabulary * hidden + layers * block,
         positions=_whole(config, "max_position_embeddings", "n_positions"),
         hidden=hidden,
@@ -162,11 +159,8 @@ def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize 
             answer_bytes = max(answer_bytes, sum(len(t.encode()) for t in texts_of(talk.messages)) - prompt_bytes)
         rows, completions = rows + 1, completions + (row.completion is not None or talk is not None)
         judged += row.judged is not None
-        prompt, completion, together = (
-            max(prompt, prompt_bytes),
-            max(completion, answer_bytes),
-            max(together, prompt_bytes + answer_bytes),
-        )
+        prompt, completion = max(prompt, prompt_bytes), max(completion, answer_bytes)
+        together = max(together, prompt_bytes + answer_bytes)
     return DataSize(
         rows=rows,
         completions=completions,
@@ -202,9 +196,13 @@ def machine(asked: str | None = None) -> Machine:
         memory = torch.cuda.get_device_properties(index).total_memory / GIB
         why = f"one GPU: {torch.cuda.get_device_name(index)}, {memory:.0f} GiB"
         return Machine(device=device, why=why, memory=memory, cores=cores())
+    return Machine(device=device, why=why, memory=memory_here() / GIB, cores=cores())
+
+
+def memory_here() -> int:
+    """Bytes of this machine's memory."""
     # A system without `sysconf`, such as Windows, does not say: 16 GiB are assumed.
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
-    return Machine(device=device, why=why, memory=pages / GIB, cores=cores())
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Pieces of algorithms that the user's own Python files define: which a run has, and how a resumed run imports them.
 
-Their code runs with all rights of the user. So a file is imported only if two conditions hold: it is as it was when the
-run was begun; and the user made the run on this machine, or allows the import with `--trust`. A command that only reads
-a run folder needs no class.
+Their code runs with all rights of the user. So a file is imported only if it is as it was when the run was begun, and
+the user made the run on this machine, or allows the import with `--trust`. A command that only reads a run folder needs
+no class.
 """
 
 from __future__ import annotations
@@ -73,12 +73,8 @@ def piece_asks(pieces: Sequence[OwnPiece]) -> Iterator[Ask]:
 
 
 def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
-    """Checks that the files of recorded pieces are as they were when the run was begun.
-
-    Raises:
-        ConfigError: a file has changed or is gone, or a class was defined without a file.
-        RunFolderError: no run writes such a record of a piece.
-    """
+    """Checks that the files of recorded pieces are as they were when the run was begun: ConfigError where one has
+    changed or is gone, or a class has no file; RunFolderError for a record that no run writes."""
     for p in pieces:
         if not p.file:
             raise ConfigError(
@@ -90,8 +86,7 @@ def check_files(folder: Path, pieces: Sequence[OwnPiece]) -> None:
         # A relative path would name whatever lies in the folder where the command is run.
         if p.file not in p.files or not all(Path(name).is_absolute() for name in p.files):
             raise RunFolderError(f"{folder / 'run.json'} is damaged: the piece {p.name} has no digest of its file")
-        # `files` has the imported file and the file of the class, which may be a module beside it. All are compared
-        # before anything is imported.
+        # The imported file and that of the class, which may be a module beside it: all before anything is imported.
         for name, digest in p.files.items():
             exists = Path(name).is_file()
             if exists and file_digest(Path(name)) == digest:

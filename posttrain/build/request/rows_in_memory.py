@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from posttrain.record.runtime_objects import LARGEST_ROWS
@@ -56,16 +56,11 @@ def _rows(rows: Any, split: str) -> Iterable[Any]:
             return mapping[split]
         raise ConfigError(f"prompts: a dict is one row; give {WANTED}")
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a data frame
-        return _frame(rows)
+        # It has NaN or NA where only other rows have a value.
+        return ({k: v for k, v in row.items() if not _missing(v)} for row in rows.to_dict("records"))
     if isinstance(rows, Iterable) and not isinstance(rows, str | bytes):
         return cast("Iterable[Any]", rows)
     raise ConfigError(f"prompts: {type(rows).__name__} holds no rows; give {WANTED}")
-
-
-def _frame(frame: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a data frame without missing values. A frame has NaN or NA where only other rows have a value."""
-    for row in frame.to_dict("records"):
-        yield {k: v for k, v in row.items() if not _missing(v)}
 
 
 def _missing(value: Any) -> bool:

@@ -1,11 +1,9 @@
 """A run as a YAML file that people edit: `posttrain run RECIPE --dry-run` writes it, `posttrain run my.yaml` reads it.
 
 Values are read as people write them: `1e-6` is a number, `no` is a text. Reading is strict: an unknown key, a key given
-twice or a value of a wrong type is an error with file and line. Aliases, tags and large files are refused.
-
-An algorithm is written as a name, as `path.py:NAME`, as `base:` one of these with the choices that differ, or with all
-its choices. The last part of this file, `run_of`, finds the run of whatever a command names: a recipe, a YAML file or
-`path.py:NAME`.
+twice or a value of a wrong type is an error with file and line. Aliases, tags and large files are refused. An algorithm
+is written as a name, as `path.py:NAME`, as `base:` one of these with the choices that differ, or with all its choices.
+`run_of` finds the run of whatever a command names: a recipe, a YAML file or `path.py:NAME`.
 """
 
 from __future__ import annotations
@@ -68,22 +66,14 @@ for _tag, _form, _first in (
 _PLAIN = {f"tag:yaml.org,2002:{t}" for t in ("bool", "int", "float", "null", "str", "seq", "map")}
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def to_yaml(
     run: Run,
     recipe: Run | None = None,
     reasons: Mapping[str, str] | None = None,
     own: Mapping[str, AnyAlgorithm] | None = None,
 ) -> str:
-    """The run as YAML.
-
-    Args:
-        recipe: where a value differs from this run's, a comment gives the value of the recipe.
-        reasons: why a value was chosen, by the path of its override. They become comments.
-        own: algorithms of the user's files, by their words `path.py:NAME`.
-    """
+    """The run as YAML. Comments give the value of the `recipe` where it differs, and `reasons` by the path of an
+    override. `own`: algorithms of the user's files, by their words `path.py:NAME`."""
     ladder_rows = {name: a for rows in LADDERS.values() for name, a in rows.items()}
     recipe_tree = _document(recipe, ladder_rows) if recipe is not None else None
     return "\n".join(_lines(_document(run, {**ladder_rows, **(own or {})}), recipe_tree, "", reasons or {}, ())) + "\n"
@@ -106,8 +96,7 @@ def _short(a: Any, plain: Any, named: Mapping[str, AnyAlgorithm]) -> Any:
     if (name := _name(a, named)) is not None:
         return name
     parent = a.parent
-    # The short form with `base:` is read as a change by overrides, which has this name and these words. So only such an
-    # algorithm may be written in this form.
+    # The short form is read as a change by overrides, which has this name and these words.
     if parent is None or (a.name, a.paper, a.note) != (f"{parent.name}+user", USER_PATCH, ""):
         return plain
     base = _name(parent, named)
@@ -122,8 +111,7 @@ def _name(a: Any, named: Mapping[str, AnyAlgorithm]) -> str | None:
 def _lines(
     data: dict[str, Any], base: Any, indent: str, reasons: Mapping[str, str], path: tuple[str, ...]
 ) -> list[str]:
-    """The lines of a mapping. `base`: the same mapping of the recipe; None or ... where values are compared with
-    nothing, as in elements of lists. `path`: keys above it."""
+    """The lines of a mapping. `base`: that of the recipe; None or ...: compared with nothing. `path`: keys above it."""
     lines: list[str] = []
     for key, value in data.items():
         before = cast("dict[str, Any]", base).get(key, ...) if isinstance(base, dict) else ...
@@ -158,9 +146,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"float"}:
         return float(cast("dict[str, str]", value)["float"])
     return [_finite(x) for x in cast("list[Any]", value)] if isinstance(value, list) else value
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def from_yaml(text: bytes | str, place: str) -> Run:
@@ -285,8 +270,7 @@ def _parse(text: bytes | str, place: str, lines: dict[str, int]) -> Any:
 def _plain(loader: Any, node: Any, path: str, lines: dict[str, int], depth: int, place: str) -> Any:
     """The plain data of one node. `path`: its keys, joined by dots."""
     line_of_node = node.start_mark.line + 1
-    # An alias (`*name`) gives the same node a second time. With a few lines of aliases of aliases, a small file could
-    # stand for billions of values.
+    # An alias gives a node a second time; with aliases of aliases a small file could stand for billions of values.
     if depth > DEEPEST or id(node) in loader.__dict__.setdefault("_met", set()):
         raise ConfigError(
             f"{place}:{line_of_node}: {'nested too deeply' if depth > DEEPEST else 'an alias; write it out'}"
@@ -353,25 +337,15 @@ def run_of(given: str | Run) -> Run:
         return given
     if is_recipe(given):
         return shipped(given)
-    if is_yaml(given):
-        return _of_yaml(given)
-    return _of_python(given)
-
-
-def is_yaml(given: str | Run) -> bool:
-    """True where the argument is a YAML file, which may come from elsewhere."""
-    return not isinstance(given, Run) and Path(given).suffix in YAML
-
-
-def _of_yaml(given: str) -> Run:
-    """The run of a YAML file. The Python files of its algorithms are listed for the user first, then imported."""
-
+    if not is_yaml(given):
+        # `path.py:name`: a `Run`, or a function without arguments that returns one.
+        return named_object(given, "", Run, partial(user_module, what="run"), "a Run")
     path = Path(given).expanduser()
     # The list comes first: reading the run imports these files, and imported code can do anything.
     list_file(given, [a for word in algorithm_files(path) if (a := ask_of("algorithm", code_of(word)))])
     return read_run(path)
 
 
-def _of_python(given: str) -> Run:
-    """The run of `path.py:name`: a `Run`, or a function without arguments that returns one."""
-    return named_object(given, "", Run, partial(user_module, what="run"), "a Run")
+def is_yaml(given: str | Run) -> bool:
+    """True where the argument is a YAML file, which may come from elsewhere."""
+    return not isinstance(given, Run) and Path(given).suffix in YAML

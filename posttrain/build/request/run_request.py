@@ -100,8 +100,8 @@ class RunRequest:
 
 @contextmanager
 def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
-    """The run that was asked for, after all checks that need no torch. Its environments are closed at the end of the
-    block, and a planted fault ends there too."""
+    """The run that was asked for, after all checks that need no torch. Its environments and fault end with the
+    block."""
     try:
         with _prepared(recipe, overrides, options) as request:
             yield request
@@ -137,8 +137,7 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             closing.callback(other.close)
         asked = settled(same_tasks(asked, environment, others, options.accept_changed))
         if asked.book is None:
-            # Passes are converted into steps here, where the number of tasks and the batch are known. A resumed run has
-            # its steps already.
+            # Passes become steps here, where the number of tasks and the batch are known. A resumed run has its steps.
             asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
         # Once more, now with the settings that were chosen for the model, such as its device.
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
@@ -226,11 +225,10 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     except BaseException:
         book.close()
         raise
+    if longer is not None and not (longer.changes or inputs):
+        longer = None
     notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))
-    notes = (*notes, *input_notes(folder, inputs))
-    if longer is None or not (longer.changes or inputs):
-        return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects)
-    notes = (*notes, *longer.lines)
+    notes = (*notes, *input_notes(folder, inputs), *(longer.lines if longer is not None else ()))
     return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects, longer=longer)
 
 
@@ -276,12 +274,9 @@ def check_early(run: Run, own: Path | None = None) -> None:
 
 
 def _check_architecture(run: Run, own: Path | None) -> None:
-    """Raises ConfigError for an engine that cannot serve the model's architecture.
-
-    vLLM cannot, if the model has a recurrent state whose weights could not be checked there. The embedded engine
-    cannot, if it shall compute the same bits each time (`deterministic`, `exact`) and the model is computed in batches
-    whose shape varies.
-    """
+    """Raises ConfigError for an engine that cannot serve the model's architecture: vLLM, if the model has a recurrent
+    state whose weights could not be checked there; the embedded engine, if it shall compute the same bits each time
+    (`deterministic`, `exact`) and the model is computed in batches whose shape varies."""
     same_bits = isinstance(run.engine, Embedded) and (run.deterministic or run.exact)
     if run.model.path is None:
         if same_bits and run.model.arch in MIXTURES:
@@ -299,8 +294,7 @@ def _check_architecture(run: Run, own: Path | None) -> None:
 
 
 def check_installed(run: Run) -> None:
-    """ConfigError where the package of the run's engine is not installed, or the machine lacks what its placement
-    needs."""
+    """ConfigError where the engine's package is not installed, or the machine lacks what its placement needs."""
     check_machine(run.placement)
     if isinstance(run.engine, VLLM) and run.engine.url is None:
         installed()

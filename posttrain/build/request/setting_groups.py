@@ -1,7 +1,5 @@
 """The settings of a run in groups, each with its value and its meaning, as `posttrain run RECIPE --help` prints them.
-
-Several stages of one kind share the lines of their settings. Such a line has the value of each stage.
-"""
+Several stages of one kind share the lines of their settings, with the value of each stage."""
 
 from __future__ import annotations
 
@@ -141,13 +139,8 @@ def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[SettingGroup]:
     for part, settings in parts.items():
         if settings:
             others = tuple(_other_pieces(stages, label)) if part == "algorithm" else ()
-            full_names = tuple(f"{n}.{part}" for n in names) if part else ()
-            yield SettingGroup(
-                ((part, *full_names) if part else names), f"{title}: {part}" if part else title, tuple(settings), others
-            )
-
-
-# --- one setting after another ------------------------------------------------------------
+            asked = (part, *(f"{n}.{part}" for n in names)) if part else names
+            yield SettingGroup(asked, f"{title}: {part}" if part else title, tuple(settings), others)
 
 
 def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: str = "") -> Iterator[Setting]:
@@ -188,11 +181,8 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
 
 
 def _arguments(nodes: tuple[Env, ...], path: str) -> Iterator[Setting]:
-    """Yields the arguments that a shipped environment takes, from its fields.
-
-    Yields nothing for another environment, whose fields are not known without running it. Then only the arguments that
-    are set get lines.
-    """
+    """Yields the arguments that a shipped environment takes, from its fields. Those of another environment are not
+    known without running it: then only the arguments that are set get lines."""
     environment_class = shipped_class(nodes[0].name) if len({n.name for n in nodes}) == 1 else None
     if environment_class is None:
         return
@@ -252,9 +242,6 @@ def _valid(declared: Any) -> str:
     if type(None) in dataclass_json.members(declared) and names:
         names.append("none")
     return ", ".join(names)
-
-
-# --- pieces that are not in use ------------------------------------------------------------
 
 
 def _alternatives(run: Run, head: str) -> Iterator[Alternative]:

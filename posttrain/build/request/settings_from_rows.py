@@ -20,21 +20,14 @@ from posttrain.system.errors import ConfigError
 
 
 def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -> tuple[Run, tuple[str, ...]]:
-    """Takes the recipe's rewards away if a row of the user's data has no answer that they could read.
-
-    Returns (the run, a line that says so); the unchanged run and () where the rewards stay.
-
-    Raises:
-        ConfigError: a stage samples, and would have no reward left. The message has the line that is missing.
-    """
+    """(the run without the recipe's rewards, a line that says so), if a row of the user's data has no answer that they
+    could read; else the run and (). ConfigError where a stage samples and would have no reward left."""
     env = run.env
     if env.mix and "env.prompts" not in given:
         raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
     # Only if the user gave rows and no rewards: then the rewards are the recipe's, made for the recipe's own rows.
     only_rows_given = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
-    if env.name != "prompts" or env.prompts is None or not only_rows_given:
-        return run, ()
-    if not env.rewards:
+    if env.name != "prompts" or env.prompts is None or not only_rows_given or not env.rewards:
         return run, ()
     args = {k: v for k, v in env.args.items() if k in ("answer_column", "split")}
     columns = replace(Columns(), **args)
@@ -77,8 +70,7 @@ def with_epochs(
             continue
         env = environment if stage.env is None else others[stage.name]
         source = env.train
-        # A mixture of several data sets has no end. One pass over it has as many draws as all the sets have rows
-        # together.
+        # A mixture of data sets has no end: a pass over it has as many draws as all the sets have rows together.
         count = sum(n for _, n in source.passes(1)) if isinstance(source, RevisitingTasks) else source.count
         if not count:
             raise ConfigError(
@@ -103,19 +95,12 @@ def without_completions(run: Run, given: frozenset[str], data: DataSize | None) 
     other stages are left. Returns (the run, lines that say so)."""
     if data is None or data.completions:
         return run, []
-    stages_left_out = [
-        s
-        for s in run.stages
-        if isinstance(s, Supervised) and s.env is None and s.style == "completion"
-        if not any(g == s.name or g.startswith(f"{s.name}.") for g in given)
-    ]
-    stages_left = tuple(s for s in run.stages if s not in stages_left_out)
-    if not stages_left_out or not stages_left:
+    imitating = [s for s in run.stages if isinstance(s, Supervised) and s.env is None and s.style == "completion"]
+    named = {g.partition(".")[0] for g in given}
+    left_out = [s for s in imitating if s.name not in named]
+    stages = tuple(s for s in run.stages if s not in left_out)
+    if not left_out or not stages:
         return run, []
-    lines = [f"{s.name}: left out, because {data_name(run)} has no completions to imitate" for s in stages_left_out]
-    return replace(run, stages=stages_left), lines
-
-
-def data_name(run: Run) -> str:
-    """The data of a run in messages: its path, or `the data` for rows in memory."""
-    return "the data" if is_inline(run.env.prompts) else str(run.env.prompts)
+    data_name = "the data" if is_inline(run.env.prompts) else run.env.prompts
+    lines = [f"{s.name}: left out, because {data_name} has no completions to imitate" for s in left_out]
+    return replace(run, stages=stages), lines

@@ -18,11 +18,10 @@ from posttrain.config.run import Run
 from posttrain.record import provenance
 from posttrain.record.external_access import Ask, Kind, asks, grave, values
 from posttrain.record.run_reader import RunFile, missing_episodes, run_file
-from posttrain.record.runtime_objects import OwnPiece, own_pieces
+from posttrain.record.runtime_objects import own_pieces
 from posttrain.system.errors import UntrustedError
 from posttrain.system.terminal_output import tell
 
-Say = Callable[[str], None]
 MOST = 20
 """Most lines printed of what a folder asks for; of the rest only their number."""
 STAGES = "stages"
@@ -41,7 +40,6 @@ def admitted(
     allow: bool = False,
     links: bool = False,
     change: Callable[[Run], Run] = lambda run: run,
-    say: Say = to_stderr,
 ) -> Run:
     """The run of a folder with overrides in place.
 
@@ -54,16 +52,18 @@ def admitted(
 
     Raises:
         ConfigError: a file that defines a piece of the algorithm is gone or was changed.
-        UntrustedError: the folder asks for something that is not in this user's note of the run and is not allowed
-            now.
+        UntrustedError: the folder asks for something that is neither in this user's note of the run nor allowed now.
     """
     run_json = run_file(folder)
     # The classes of pieces whose file was not imported yet. A command that reads no stage needs none of them.
     absent = run_json.absent if not parts or STAGES in parts else ()
     run = change(dotted.apply(run_json.run, list(overrides)))
-    wanted = [*_imports(run_json, absent), *_wanted(run_json, run, parts), *(_links(Path(folder)) if links else ())]
+    # Without a note nothing was ever allowed, so everything is asked.
+    noted = (provenance.recall(run_json.identity) or provenance.Note()).asked
+    imports = [ask for ask in piece_asks(absent) if ask.digest not in noted]
+    wanted = [*imports, *_wanted(run_json, run, parts, noted), *(_links(Path(folder)) if links else ())]
     # Before the first import: code that runs could change all that is decided after it.
-    _permit(folder, run_json, wanted, allow, say)
+    _permit(folder, run_json, wanted, allow)
     if not absent:
         return run
     check_files(Path(folder), absent)
@@ -72,7 +72,7 @@ def admitted(
     return change(dotted.apply(run_file(folder).run, list(overrides)))
 
 
-def _permit(folder: Path | str, run_json: RunFile, wanted: Sequence[Ask], allow: bool, say: Say) -> None:
+def _permit(folder: Path | str, run_json: RunFile, wanted: Sequence[Ask], allow: bool) -> None:
     """UntrustedError for what the folder asks for; where the user allows it, it is listed."""
     if not wanted:
         return
@@ -80,10 +80,10 @@ def _permit(folder: Path | str, run_json: RunFile, wanted: Sequence[Ask], allow:
     if not allow:
         raise UntrustedError("\n".join((f"{folder} {_whose(run_json)}. It asks for this:", *lines, _HELP)))
     for line in (f"{folder} {_whose(run_json)}. It asks for this, and --trust allows it:", *lines):
-        say(line)
+        to_stderr(line)
 
 
-def permit_file(file: str, run: Run, given: Collection[str], allow: bool, say: Say = to_stderr) -> None:
+def permit_file(file: str, run: Run, given: Collection[str], allow: bool) -> None:
     """List what a run file asks for, before any of it is used.
 
     Args:
@@ -97,16 +97,16 @@ def permit_file(file: str, run: Run, given: Collection[str], allow: bool, say: S
     # What the command itself names was written by the user. A dot is added on both sides, so that `env` does not cover
     # `env2`.
     asked = [a for a in asks(run) if not any(f"{a.path}.".startswith(f"{p}.") for p in given)]
-    list_file(file, asked, say)
+    list_file(file, asked)
     # Of all requests together, since an address is grave only with a secret, which the command itself may name.
     if (serious := [a for a in grave(asks(run)) if a in asked]) and not allow:
         raise UntrustedError("\n".join((f"{file} asks for this, and the command does not:", *_listed(serious), _SAY)))
 
 
-def list_file(file: str, wanted: Sequence[Ask], say: Say = to_stderr) -> None:
+def list_file(file: str, wanted: Sequence[Ask]) -> None:
     """Print what a run file asks for."""
     for line in (f"{file} asks for this:", *_listed(wanted)) if wanted else ():
-        say(line)
+        to_stderr(line)
 
 
 def _listed(wanted: Sequence[Ask]) -> list[str]:
@@ -131,11 +131,8 @@ def _whose(run_json: RunFile) -> str:
     return "asks for more than when you made it"
 
 
-def _wanted(run_json: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
-    """Yields the requests of the folder: values that come from the folder and not from an override, and are not in the
-    user's note."""
-    # Without a note nothing was ever allowed, so everything is asked.
-    note = provenance.recall(run_json.identity) or provenance.Note()
+def _wanted(run_json: RunFile, run: Run, parts: Sequence[str], noted: Collection[str]) -> Iterator[Ask]:
+    """Yields the requests of the folder that come from no override and are not in the user's note (`noted`)."""
     stored, now = values(run_json.run), values(run)
     stages = {s.name for s in run.stages}
     for ask in asks(run):
@@ -143,14 +140,8 @@ def _wanted(run_json: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
         read = not parts or head in parts or (head in stages and STAGES in parts)
         # Three ways out: the command does not read it, it was allowed when the run was made, or an override has put
         # another value there, which is the user's own word.
-        if read and ask.digest not in note.asked and ask.path in stored and stored[ask.path] == now[ask.path]:
+        if read and ask.digest not in noted and ask.path in stored and stored[ask.path] == now[ask.path]:
             yield ask
-
-
-def _imports(run_json: RunFile, absent: Sequence[OwnPiece]) -> Iterator[Ask]:
-    """The files that are imported for the algorithm's pieces and are not in the user's note."""
-    note = provenance.recall(run_json.identity) or provenance.Note()
-    yield from (ask for ask in piece_asks(absent) if ask.digest not in note.asked)
 
 
 def _links(folder: Path) -> Iterator[Ask]:
@@ -169,10 +160,8 @@ def _links(folder: Path) -> Iterator[Ask]:
 def remember_run(folder: Path, run: Run) -> Iterator[str]:
     """Write this user's note of a run that was just made. Yields a line where it cannot be written."""
     run_json = run_file(folder)
-    why = provenance.remember(
-        run_json.identity or "", run_json.digest, [*asks(run), *piece_asks(own_pieces(run_json.facts))]
-    )
-    if why:
+    asked = [*asks(run), *piece_asks(own_pieces(run_json.facts))]
+    if why := provenance.remember(run_json.identity or "", run_json.digest, asked):
         yield f"note: going on with this run will need --trust, because no note of it could be written: {why}"
 
 
@@ -186,8 +175,7 @@ def edit_notes(folder: Path) -> Iterator[str]:
             " run than what came before"
         )
         return
-    # Its own digests fit, and the note, which lies outside the folder, has another one: whoever edited it wrote them
-    # anew.
+    # Its own digests fit, and the note outside the folder has another: whoever edited it wrote them anew.
     if note is not None and note.written != run_json.digest:
         yield (
             "note: run.json is not as it was when you made the run, and its digests were written anew. What follows is"

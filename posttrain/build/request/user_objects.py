@@ -110,34 +110,9 @@ def prompts(
     return PromptData(Env(name="prompts", args=args, prompts=f"{INLINE}{digest}"), {digest: text})
 
 
-# --- into the tree ----------------------------------------------------------------------------------------------------
-
-
-def place(
-    run: Run,
-    env: Any = None,
-    rewards: Sequence[GivenReward] | GivenReward | None = None,
-    algorithm: AnyAlgorithm | None = None,
-) -> tuple[Run, RuntimeObjects]:
-    """(the run with the names of these objects in its tree, the objects)."""
-    given = RuntimeObjects()
-    if env is not None:
-        run, given = _with_env(run, env, given)
-    if rewards is not None:
-        words, functions = named_rewards(rewards)
-        # A resumed run is handed its functions once more. Then its own settings of these rewards stay.
-        again = _handed_again(run.env.rewards, words, rewards)
-        run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
-        given = replace(given, rewards=functions)
-    if algorithm is not None:
-        run = _with_algorithm(run, algorithm)
-    return run, replace(given, pieces=own_classes(run))
-
-
 @dataclass(frozen=True)
 class UserObjects:
-    """The objects that a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that
-    are no text."""
+    """What a program hands to a run or an evaluation: `env`, `rewards` and `algorithm` that are no text."""
 
     env: Any = None
     rewards: Any = None
@@ -147,23 +122,29 @@ class UserObjects:
     stands for the only stage that can have such an algorithm."""
 
     def place(self, run: Run) -> tuple[Run, RuntimeObjects]:
-        run, given = place(run, self.env, self.rewards, self.algorithm)
+        """(the run with the names of these objects in its tree, the objects)."""
+        given = RuntimeObjects()
+        if self.env is not None:
+            run, given = _with_env(run, self.env, given)
+        if self.rewards is not None:
+            words, functions = named_rewards(self.rewards)
+            # A resumed run is handed its functions once more. Then its own settings of these rewards stay.
+            again = _handed_again(run.env.rewards, words, self.rewards)
+            run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
+            given = replace(given, rewards=functions)
+        if self.algorithm is not None:
+            run = _with_algorithm(run, self.algorithm)
         for stage, (_, algorithm) in self.files.items():
             run = _with_algorithm(run, algorithm, stage)
         return run, replace(given, pieces=own_classes(run), algorithms=dict(self.files.values()))
 
     @property
-    def _own_rewards(self) -> bool:
-        """True where an environment's settings came with rewards."""
-        return isinstance(self.env, Env) and bool(self.env.rewards)
-
-    @property
     def paths(self) -> frozenset[str]:
         """The paths of the settings that these objects give."""
-        return frozenset(
-            ({"env.name", "env.prompts"} if self.env is not None else set[str]())
-            | ({"env.rewards"} if self.rewards is not None or self._own_rewards else set[str]())
-        )
+        paths = ["env.name", "env.prompts"] if self.env is not None else []
+        # An environment's settings may come with rewards.
+        rewards = self.rewards is not None or (isinstance(self.env, Env) and self.env.rewards)
+        return frozenset([*paths, "env.rewards"] if rewards else paths)
 
 
 def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
@@ -181,8 +162,7 @@ def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeOb
         return _named(run, tree), replace(given, environments={name: env})
     data = env if isinstance(env, PromptData) else prompts(env)
     before = run.env
-    # Rewards of a recipe with rows read columns, so they can judge the user's rows too. Rewards of any other recipe
-    # cannot.
+    # Rewards of a recipe with rows read columns, so they can judge the user's rows too; those of others cannot.
     kept = before.rewards if before.name == "prompts" else ()
     placed = replace(data.env, rewards=kept, heldout=before.heldout, limits=before.limits, sandbox=before.sandbox)
     return replace(run, env=placed), replace(given, data=data.data)
@@ -226,8 +206,7 @@ def _handed_again(
         rewards: the same, as the program gave them.
     """
     named, handed = {r.function: r for r in own}, {r.function for r in words}
-    # Handed again are: all rewards of the run, or some of them that are all the program's own functions. If only some
-    # built-ins are given, they could as well be meant as new rewards.
+    # All rewards of the run, or some of its functions. Some built-ins alone could as well be meant as new rewards.
     if not handed <= named.keys() or not (handed == named.keys() or all(map(is_inline, handed))):
         return ()
     for thing, word in zip(_one_by_one(rewards), words, strict=True):
@@ -343,9 +322,6 @@ def _setting(value: Any, name: str) -> str:
     )
 
 
-# --- the record, and going on -----------------------------------------------------------------------------------------
-
-
 def recorded(given: RuntimeObjects) -> dict[str, Any]:
     """Returns the entry of the objects in run.json; an empty one where there are no objects."""
     notes = given.notes()
@@ -353,11 +329,7 @@ def recorded(given: RuntimeObjects) -> dict[str, Any]:
 
 
 def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
-    """Returns the objects that a program hands to a run that goes on, checked against the names in its folder.
-
-    Raises:
-        ConfigError: an object that the run names is not handed, or one is handed that it does not name.
-    """
+    """Returns the objects handed to a run that goes on. ConfigError where they are not those that the run names."""
     run = run_file(folder).run
     placed, given = handed.place(run)
     objects = replace(given, folder=folder)
@@ -403,9 +375,8 @@ def _changed(own: Env, placed: Env, handed: UserObjects) -> Iterator[str]:
 def given_notes(folder: Path, given: RuntimeObjects) -> Iterator[str]:
     """Lines about objects that differ from those with which the run was begun."""
     then: Any = run_file(folder).facts.get(OBJECTS)
-    before = (
-        {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
-    )
+    objects: Any = [o for o in then if isinstance(o, dict)] if isinstance(then, list) else []
+    before = {str(o.get("name")): o.get("digest") for o in objects}
     files = {p.name: {*p.files.values()} for p in own_pieces({OBJECTS: then})}
     for note in given.notes():
         texts, then_texts = {*note.files.values()}, files.get(note.name, set[str]())

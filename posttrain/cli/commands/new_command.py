@@ -64,7 +64,6 @@ def new(o: Namespace) -> int:
             raise ConfigError(f"--{given} belongs to an environment: posttrain new env NAME --{given}")
         reward, test, rows = new_reward(o.name, o.folder)
         tell(f"wrote {reward}, {test} and {rows}: a working reward function to change")
-        tell("what next:")
         steps = reward_steps(reward, test, rows, o.name)
     elif o.rubric is not None:
         run, test, rows, rubric, heldout = new_benchmark(o.name, o.rubric, o.folder)
@@ -72,15 +71,14 @@ def new(o: Namespace) -> int:
             f"wrote {run} and {test}, {rows} (its items), {rubric} (who pays) and {heldout} (who measures): look at"
             " these"
         )
-        tell("what next:")
         steps = benchmark_steps(run, test, rows, rubric)
     else:
         kind = "tools" if o.tools else "judged" if o.judged else "dialog" if o.dialog else "env"
         env, test = new_env(o.name, o.folder, kind)
         judged = f", and {env.with_suffix('.md')}, the rubric of its judge" if kind == "dialog" else ""
         tell(f"wrote {env} and {test}: a working environment to change{judged}")
-        tell("what next:")
         steps = next_steps(env, test, class_name(o.name), kind)
+    tell("what next:")
     for line in steps:
         tell(f"  {line}")
     return 0

@@ -21,20 +21,17 @@ EXAMPLES = tuple((a, b) for a in range(10, 90, 10) for b in range(1, 9))
 Shape = Literal["env", "tools", "judged", "dialog"]
 """Kinds of environments that are written. env: one question and one answer. tools: with tools and several turns.
 judged: answers are judged by a known taste. dialog: a conversation with a simulated user and a persona to keep."""
+YOUR_MODEL = "train a model that you have: its path for MODEL"
 JUDGE = "judge:http://127.0.0.1:8000/v1"
 """The judge in the commands and files that are written: `posttrain serve`, or another server on this machine."""
 
 
 def new_env(name: str, folder: Path | str = ".", kind: Shape = "env") -> tuple[Path, Path]:
-    """Write NAME.py and test_NAME.py into a folder; returns both paths. A missing folder is made.
-
-    Raises:
-        ConfigError: NAME is not a name for a Python file, or one of the files exists.
-    """
+    """Write NAME.py and test_NAME.py into a folder, which is made where it is missing; returns both paths. ConfigError
+    where NAME is not a name for a Python file, or one of the files exists."""
     files = {f"{name}.py": f"new_{kind}.txt", f"test_{name}.py": f"new_{kind}_test.txt"}
-    one, two, *_ = _write(
-        name, folder, {**files, **({f"{name}.md": "new_dialog_rubric.txt"} if kind == "dialog" else {})}
-    )
+    rubric = {f"{name}.md": "new_dialog_rubric.txt"} if kind == "dialog" else {}
+    one, two, *_ = _write(name, folder, files | rubric)
     return one, two
 
 
@@ -129,20 +126,14 @@ def next_steps(path: Path, test: Path, cls: str, kind: Shape = "env") -> list[st
     }[kind]
     judge = (f"env.rewards={JUDGE}", f"env.rewards.0.judge.rubric={path.with_suffix('.md')}", "env.measured=true")
     # A judged environment is learned by preferences, so its model goes into DPO; the others learn from reward.
-    own_model = ("run", "dpo", "model=MODEL", f"env={env}", "sft=none") if kind == "judged" else None
+    recipe, more = ("dpo", ("sft=none",)) if kind == "judged" else ("grpo", ())
+    paid = [(command_line(*train, *judge), "the same, paid by a judge that is served there")]
     return _listed(
         (command_line("check", env), "try it and its verifier"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
         (command_line(*train), "train a small model from scratch on it"),
-        *(
-            [(command_line(*train, *judge), "the same, paid by a judge that is served there")]
-            if kind == "dialog"
-            else []
-        ),
-        (
-            command_line(*(own_model or ("run", "grpo", "model=MODEL", f"env={env}"))),
-            "train a model that you have: its path for MODEL",
-        ),
+        *(paid if kind == "dialog" else []),
+        (command_line("run", recipe, "model=MODEL", f"env={env}", *more), YOUR_MODEL),
     )
 
 
@@ -173,7 +164,7 @@ def reward_steps(path: Path, test: Path, rows: Path, name: str) -> list[str]:
             command_line("run", "verifiable", *data),
             "train a small model from scratch on it: imitation, then the reward",
         ),
-        (command_line("run", "grpo", "model=MODEL", *data), "train a model that you have: its path for MODEL"),
+        (command_line("run", "grpo", "model=MODEL", *data), YOUR_MODEL),
     )
 
 

@@ -58,8 +58,7 @@ class HeadShape:
 
     @property
     def standard(self) -> bool:
-        """True where the head is a last-token head with one output, which transformers' sequence classification reads
-        too."""
+        """True for a last-token head with one output, which transformers' sequence classification reads too."""
         return self == HeadShape(outputs=self.outputs) and self.width == 1
 
 
@@ -229,8 +228,7 @@ def head_of(stages: tuple[Stage, ...]) -> HeadShape | None:
 
 def trained_at(stages: tuple[Stage, ...], state: Mapping[str, Any]) -> RewardModel | None:
     """The stage whose reward model a checkpoint with this state holds; None where its weights are a policy's."""
-    # Inside a stage a checkpoint has the weights of that stage; between two it has those of the last one
-    # that handed its weights on.
+    # Inside a stage a checkpoint has that stage's weights; between two those of the last one that handed its on.
     done = int(state.get("stage", 0))
     if state.get("running") is not None and done < len(stages):
         now: Stage | None = stages[done]
