@@ -28,7 +28,7 @@ from posttrain.engine.embedded.policy_mixture import MixedModel, Mixture, served
 from posttrain.engine.embedded.schedule.admission import Admission
 from posttrain.engine.embedded.schedule.engine_counters import EngineCounters
 from posttrain.engine.embedded.schedule.scheduler import Scheduler
-from posttrain.engine.embedded.schedule.slots import GenerateCall, TokenCallback
+from posttrain.engine.embedded.schedule.slots import TokenCallback
 from posttrain.engine.embedded.schedule.stop_strings import Text
 from posttrain.engine.embedded.schedule.timeline import Timeline
 from posttrain.engine.embedded.speculation import Draft, DraftModel, Lookup, PromptLookup, Proposer
@@ -45,22 +45,20 @@ Update = Literal["drain", "inflight", "stale"]
 
 
 class EmbeddedEngine:
-    """Samples from `module`. The engine owns the module's weights from now on.
+    """Samples from `module`, and owns its weights from now on.
 
     Args:
         slots: sequences that are generated at once.
         context: most tokens of a sequence, prompt included.
         deterministic: use fixed matrix shapes, so that the bits of a turn do not depend on other requests.
-        device: the device to which the module and the cache are moved.
         cache_bytes: upper bound of the key-value cache.
         budget: most positions of a forward pass. Generating slots come first; pieces of prompts take the rest.
         retain: tokens of ended sequences that the cache keeps for later turns; None: half of what all slots can hold,
             but at most an eighth of the cache.
         update: what happens to unfinished sequences when new weights come. drain: they end first. inflight: they
-            continue under the new weights, and their cache is computed again. stale: they continue over keys and values
-            of the old weights, and a gauge reports the difference.
-        timeline: record when each request was queued, admitted and finished (`EmbeddedEngine.timeline`).
-        kernels: the choice of kernels (`Model.kernels`).
+            continue, and their cache is computed again. stale: they continue over keys and values of the old weights,
+            and a gauge reports the difference.
+        timeline: record when each request was queued, admitted and finished.
         text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
         speculate: draft several tokens per pass (module `speculation`); None: one token per pass.
         mixture: a second model; tokens are drawn from the mixture of the two (`policy_mixture`). None: from `module`.
@@ -96,11 +94,7 @@ class EmbeddedEngine:
                 f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token"
             )
         self._rows = fixed_rows(slots) if deterministic else None
-        self._served = (
-            served_model(module, context, device=device, rows=self._rows, kernels=kernels)
-            if mixture is None
-            else MixedModel(module, mixture, context, device=device, rows=self._rows, kernels=kernels)
-        )
+        self._served = served_model(module, context, mixture, device=device, rows=self._rows, kernels=kernels)
         self._module, self._pool = self._served.module, self._served.pool
         self.context, self._slots = context, slots
         self._most_blocks = cache_bytes // (BLOCK * self._pool.row_bytes)
@@ -117,12 +111,16 @@ class EmbeddedEngine:
         self._admission = Admission(context, self._served.vocabulary, self._most_blocks, text)
         self._version = version
         self._counters = EngineCounters(slots)
-        self._proposer = proposer = self._make_proposer(speculate, device)
+        proposer = self._make_proposer(speculate, device)
         # A draft model's cache has the same rows, so both grow and are freed together.
         self._pools = (self._pool, proposer.served.pool) if isinstance(proposer, DraftModel) else (self._pool,)
-        self._stepper = Stepper(
-            self._served, self._new_scheduler(), self._counters, self._proposer, Timeline() if timeline else None
-        )
+        self.draws_by_place = not isinstance(proposer, DraftModel)
+        """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
+        self.timeline = Timeline() if timeline else None
+        """When each request was queued, admitted and finished; None where the engine does not record it."""
+        self.fused = self._served.fused
+        """Whether the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
+        self._stepper = Stepper(self._served, self._new_scheduler(), self._counters, proposer, self.timeline)
         self._loading = 0
         """Calls of `load` that have not ended. No new turn is admitted meanwhile."""
         self._slept = 0
@@ -136,17 +134,6 @@ class EmbeddedEngine:
     @property
     def _scheduler(self) -> Scheduler:
         return self._stepper.scheduler
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """The times at which each request was queued, admitted and finished; None where the engine does not record
-        them."""
-        return self._stepper.timeline
-
-    @property
-    def fused(self) -> bool:
-        """True where the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
-        return self._served.fused
 
     def describe(self) -> str:
         """The line that a run prints about its engine: which kernels it uses, and why not the faster ones."""
@@ -168,33 +155,25 @@ class EmbeddedEngine:
         """Version of the weights that the next token is drawn with: at first the argument `version`."""
         return self._version
 
-    @property
-    def draws_by_place(self) -> bool:
-        """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
-        return not isinstance(self._proposer, DraftModel)
-
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
     ) -> SampledTurn:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call
-        frees its slot and blocks.
-
-        heard: called with the new ids and log-probs as soon as they are drawn.
-        """
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. `heard` is called with the new ids and
+        log-probs as soon as they are drawn. Cancelling the call frees its slot and blocks."""
         # The order matters. A refused request changes nothing. In another event loop `_go_on` replaces the scheduler,
         # and the request belongs to the new one. The cache has to be there before a step admits the request.
         request = self._admission.request(ids, sampling, place, heard)
         self._go_on()
         self.wake()
         self._scheduler.submit(request)
-        self._mark(request, "queued")
+        self._stepper.mark(request, "queued")
         try:
             turn = await request.future
         # The cancelled turn may be the last one that `load` waits for.
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
             self._resolve_drained()
-            self._mark(request, None)
+            self._stepper.mark(request, None)
             raise
         self._counters.said(len(turn.ids))
         return turn
@@ -204,11 +183,8 @@ class EmbeddedEngine:
         return self._served.score(self._admission.ids(ids))
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version`. Unfinished sequences end first or continue, depending on `update`.
-
-        All names and shapes are checked before the first tensor is copied. The prefix cache is emptied. Returns the
-        fingerprint of the weights that are now served.
-        """
+        """Serve these weights as `version`, with an empty prefix cache; returns their fingerprint. All names and shapes
+        are checked before the first is copied. Unfinished sequences end first or continue, depending on `update`."""
         self._check_newer(version)
         self._loading += 1
         try:
@@ -249,8 +225,7 @@ class EmbeddedEngine:
         self._scheduler.tree.renew(self._version)
 
     def sleep(self) -> None:
-        """Free the memory of the key-value cache, with all that it holds. The next turn wakes the engine. EngineError:
-        a turn has not ended."""
+        """Free the memory of the key-value cache. The next turn wakes the engine. EngineError: a turn has not ended."""
         scheduler, begun = self._scheduler, time.perf_counter()
         if scheduler.busy or any(not r.gone for r in scheduler.queue):
             raise EngineError("the engine cannot sleep before every turn has ended: wait for idle() first")
@@ -334,24 +309,15 @@ class EmbeddedEngine:
             return PromptLookup(speculate)
         return DraftModel(speculate, self.context, self._served.vocabulary, self._slots, device, self._served.kernels)
 
-    def _mark(self, request: GenerateCall, phase: str | None) -> None:
-        """Note in the timeline, where there is one, that a phase of the request begins; None: the request ends."""
-        if self.timeline is not None:
-            self.timeline.phase(request, phase)
-
     def _go_on(self) -> None:
         """Start a task of the running loop that steps while there is work, unless one runs."""
         loop = asyncio.get_running_loop()
-        # Turns of a loop that is closed can never be answered, and
-        # are dropped. Those of an open one can, so they are not.
+        # Turns of a loop that is closed can never be answered, and are dropped. Those of an open one can.
         if self._loop is not loop:
-            if (
-                self._loop is not None
-                and not self._loop.is_closed()
-                and (self._scheduler.busy or self._scheduler.queue)
-            ):
+            at_work = self._scheduler.busy or bool(self._scheduler.queue)
+            if at_work and self._loop is not None and not self._loop.is_closed():
                 raise EngineError("this engine is at work in another event loop: use one engine per loop, or one loop")
-            if self._scheduler.busy or self._scheduler.queue:
+            if at_work:
                 self._stepper.scheduler = self._new_scheduler()
             self._loop, self._task, self._drained = loop, None, []
         if self._task is None or self._task.done():
@@ -374,8 +340,7 @@ class EmbeddedEngine:
             await asyncio.sleep(0)
 
     def _resolve_drained(self) -> None:
-        """Let `load` continue once no turn is unfinished. The last turn may end in a step, or be
-        cancelled between two steps."""
+        """Let `load` continue once no turn is unfinished: the last one ended in a step, or was cancelled."""
         if not self._scheduler.unfinished:
             for waiter in self._drained:
                 if not waiter.done():

@@ -3,9 +3,8 @@
     p(token) ~ pi(token)^(1 - share) * other(token)^share
 
 Its logits are (1 - share) of the first model's logits plus share of the other's: numbers that are equal for all tokens
-drop out of a softmax. So the mixture is made where a model's logits are made, before the steps of the sampling
-contract. Penalties, bans, temperature and truncation act on the mixed logits. (Nash-MD's opponent, arXiv 2312.00886,
-section 7; here the distribution of each token is mixed.)
+drop out of a softmax. So penalties, bans, temperature and truncation act on the mixed logits. (Nash-MD's opponent,
+arXiv 2312.00886, section 7; here the distribution of each token is mixed.)
 
 Axis letters: N positions of a pass, B rows of a draw, H hidden sizes of the two models together, V vocabulary.
 """
@@ -38,7 +37,7 @@ class Mixture:
     """The other model that an engine mixes with its own, and the share of that model."""
 
     module: PreTrainedModel
-    """The other model. It never changes. It has the vocabulary of the engine's own."""
+    """It never changes. It has the vocabulary of the engine's own."""
     share: float
     """Its exponent, in [0, 1]. 0: the engine's own model alone; 1: the other one alone."""
 
@@ -48,9 +47,17 @@ class Mixture:
 
 
 def served_model(
-    module: PreTrainedModel, context: int, *, device: str, rows: int | None, kernels: KernelChoice
+    module: PreTrainedModel,
+    context: int,
+    mixture: Mixture | None = None,
+    *,
+    device: str,
+    rows: int | None,
+    kernels: KernelChoice,
 ) -> CachedModel:
-    """The form in which an engine serves a model."""
+    """The form in which an engine serves a model, mixed with another one where there is one."""
+    if mixture is not None:
+        return MixedModel(module, mixture, context, device=device, rows=rows, kernels=kernels)
     form = RecomputedModel if is_stateful(module) else CachedModel
     return form(module, context, device=device, rows=rows, kernels=kernels)
 
@@ -90,8 +97,7 @@ class TwoPools:
 
 class MixedModel(CachedModel):
     """`CachedModel` of a model and a second one that it is mixed with. Both compute every position, and a hidden state
-    here is the two models' states side by side. New weights, scores and fingerprints are those of the first model
-    alone."""
+    is the states of both side by side. New weights, scores and fingerprints are those of the first model alone."""
 
     def __init__(
         self,
@@ -133,20 +139,16 @@ class MixedModel(CachedModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V]: (1 - share) of the first model's and share of the other's."""
-        # `run` puts the states of the two models side by side; `mul_`
-        # may write over logits that were made for this call.
+        # `mul_` may write over logits that were made for this call.
         mixed = self._own.logits(hidden[:, : self._width].contiguous())
         other_logits = self._other.logits(hidden[:, self._width :].contiguous())
         return mixed.mul_(1 - self._share).add_(other_logits, alpha=self._share)
 
     def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1] of the first model alone, by which a push of weights is checked."""
         return self._own.score(ids)
 
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
-        """[n, H]: see `CachedModel.ahead`."""
         return torch.cat([m.ahead(slots, at, ids, position) for m in (self._own, self._other)], 1)
 
     def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
-        """`CachedModel.stale_gap` of the first model: the other one never gets new weights."""
-        return self._own.stale_gap(slots, at)
+        return self._own.stale_gap(slots, at)  # the other model never gets new weights

@@ -3,12 +3,11 @@
 A proposer drafts up to k tokens after the pending one. The target model computes all of them in one pass, so
 position j has the target's distribution p_j given the drafts before it. A draft d from the proposer's distribution q
 is accepted with probability min(1, p(d) / q(d)). A rejected one is replaced by a draw from (p - q)+ / sum (p - q)+,
-and all later drafts are dropped (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318). The tokens
-then have distribution p.
+and all later drafts are dropped (2211.17192, algorithm 1; 2302.01318). The tokens then have distribution p.
 
 A deterministic proposer has q = 1 at d, so the rule becomes: draw from p, and accept d if it was drawn. With the
 position's uniform, this is the same token as without speculation. Drafts of a model are drawn and accepted with two
-more random streams of the same place. The distribution is exact, but the tokens differ from those without speculation.
+more random streams of the same place: the distribution is exact, but the tokens are others.
 
 At temperature 1 it is seldom faster: half of the computed positions are rejected, and in a full batch reading the
 weights is not what costs most. It is off by default.
@@ -41,8 +40,7 @@ MAX_NGRAM = 3
 
 @dataclass(frozen=True)
 class Lookup:
-    """Draft what followed the last occurrence of the last `MAX_NGRAM` .. 1 tokens in the sequence
-    itself (prompt lookup)."""
+    """Draft what followed the last occurrence of the last `MAX_NGRAM` .. 1 tokens in the sequence (prompt lookup)."""
 
     tokens: int = 4
     """k: most drafts per pass."""
@@ -67,18 +65,14 @@ class Proposer(Protocol):
 
 
 def positions_ahead(slots: Slots, at: np.ndarray, tokens: int) -> np.ndarray:
-    """int64 [n]: most drafts of each slot. Cache rows are there for all of them, and the turn's limit leaves room for
-    the drafts and one token more."""
+    """int64 [n]: most drafts of each slot for which there are cache rows, within the turn's limit."""
     # One row is for the pending token, and after n accepted drafts one more token is drawn.
     room = slots.held[at] - slots.cached[at] - 1
     return np.minimum(np.minimum(tokens, room), slots.limit[at] - slots.said[at] - 1).clip(0)
 
 
 def within(most: np.ndarray, room: int) -> np.ndarray:
-    """`most` [n] drafts per slot, cut at one common level so that their sum is at most `room`.
-
-    Example: [4, 1, 4] in a room of 7 becomes [3, 1, 3].
-    """
+    """`most` [n] drafts per slot, cut at one level so that all are at most `room`: [4, 1, 4] for 7 is [3, 1, 3]."""
     level = int(most.max(initial=0))
     while np.minimum(most, level).sum() > room:
         level -= 1
@@ -105,26 +99,18 @@ class PromptLookup:
         return Drafts(ids, counts)
 
     def _after(self, slots: Slots, s: int) -> list[int]:
-        """The tokens that followed the last occurrence of the sequence's end, for the longest
-        end that occurred before."""
-        request = slots.request[s]
-        assert request is not None
-        # The slot may have another request than at the last call: then all begins anew. Otherwise only the tokens said
-        # since are looked at, so a turn costs time in proportion to its length.
+        """The tokens that followed the last occurrence of the sequence's end, for the longest end that occurred."""
+        request = slots.of(s)
+        # For another request than at the last call all begins anew. Otherwise only the tokens said since are looked at,
+        # so a turn costs time in proportion to its length.
         whose, tokens, known = self._known.get(s, (None, [], {}))
         if whose is not request:
             tokens, known = request.ids.tolist(), {}
             self._learn(tokens, known, 0)
         begun = len(tokens)
         tokens += slots.ids[s, begun - len(request.ids) : slots.said[s]].tolist()
-        followed_at = next(
-            (
-                known[end]
-                for n in range(MAX_NGRAM, 0, -1)
-                if (end := tuple(tokens[len(tokens) - n :])) in known and len(tokens) >= n
-            ),
-            None,
-        )
+        ends = (tuple(tokens[len(tokens) - n :]) for n in range(min(MAX_NGRAM, len(tokens)), 0, -1))
+        followed_at = next((known[end] for end in ends if end in known), None)
         self._learn(tokens, known, begun)
         self._known[s] = (request, tokens, known)
         return [] if followed_at is None else tokens[followed_at:]
@@ -139,10 +125,7 @@ class PromptLookup:
 
 class DraftModel:
     """The proposer of `Draft`: a second model whose cache pool has the same rows, so that both use the slots' tables.
-
-    Args:
-        vocabulary: size of the target's vocabulary. kernels: as in the engine.
-    """
+    `vocabulary` is the target's."""
 
     def __init__(
         self, options: Draft, context: int, vocabulary: int, slots: int, device: str, kernels: KernelChoice
@@ -175,8 +158,7 @@ class DraftModel:
                 self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.kernels
             )
             drawn = spread.draw(self._chance[at[go], 0, slots.said[at[go]] + j])
-            # A row for every slot, also for those without a j-th draft,
-            # so that `verify` finds the row of a slot by its index.
+            # A row for every slot, also without a j-th draft: `verify` finds the row of a slot by its index.
             of_all = spread.logp.new_zeros((len(at), spread.logp.shape[1]))
             q.append(of_all.index_copy_(0, torch.from_numpy(go).to(of_all.device), spread.probabilities()))
             token[go] = ids[go, j] = drawn.ids
@@ -189,13 +171,11 @@ class DraftModel:
     def _seed(self, slots: Slots, at: np.ndarray) -> None:
         """Draw the uniforms of slots that have another request than at the last call."""
         for s in at.tolist():
-            request = slots.request[s]
-            assert request is not None
+            request = slots.of(s)
             if self._seeded_for[s] is not request:
                 for row, stream in enumerate(("draft", "accept")):
-                    self._chance[s, row, : request.limit] = seeds.uniforms(
-                        seeds.key(request.place, stream), request.limit
-                    )
+                    key = seeds.key(request.place, stream)
+                    self._chance[s, row, : request.limit] = seeds.uniforms(key, request.limit)
                 self._seeded_for[s] = request
 
 
@@ -204,10 +184,8 @@ def verify(
 ) -> tuple[DrawnTokens, np.ndarray]:
     """(a token for every row, and int64 [n] how many drafts of each slot are accepted).
 
-    Args:
-        spread: the target's distributions. The rows of one slot are consecutive: one per draft, then one more.
-        uniform: float64 [R], one for each row's position. accept_at: float64 [R], to accept drafts
-            drawn from `drafts.q`.
+    `spread` are the target's distributions: the rows of a slot are consecutive, one per draft, then one more. `uniform`
+    [R] is that of each row's position. `accept_at` [R] accepts drafts that were drawn from `drafts.q`.
     """
     widths = drafts.counts + 1
     slot, step = np.repeat(np.arange(len(widths)), widths), ragged_arange(widths)
@@ -216,18 +194,17 @@ def verify(
     if drafts.q is None or accept_at is None:
         drawn = spread.draw(uniform)
     else:
-        drawn = spread.say(_residual(spread, drafts, uniform, accept_at, slot, step, draft))
+        drawn = spread.say(_residual(spread, drafts.q, uniform, accept_at, slot, step, draft))
     # How many drafts of a slot are accepted is the index of its first row that drew something else. -1 is no token, so
-    # the last row always does, and every slot has such a row.
-    equals_draft = drawn.ids == draft
-    differing_row = np.where(equals_draft, len(slot), np.arange(len(slot)))
+    # every slot has such a row.
+    differing_row = np.where(drawn.ids == draft, len(slot), np.arange(len(slot)))
     starts = np.cumsum(widths) - widths
     return drawn, np.minimum.reduceat(differing_row, starts) - starts
 
 
 def _residual(
     spread: DrawDistributions,
-    drafts: Drafts,
+    drafted_from: list[Tensor],
     uniform: np.ndarray,
     accept_at: np.ndarray,
     slot: np.ndarray,
@@ -241,12 +218,11 @@ def _residual(
     rows = np.flatnonzero(draft >= 0)
     if not len(rows):
         return ids
-    assert drafts.q is not None
-    q = torch.stack([drafts.q[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)]).double()
+    q = torch.stack([drafted_from[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)])
+    q = q.double()
     at, d = torch.from_numpy(rows).to(device), torch.from_numpy(draft[rows]).to(device)[:, None]
     p_rows = p.index_select(0, at)
-    # Accepted with probability min(1, p / q). Strictly less, so that a draft of probability 0 under p is never
-    # accepted, not even for a uniform of 0.
+    # With probability min(1, p / q). Strictly less: a draft of probability 0 under p is never accepted.
     accepted = torch.from_numpy(accept_at[rows]).to(device) * q.gather(1, d)[:, 0] < p_rows.gather(1, d)[:, 0]
     residual = (p_rows - q).clamp_min(0)
     # where the residual is zero, p equals q and every draft is accepted

@@ -22,7 +22,6 @@ from posttrain.core.types import Top
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.schedule.slot_rules import NotADistribution, SlotRules
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
-from posttrain.system.errors import EngineError
 
 HEAD = 1024
 """Most probable tokens that are sorted first where the vocabulary is large. Rows that keep more are sorted whole."""
@@ -74,8 +73,7 @@ class Contracts:
 
     @property
     def easy(self) -> bool:
-        """True where every row draws from the softmax of its logits and nothing else, so that no column need be
-        read."""
+        """True where every row draws from the softmax of its logits alone, so that no column need be read."""
         return self.special is not None and not self.special
 
     @staticmethod
@@ -91,8 +89,7 @@ class Contracts:
         return out
 
     def put(self, row: int, s: Sampling, prompt: np.ndarray | None = None, said: np.ndarray | None = None) -> None:
-        """Row `row` follows `s` from now on, after int32 `prompt` and the tokens its turn has
-        already `said` (None: none)."""
+        """Row `row` follows `s` from now on, after int32 `prompt` and the tokens its turn has `said` (None: none)."""
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
         if self.special is not None:
@@ -120,24 +117,15 @@ class Contracts:
             self.rules.record(rows, ids)
 
     def at(self, rows: np.ndarray, ahead: np.ndarray | None = None) -> Contracts:
-        """The contracts of some rows, which may repeat. `ahead` [B, D], filled up with -1: tokens that each
-        treats as already said."""
+        """The contracts of some rows, which may repeat. `ahead` [B, D], filled up with -1: tokens that each treats as
+        already said."""
         if self.easy:
             return EASY
         slots = rows if self.slots is None else self.slots[rows]
         ruled = self.rules is not None and bool(self.rules.active[slots].any())
-        return Contracts(
-            self.beta[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.greedy[rows],
-            self.truncated[rows],
-            self.top[rows],
-            self.rules if ruled else None,
-            slots if ruled else None,
-            ahead if ruled else None,
-        )
+        columns = self.beta, self.top_k, self.top_p, self.min_p, self.greedy, self.truncated, self.top
+        rules = (self.rules, slots, ahead) if ruled else ()
+        return Contracts(*(column[rows] for column in columns), *rules)
 
 
 EASY = Contracts.plain(0)
@@ -146,8 +134,7 @@ EASY = Contracts.plain(0)
 
 @dataclass(frozen=True, eq=False)
 class DrawnTokens:
-    """One token per row. `kept` holds the kept ids (ascending) of each truncated row, in the
-    order of `truncated_rows`."""
+    """One token per row. `kept`: the kept ids (ascending) of each truncated row, in the order of `truncated_rows`."""
 
     ids: np.ndarray
     """int64 [B]"""
@@ -163,13 +150,8 @@ class DrawnTokens:
         index = {r: i for i, r in enumerate(self.truncated_rows.tolist())}
         truncated = [i for i, r in enumerate(rows.tolist()) if r in index]
         top = None if self.top is None else Top(self.top.ids[rows], self.top.logp[rows])
-        return DrawnTokens(
-            self.ids[rows],
-            self.logp[rows],
-            np.array(truncated, np.int64),
-            [self.kept[index[int(rows[i])]] for i in truncated],
-            top,
-        )
+        kept = [self.kept[index[int(rows[i])]] for i in truncated]
+        return DrawnTokens(self.ids[rows], self.logp[rows], np.array(truncated, np.int64), kept, top)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,11 +174,7 @@ class DrawDistributions:
 
     @staticmethod
     def of(logits: Tensor, contracts: Contracts, kernels: KernelChoice = "auto") -> DrawDistributions:
-        """logits: float32 [B, V], overwritten. `kernels` as in `pick`.
-
-        Raises:
-            NothingLeft: in some rows without drafted tokens every token is banned.
-        """
+        """logits: float32 [B, V], overwritten. NothingLeft where in a row without drafted tokens all are banned."""
         c, dead = contracts, NOTHING
         if c.easy:
             return DrawDistributions(torch.log_softmax(logits, -1), c, None, NOTHING, None, kernels, NOTHING)
@@ -243,19 +221,13 @@ class DrawDistributions:
         out, out_logp = ids.cpu().numpy(), logp.float().cpu().numpy()
         if c.easy:
             return DrawnTokens(out, out_logp, NOTHING, [])
-        return DrawnTokens(
-            out, out_logp, *_kept(c, self.cut, self.mask, out), _top(self.logp, int(c.top.max(initial=0)))
-        )
+        kept = _kept(c, self.cut, self.mask, out)
+        return DrawnTokens(out, out_logp, *kept, _top(self.logp, int(c.top.max(initial=0))))
 
 
 def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, kernels: KernelChoice = "auto") -> DrawnTokens:
-    """Draw one token per row. logits: float32 [B, V], overwritten. uniform: float64 [B] in [0, 1).
-    `kernels` as in `pick`.
-
-    Raises:
-        NothingLeft: in some rows every token is banned.
-        NotADistribution: some rows have probabilities that are not finite.
-    """
+    """Draw one token per row. logits: float32 [B, V], overwritten. uniform: float64 [B] in [0, 1). NoDraw where nothing
+    can be drawn in some rows."""
     return DrawDistributions.of(logits, contracts, kernels).draw(uniform)
 
 
@@ -263,23 +235,15 @@ def _top(logp: Tensor, k: int) -> Top | None:
     """The k most probable tokens of each distribution; None for k = 0."""
     if not k:
         return None
-    if k > logp.shape[-1]:
-        raise EngineError(f"sampling.top={k} of a vocabulary of {logp.shape[-1]} tokens. Lower it to at most that")
     best = logp.topk(k, -1)
     return Top(best.indices.int().cpu().numpy(), best.values.float().cpu().numpy())
 
 
 def pick(logp: Tensor, uniform: np.ndarray, kernels: KernelChoice = "auto") -> Tensor:
-    """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are
-    float64, in order of ids.
+    """int64 [B]: the first token whose cumulative probability exceeds uniform * total, with sums in float64, in order
+    of ids. NotADistribution where some rows have probabilities that are not finite.
 
     Only a token of positive probability can be the first to exceed the target. The target stays below the total.
-
-    Args:
-        kernels: the choice of kernels (`Model.kernels`).
-
-    Raises:
-        NotADistribution: some rows have probabilities that are not finite.
     """
     ids = kernel("draw", logp.device, logp.dtype, kernels).function(logp, uniform)
     if ids is None:
@@ -299,9 +263,8 @@ def _pick(logp: Tensor, uniform: np.ndarray) -> Tensor | None:
     total = cdf[:, -1]
     if not bool(total.isfinite().all()):
         return None
-    # Below the total even where rounding brings uniform * total up to it, so there is
-    # always a token. With right=True it is the first whose sum exceeds the target; a
-    # token of probability 0 has the sum of the one before it and is passed over.
+    # Below the total even where rounding brings uniform * total up to it, so there is always a token. With right=True
+    # it is the first whose sum exceeds the target; one of probability 0 has the sum of the one before.
     target = torch.minimum(_to(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
 
@@ -339,9 +302,8 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
 def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     """The kept mask from the n most probable tokens, and the rows for which these n are enough.
 
-    They are not enough where the kept set reaches the value of the last one, because other tokens may have
-    the same value. They are also not enough where a top-k larger than n comes before top-p, because the
-    mass it leaves is unknown.
+    They are not where the kept set reaches the value of the last one, which others may have too, nor where a top-k
+    larger than n comes before top-p, because the mass it leaves is unknown.
     """
     size = z.shape[-1]
     # In ascending order of ids, so that the stable sort by value gives ties to the lower id.
@@ -352,15 +314,13 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     top_k = _to(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
-    # `norm` is the log of the mass that top-k leaves. Without top-k, or where top_k > n, the mass of the whole
-    # vocabulary is taken. That is wrong where top-k cuts behind these n tokens and top-p needs the mass; `beyond` marks
-    # such rows.
+    # The log of the mass that top-k leaves; where top_k > n that of the whole vocabulary, which is wrong where top-p
+    # needs the mass that top-k leaves behind these n tokens: `beyond` marks such rows.
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))
     q = (wide - norm).exp()
-    # A token stays while the mass before it is below top_p, so the
-    # token that reaches top_p stays, and the first one always does.
+    # A token stays while the mass before it is below top_p: the token that reaches top_p stays, and the first always.
     inside &= q.cumsum(-1) - q < _to(c.top_p, z)[:, None]
     inside &= q >= _to(c.min_p, z)[:, None] * q[:, :1]
     sure = torch.ones(len(z), dtype=torch.bool, device=z.device)
@@ -371,8 +331,7 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _kept(c: Contracts, cut: np.ndarray, mask: Tensor | None, said: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(truncated rows, kept ids of each). The rows `cut` of `mask` say what they keep. A greedy row keeps the token
-    that it has said."""
+    """(truncated rows, kept ids of each): those of the rows `cut` of `mask`, and of a greedy row the token it said."""
     rows = np.flatnonzero(c.truncated)
     if mask is None:
         return rows, [said[r : r + 1].astype(np.int32) for r in rows]

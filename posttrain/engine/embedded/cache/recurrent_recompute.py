@@ -66,8 +66,8 @@ class RecomputedModel(CachedModel):
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
         """(hidden states [N, H] of a plan's positions; None). The positions' ids are cached."""
         self._keep(plan.rows, plan.ids[: len(plan.rows)])
-        # Every position names the rows of its whole sequence. Consecutive positions of one piece see one row more each.
-        # So they become one sequence, and as many of its last states are wanted as there are positions.
+        # Every position names the rows of its whole sequence. Consecutive positions of one piece see one row more each:
+        # they become one sequence, of which as many last states are wanted.
         rows_seen = [plan.visible[a : a + n] for a, n in zip(plan.starts, plan.lengths, strict=True)]
         seqs: list[tuple[np.ndarray, int]] = []
         for rows in rows_seen:
@@ -84,12 +84,11 @@ class RecomputedModel(CachedModel):
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
         """[n, H]: hidden states of one token for each slot of `at`."""
         self._keep(slots.table[at, position], ids)
-        return self._last_states(
-            [(slots.table[i, : p + 1], 1) for i, p in zip(at.tolist(), position.tolist(), strict=True)]
-        )
+        seqs = [(slots.table[i, : p + 1], 1) for i, p in zip(at.tolist(), position.tolist(), strict=True)]
+        return self._last_states(seqs)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
-        """[N, H]: hidden states of whole sequences back to back. Each sequence begins at position 0."""
+        """[N, H]: hidden states of whole sequences back to back."""
         starts = np.flatnonzero(positions.cpu().numpy() == 0)
         lengths = np.diff(np.append(starts, len(ids)))
         return rows_alone(self.read_out, ids.cpu().numpy(), lengths, np.arange(len(ids)), self._layout, BATCH)
@@ -100,8 +99,7 @@ class RecomputedModel(CachedModel):
         self.pool.write(0, torch.from_numpy(rows).to(self.pool.device), key, key)
 
     def _last_states(self, seqs: list[tuple[np.ndarray, int]]) -> Tensor:
-        """The last hidden states of sequences, each given by the pool rows of its ids and how many of them are
-        wanted."""
+        """The last hidden states of sequences: of each the pool rows of its ids and how many states are wanted."""
         if not seqs:
             return self.read_out.weight.new_zeros(0, self.read_out.weight.shape[1])
         lengths, wanted = (np.array(x, np.int64) for x in ([len(r) for r, _ in seqs], [n for _, n in seqs]))

@@ -16,12 +16,7 @@ from posttrain.system.errors import ConfigError, DataError, EngineError
 
 
 class Admission:
-    """Checks requests against the sizes of one engine.
-
-    Args:
-        context: most tokens of a sequence. vocabulary: rows of the read-out. most: blocks of the cache.
-        text: decodes token ids; None: stop strings are refused.
-    """
+    """Checks requests against the sizes of one engine: `most` are the blocks of its cache."""
 
     def __init__(self, context: int, vocabulary: int, most: int, text: Text | None) -> None:
         self.context, self.vocabulary, self.most, self.text = context, vocabulary, most, text
@@ -52,8 +47,7 @@ class Admission:
         return np.ascontiguousarray(tokens, np.int32)
 
     def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: TokenCallback | None) -> GenerateCall:
-        """A request of the running event loop for token ids [T]; DataError, ConfigError or EngineError
-        where it cannot be served."""
+        """A request of the running event loop for token ids [T]. Refuses what cannot be served."""
         if np.ndim(ids) == 1 and len(ids) >= self.context:
             raise DataError(
                 f"a prompt of {len(ids)} tokens leaves no room in a context of {self.context}: shorten one or raise the"
@@ -84,6 +78,5 @@ class Admission:
                 f"a sequence of {len(ids) + limit} tokens does not fit the key-value cache of {self.most * BLOCK}"
                 " tokens: raise cache_bytes, or lower the context or max_tokens"
             )
-        return GenerateCall(
-            ids, sampling, place, limit, end, asyncio.get_running_loop().create_future(), heard, time.perf_counter()
-        )
+        future = asyncio.get_running_loop().create_future()
+        return GenerateCall(ids, sampling, place, limit, end, future, heard, time.perf_counter())

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SchedulerCounts:
-    """Sums since the gauges were last read.
-
-    A type apart from `EngineCounters`, because a scheduler is replaced after a failure, and its counts end with it.
-    """
+    """Sums since the gauges were last read. They end with their scheduler, which is replaced after a failure."""
 
     shared: int = 0
     """Prompt tokens that were not computed, because another request of the same prompt had computed them."""
@@ -95,12 +92,8 @@ class EngineCounters:
         self._prefilled += len(plan.rows) - plan.front
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
-        """Count a pass with drafts, of which `said` were accepted.
-
-        Args:
-            needed: indices of the positions of generating slots that count as needed. Positions of rejected drafts do
-                not.
-        """
+        """Count a pass with drafts, of which `said` were accepted. `needed`: indices of the positions of generating
+        slots that count as needed, so without those of rejected drafts."""
         # `forward` has counted every position as needed. Here the rejected drafts are taken off again.
         computed = plan.front
         self._drafted += computed - len(plan.generating)
@@ -114,9 +107,8 @@ class EngineCounters:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def clock(self) -> dict[str, float]:
-        """Seconds since the last call. `engine/step`: in forward passes and draws. `engine/queue`: that
-        requests waited for a slot. `engine/sleep` and `engine/wake`: in which the cache was freed and made anew. With
-        them `engine/freed`: the bytes that were freed."""
+        """Seconds since the last call: `engine/step` in forward passes and draws, `engine/queue` that requests waited
+        for a slot, `engine/sleep` and `engine/wake`; and `engine/freed`, the bytes that sleeping freed."""
         taken, self._seconds = self._seconds, {}
         return taken
 

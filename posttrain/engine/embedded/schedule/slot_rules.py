@@ -1,16 +1,13 @@
 """Steps 1 to 3 of the log-prob contract (`core.sampling`) while tokens are drawn, for all slots at once.
 
 `engine.head.logit_rules` computes the same for tokens that were said. Here every option is a column or a table with one
-row per slot, so that a step runs no Python code per slot. A table is made when some slot first needs it. A slot's state
-follows from its prompt and the tokens it said, so it can be made again after a preemption.
+row per slot, so that a step runs no Python code per slot. A table is made when some slot first needs it.
 
 Axis letters: s a slot, B rows of a draw (each a slot, or a slot some tokens ahead), V vocabulary, K ids of the longest
 list, W sequences, L tokens of the longest sequence without its last, D tokens ahead.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,14 +40,6 @@ class NotADistribution(NoDraw):
     """Some rows of a draw have probabilities that are not finite."""
 
 
-@dataclass(frozen=True, eq=False)
-class _ContractMask:
-    """A contract with its mask, bool [V]: tokens that are banned at every position."""
-
-    sampling: Sampling
-    never_V: np.ndarray | None
-
-
 class SlotRules:
     """The rules of `count` slots, and the past tokens that they need."""
 
@@ -78,7 +67,8 @@ class SlotRules:
         """bool [s, V]: tokens in the sequence."""
         self._never: Tensor | None = None
         """bool [s, V]: tokens banned at every position."""
-        self._known: dict[int, _ContractMask] = {}
+        self._known: dict[int, tuple[Sampling, np.ndarray | None]] = {}
+        """Contracts with their masks, bool [V], by the contract's `id`."""
 
     def put(self, s: int, sampling: Sampling, prompt: np.ndarray, said: np.ndarray) -> None:
         """Slot `s` follows `sampling` from now on, after a prompt and the tokens its turn has already said."""
@@ -93,12 +83,11 @@ class SlotRules:
         # A bad sequence of one token is banned everywhere; longer ones need the tokens before.
         self.static[s] = sampling.allowed_ids is not None or any(len(b) == 1 for b in sampling.bad_ids)
         self._put_sequences(s, [b for b in sampling.bad_ids if len(b) > 1])
-        # The last tokens, right-aligned. Places before the turn's first token stay NO_ID, which equals no token: so a
-        # bad sequence never reaches back into the prompt.
+        # The last tokens, right-aligned. Places before the turn's first token stay NO_ID: so a bad sequence never
+        # reaches back into the prompt.
         depth = self.tail.shape[1]
         self.tail[s, depth - min(depth, len(said)) :] = said[len(said) - min(depth, len(said)) :]
-        # The two tables [s, V] are written at the first draw, because
-        # the vocabulary is known from the logits (`_write`).
+        # The two tables [s, V] are written at the first draw: the logits show the vocabulary (`_write`).
         if self.penalty[s] != 1 or self.static[s]:
             self._fresh[s] = np.concatenate([prompt, said])
 
@@ -129,28 +118,20 @@ class SlotRules:
     def adjust(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None = None) -> np.ndarray:
         """Apply steps 1 to 3, in place, to the logits [B, V] of slots `rows` [B].
 
-        Args:
-            ahead: int64 [B, D], filled up with -1: drafted tokens that row b treats as said after those of its slot.
-
-        Returns the rows with drafted tokens after which every token is banned. Their logits are set to
-        0 and have no meaning.
-
-        Raises:
-            NothingLeft: in some rows without drafted tokens every token is banned.
+        Row b treats the drafted tokens `ahead[b]` [D], filled up with -1, as said after those of its slot. Returns the
+        rows with drafted tokens after which every token is banned: their logits become 0 and have no meaning.
+        NothingLeft where in some rows without drafted tokens every token is banned.
         """
         self._write(logits)
-        # Place b * V + id of the flat logits. The steps come in the order of the contract: bias, penalty, bans. So a
-        # penalty looks at the sign of the biased logit, and nothing is computed with -inf.
+        # Place b * V + id of the flat logits. The steps come in the order of the contract: a penalty looks at the sign
+        # of the biased logit, and nothing is computed with -inf.
         flat, width = logits.view(-1), logits.shape[1]
         drafted = None if ahead is None else (ahead != NO_ID).sum(1)
         # (row, column) pairs of the entries that are no filling.
         b, k = np.nonzero(self.bias_ids[rows] != NO_ID)
         if len(b):
-            flat.index_add_(
-                0,
-                _to(b * width + self.bias_ids[rows[b], k], logits),
-                _to(self.bias[rows[b], k], logits).to(logits.dtype),
-            )
+            at, bias = b * width + self.bias_ids[rows[b], k], self.bias[rows[b], k]
+            flat.index_add_(0, _to(at, logits), _to(bias, logits).to(logits.dtype))
         self._penalise(logits, rows, ahead)
         banned = [np.zeros(0, np.int64)]
         # Rows ahead have said the drafted tokens as well.
@@ -197,8 +178,7 @@ class SlotRules:
 
     def _put_sequences(self, s: int, sequences: list[tuple[int, ...]]) -> None:
         """Store the bad sequences of a slot that have more than one token."""
-        # Tables grow on the left, because both are right-aligned:
-        # what they hold stays at the same distance from the end.
+        # Tables grow on the left: both are right-aligned, so what they hold stays at its distance from the end.
         deepest = max((len(b) - 1 for b in sequences), default=0)
         if grow := max(0, deepest - self.tail.shape[1]):
             self.tail = np.pad(self.tail, ((0, 0), (grow, 0)), constant_values=NO_ID)
@@ -210,7 +190,7 @@ class SlotRules:
             self.first[s, w, self.first.shape[2] - len(b) + 1 :] = b[:-1]
 
     def _write(self, logits: Tensor) -> None:
-        """Write the rows of the two tables for new slots. The vocabulary is known from the logits."""
+        """Write the rows of the two tables for new slots."""
         shape = (len(self.active), logits.shape[1])
         for s, ids in self._fresh.items():
             sampling = self._samplings[s]
@@ -229,24 +209,21 @@ class SlotRules:
         self._fresh.clear()
 
     def _mask(self, sampling: Sampling, vocabulary: int) -> np.ndarray | None:
-        """`banned_always`, cached by the identity of the contract. All requests of a stage
-        share one contract object."""
-        known = self._known.get(id(sampling))
+        """`banned_always`, cached by the identity of the contract, which all requests of a stage share."""
+        contract, never_V = self._known.get(id(sampling), (None, None))
         # An `id` is used again once its object is gone, so the object is kept and compared.
-        if known is None or known.sampling is not sampling:
+        if contract is not sampling:
             if len(self._known) >= MASKS_KEPT:
                 self._known.clear()
-            known = self._known[id(sampling)] = _ContractMask(sampling, banned_always(sampling, vocabulary))
-        return known.never_V
+            never_V = banned_always(sampling, vocabulary)
+            self._known[id(sampling)] = sampling, never_V
+        return never_V
 
     def _dead_ends(
         self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, drafted: np.ndarray | None
     ) -> np.ndarray:
-        """The rows among `touched` in which every token is banned. Their logits become 0.
-
-        `drafted` is the number of drafted tokens of each row; None: no row has any. NothingLeft where a row without
-        drafted tokens is dead.
-        """
+        """The rows among `touched` in which every token is banned. Their logits become 0. `drafted` is the number of
+        drafted tokens of each row. NothingLeft where a row without drafted tokens is dead."""
         dead = touched
         if len(touched):
             dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]

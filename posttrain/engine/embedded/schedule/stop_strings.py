@@ -1,9 +1,8 @@
 """Stop strings: which token of a turn completes one.
 
 It is the first token with which the text of the turn contains a stop string. The first `min_tokens` tokens complete
-none: the string must end behind their text. All tokens of the turn are decoded together. So a string may span tokens,
-and a token may hold several characters or a part of one. It does not matter how a character was cut into tokens.
-Nothing is stored between steps.
+none: the string must end behind their text. All tokens of the turn are decoded together, so it does not matter how
+strings and characters were cut into tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Strings:
 
     def put(self, s: int, sampling: Sampling) -> None:
         """Slot `s` waits for the stop strings of `sampling` from now on."""
-        self.wanted.pop(s, None)
+        self.clear(s)
         if sampling.stop:
             check_strings(sampling, self.text)
             self.wanted[s] = (sampling.stop, sampling.min_tokens)
@@ -44,11 +43,8 @@ class Strings:
         self.wanted.pop(s, None)
 
     def ended(self, at: np.ndarray, ids: np.ndarray, said: np.ndarray) -> np.ndarray:
-        """bool [len(at)]: whether the token each slot said last completes a stop string.
-
-        Args:
-            at: slots. ids: int32 [slots, C], the turn of every slot. said: int64 [slots], its length.
-        """
+        """bool [len(at)]: whether the token each slot said last completes a stop string. `ids` [slots, C] are the turns
+        of all slots, and `said` their lengths."""
         out = np.zeros(len(at), bool)
         for i, s in enumerate(at.tolist()) if self.wanted else ():
             if (waits := self.wanted.get(s)) is not None and self.text is not None:
@@ -69,9 +65,8 @@ def check_strings(sampling: Sampling, text: Text | None) -> None:
 def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) -> bool:
     """Returns whether a turn ends with the last of these tokens. It must not have ended at an earlier one.
 
-    Only the end of the turn is decoded: as much as the longest string needs, and until no character is cut. A string
-    found there is confirmed in the whole text. Worked example: under stop=(";",) the turn "a" "b;" ends with its second
-    token. With least=2 the turn "a" "b;" "c;" ends with its third.
+    Only the end of the turn is decoded, and a string found there is confirmed in the whole text. Under stop=(";",) the
+    turn "a" "b;" ends with its second token; with least=2 the turn "a" "b;" "c;" ends with its third.
     """
     if len(ids) <= least:
         return False
@@ -79,9 +74,8 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
     near = _end(ids, max(map(len, stop)) + MARGIN, text)
     if not any(s in near for s in stop):
         return False
-    # A string must end behind the text of the first `least` tokens, and may begin in that text. The earliest place to
-    # begin is where all but the string's last character lie in it. A character that these tokens leave unfinished is
-    # not a part of their text.
+    # A string must end behind the text of the first `least` tokens, and may begin in that text, with all but its last
+    # character. A character that these tokens leave unfinished is not a part of their text.
     turn_text, before = text(ids), len(text(ids[:least]).rstrip(UNFINISHED)) if least else 0
     return any(turn_text.find(s, max(0, before - len(s) + 1)) >= 0 for s in stop)
 
@@ -89,8 +83,7 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
 def _end(ids: np.ndarray, characters: int, text: Text) -> str:
     """The text of the last tokens: without a cut character, and with at least `characters` characters before the last
     token. The whole turn's text where no such end is found."""
-    # As many tokens as characters are enough for most texts. Some tokens hold less than a character, and a window may
-    # begin within one: then it is doubled.
+    # As many tokens as characters mostly do. The window is doubled where tokens hold less, or one is cut.
     window = characters
     while window < len(ids) - 1:
         near = ids[len(ids) - 1 - window :]
