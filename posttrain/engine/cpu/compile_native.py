@@ -179,6 +179,11 @@ class Kernels:
         return None if failed else ids
 
 
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Addresses of the tensors' memory for C, which keep none of them alive; None for none."""
+    return [None if t is None else t.data_ptr() for t in tensors]
+
+
 def stride(count: int) -> int:
     """Floats between the rows of a feature-major matrix of `count` columns: an odd number of vectors, so that the
     elements of one column are spread over the sets of the CPU cache."""

@@ -3,12 +3,10 @@
 The settings of `model.gradient_checkpointing` other than none:
 
 full         of each layer only its input is kept, and the layer is computed again
-selective    results of matrix products and of torch's attention are kept too; only what is cheap is computed again, as
-             compiled attention is
+selective    results of matrix products and of torch's attention are kept too, but not of compiled attention
 
 Figures: docs/help/out-of-memory.md. On a processor in float32 layers that are not computed again are faster and keep
 less (`fused_layers`); layers that are computed again are the plain ones.
-"""
 
 from __future__ import annotations
 
@@ -26,16 +24,9 @@ from posttrain.engine.layers import attention
 from posttrain.system.errors import ConfigError
 
 PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "_grouped_mm",
-    "_scaled_mm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
+    *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
 """Operations of torch whose results a selective pass keeps."""
@@ -44,11 +35,8 @@ SMALL = 1 << 14
 
 
 def keep_less(module: Any, setting: Checkpointing) -> None:
-    """Make the layers of a model compute again, in training mode, what `how` does not keep.
-
-    Raises:
-        ConfigError: the architecture, or this version of transformers, cannot.
-    """
+    """Make the layers of a model compute again, in training mode, what the setting does not keep. ConfigError where the
+    architecture, or this version of transformers, cannot."""
     if setting == "none":
         return
     if not hasattr(module, "activation_checkpointing_enable"):
@@ -60,8 +48,8 @@ def keep_less(module: Any, setting: Checkpointing) -> None:
     contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if setting == "selective" else {}
     try:
         module.activation_checkpointing_enable({"use_reentrant": False, **contexts})
-        # Only reentrant checkpoints need inputs with gradients. The hook would go into every copy of the module, where
-        # the engine takes a model with hooks for one that its fused decoder does not know.
+        # Only reentrant checkpoints need inputs with gradients. Every copy of the module would have that hook, and the
+        # engine's fused decoder takes no model with hooks.
         module.disable_input_require_grads()
         attention.keep_layout_in_recomputation(module)
     except ValueError as error:
@@ -91,8 +79,7 @@ def kept_on_the_cpu() -> AbstractContextManager[Any]:
 
 def _move_to_cpu(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     """Called with each tensor that autograd saves: its device and a copy on the CPU, or the tensor itself."""
-    # Autograd saves weights too, often as a transposed view. The parameter lives on the device anyway, so moving it
-    # would save nothing and cost two copies.
+        # Autograd saves weights too, often as a transposed view. They live on the device anyway.
     root = x if x._base is None else x._base
     if isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad) or x.numel() < SMALL:
         return x
@@ -101,5 +88,5 @@ def _move_to_cpu(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
 
 
 def _move_back(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    """The tensor that `_away` took, on its device again."""
+    """The tensor that `_move_to_cpu` took, on its device again."""
     return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)

@@ -1,9 +1,8 @@
 """One attention function for learner, reference and embedded engine, registered with transformers.
 
 A Hugging Face model built with `attn_implementation=attention.NAME` passes every layer's queries, keys and values to
-`attend` below. The layout in use (`using`) decides which positions see which. It is not passed through the model's own
-arguments, because some architectures drop them. `PackedLayout` is the learner's layout: segments back to back. The
-embedded engine has its own, with a key-value cache.
+`attend` below. The layout in use (`using`) decides which positions see which; some architectures would drop it from the
+model's own arguments. `PackedLayout` is the learner's layout: segments back to back. The embedded engine has its own.
 
 Shapes: N packed positions, H query heads, K key-value heads (H = K * groups), D head width, S segments;
 a bucket is B segments padded to L positions.
@@ -12,7 +11,7 @@ a bucket is B segments padded to L positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,8 +35,7 @@ NAME = "posttrain"
 WASTE = 0.12
 """Most padding a bucket may hold, as a share of the positions it computes."""
 HARMLESS = ("position_ids", "cache_position")
-"""Tensors among an attention's keyword arguments that change no score. Any other one (sinks, biases, chosen blocks)
-could change scores, and no layout applies it."""
+"""Tensors among an attention's keyword arguments that change no score. Any other one (sinks, biases) could."""
 
 
 @dataclass(eq=False, slots=True)
@@ -91,8 +89,8 @@ def layout_in_use() -> Layout | None:
 
 
 def keep_layout_in_recomputation(module: nn.Module) -> None:
-    """Make layers that are computed again in the backward pass (activation checkpointing) attend by the layout
-    of their forward pass."""
+    """Make layers that are computed again in the backward pass (activation checkpointing) attend by the layout of their
+    forward pass."""
     for part in module.modules():
         checkpoint = part.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
@@ -100,16 +98,13 @@ def keep_layout_in_recomputation(module: nn.Module) -> None:
 
 
 def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a checkpoint function of torch so that the layer attends by the layout of now, also when it is computed
-    again."""
-    # A layer is computed again in the backward pass. There `using` has ended, and on a GPU autograd works in a thread
-    # of its own, where the context variable is not set. So the layout is bound while the forward pass runs.
+    """Calls a checkpoint function of torch with the layout of now."""
+    # In the backward pass `using` has ended, and on a GPU autograd works in a thread of its own, where the context
+    # variable is not set. So the layout is bound while the forward pass runs.
     layout = _IN_USE.get()
 
     def again(*inputs: Any) -> Any:
-        if layout is None:
-            return function(*inputs)
-        with using(layout):
+        with nullcontext() if layout is None else using(layout):
             return function(*inputs)
 
     return checkpoint(again, *args)
@@ -129,8 +124,7 @@ def stay_outside_graphs() -> None:
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: the layout contains the same information, so transformers need not build one."""
-    return
+    """No mask: the layout says the same."""
 
 
 def attend(
@@ -145,11 +139,8 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with transformers' signature. The layout computes it. Returns ([1, N, H, D], None).
-
-    Raises EngineError for what a layout would silently ignore: a mask, attention dropout (sampler and learner would
-    differ), score biases, attention that is not causal.
-    """
+    """Attention with transformers' signature. The layout computes it. Returns ([1, N, H, D], None). EngineError for what
+    a layout would silently ignore."""
     layout = _IN_USE.get()
     if layout is None:
         raise EngineError(
@@ -181,8 +172,8 @@ _registered: list[Callable[..., Any]] = [attend]
 
 
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
-    """Segment indices grouped by similar length, longest first. Each group is padded to its longest; at most
-    `waste` of it is padding.
+    """Segment indices grouped by similar length, longest first. At most `waste` of each group, padded to its longest, is
+    padding.
 
     >>> [b.tolist() for b in buckets(np.array([10, 3, 9, 10]))]
     [[0, 3, 2], [1]]
@@ -191,8 +182,7 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
     out: list[list[int]] = []
     tokens = 0
     for s in order.tolist():
-        # With segment s the last group has n + 1 rows, each padded to the length of the group's first one. Of these
-        # positions a share of at least 1 - waste must be real.
+        # With segment s the last group has n + 1 rows, each padded to its first one. A share of 1 - waste must be real.
         length = int(lengths_S[s])
         if out and tokens + length >= (1 - waste) * (len(out[-1]) + 1) * int(lengths_S[out[-1][0]]):
             out[-1].append(s)
@@ -204,11 +194,11 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
 
 
 class SpreadRows(torch.autograd.Function):
-    """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the row that each padded row copies. `back` [N] is the padded
-    row of each row.
+    """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the row that each padded row copies, `back` [N] the padded row
+    of each row.
 
-    Padding rows repeat a real one. Under a causal mask no real position reads them, so their gradient is exactly zero.
-    The backward is therefore the plain inverse gather instead of a slow scatter-add.
+    Under a causal mask no real position reads padding, so its gradient is exactly zero: the backward is the plain
+    inverse gather, and no slow scatter-add.
     """
 
     @staticmethod
@@ -239,10 +229,10 @@ class CollectRows(torch.autograd.Function):
 
 
 class RunsLayout:
-    """A layout whose positions lie in runs. There are two ways to compute it.
+    """A layout whose positions lie in runs.
 
     `by_runs`: compiled code reads the runs as they lie. `by_buckets`: runs of similar length are padded and computed by
-    one call of dense attention. The second way serves scores with a soft-cap, and machines without compiled code.
+    one call of dense attention; it also serves scores with a soft-cap.
     """
 
     routing: Any = None
@@ -273,19 +263,14 @@ class RunsLayout:
         """[1, N, H, D]: the attention of a layer by the form that this device, dtype and choice of kernels have."""
         query = call.query
         if query.shape[0] != 1 or query.shape[2] != self.tokens:
-            raise EngineError(
-                f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H,"
-                " N, D]"
-            )
+            wanted = f"a layout of {self.tokens} packed positions"
+            raise EngineError(f"{wanted} met queries of shape {tuple(query.shape)}, not [1, H, N, D]")
         return kernel("packed_attention", query.device, query.dtype, self._kernels).function(self, call)
 
 
 class PackedLayout(RunsLayout):
-    """Causal attention within segments that are packed back to back. It is differentiable, and no
-    position sees another segment.
-
-    Segments of similar length share one batched call. They are padded on the right, which changes nothing under a
-    causal mask. All index tensors are made once here and used by every layer.
+    """Causal attention within segments that are packed back to back. It is differentiable, and no position sees another
+    segment. Segments of similar length share one batched call, padded on the right.
 
     Example: lengths [2, 4, 4] give buckets [1, 2] (4 positions each) and [0] (2 positions), no padding at all.
     """
@@ -302,13 +287,12 @@ class PackedLayout(RunsLayout):
         self._lengths_S, self._groups = lengths_S, buckets(lengths_S, waste)
         self.shapes = [(len(group), int(lengths_S[group[0]])) for group in self._groups]
         """(B, L) of each bucket."""
-        # Both are made by the first layer that asks for them. Compiled code reads runs and asks for neither.
+        # Made by the first layer that asks for them. Compiled code asks for neither.
         self._placed: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
 
     @cached_property
     def runs(self) -> Runs:
-        """Each segment is a run with nothing above it."""
         return Runs(np.cumsum(self._lengths_S) - self._lengths_S, self._lengths_S)
 
     def by_buckets(self, call: AttentionCall) -> Tensor:
@@ -321,9 +305,7 @@ class PackedLayout(RunsLayout):
         parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
         for (count, longest), *rows_qkv in zip(self.shapes, *parts, strict=True):
             q_BHLD, k_BKLD, v_BKLD = (x.unflatten(0, (count, longest)).transpose(1, 2) for x in rows_qkv)
-            mask = None
-            if window is not None and window < longest:
-                mask = self._mask(query.device, longest, window)
+            mask = None if window is None or window >= longest else self._mask(query.device, longest, window)
             attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, call.scaling, call.softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
         rows = out[0] if len(out) == 1 else torch.cat(out)
@@ -334,16 +316,14 @@ class PackedLayout(RunsLayout):
         return rows if places is None else SpreadRows.apply(rows, *places)  # pyright: ignore[reportReturnType]
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """(position that each padded row copies, padded row of each position); None where the padded rows are the
-        positions as they lie."""
+        """(position that each padded row copies, padded row of each position); None where nothing has to be moved."""
         if device in self._placed:
             return self._placed[device]
         starts_S = np.cumsum(self._lengths_S) - self._lengths_S
         to, back, row = list[np.ndarray](), np.empty(self.tokens, np.int64), 0
         for group, (_, longest) in zip(self._groups, self.shapes, strict=True):
             length_B = self._lengths_S[group][:, None]
-            # Rows behind a segment's end repeat its last position: any row
-            # would do, since none before reads it, and this one always exists.
+            # Rows behind a segment's end repeat its last position, which always exists. None before reads them.
             position_BL = starts_S[group][:, None] + np.minimum(np.arange(longest), length_B - 1)
             real_BL = np.arange(longest) < length_B
             # Row-major places in [B, L], behind the rows of the buckets before.
@@ -367,10 +347,8 @@ class PackedLayout(RunsLayout):
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
-    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T.
-
-    Torch's fused attention. It has no soft-cap, so soft-capped scores are computed by definition.
-    """
+    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D] by torch's fused attention; causal where no mask [L, T] is
+    given, which needs L == T. It has no soft-cap, so soft-capped scores are computed by definition."""
     if softcap is not None:
         return reference_ops.attention(q, k, v, mask, scaling, softcap)
     return F.scaled_dot_product_attention(
@@ -378,13 +356,10 @@ def dense_attention(
     )
 
 
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 add_forms(
     "attention",
-    Kernel(
-        "torch",
-        dense_attention,
-        bounds={torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3},
-    ),
+    Kernel("torch", dense_attention, bounds=BOUNDS),
     Kernel("reference", reference_ops.attention),
 )
 add_forms(

@@ -3,10 +3,9 @@
 Hidden states at some positions are selected by `SelectRows`. Its backward costs one pass over the rows that are read.
 
 For an embedding autograd makes a gradient of all V rows, which is zero but for the tokens that were read; at 151,936
-ids and 896 columns it is half a gigabyte. Where the head shares the weight, autograd makes two such gradients and adds
-them. Here the look-up is a node of its own (`LookedUp`). It adds its few rows to the head's gradient in place. Where no
-head reads the hidden states, as for a reward model, the gradient holds the rows that were read and nothing else
-(`core.exchange.row_gradient`).
+ids and 896 columns it is half a gigabyte. Where the head shares the weight, it makes two and adds them. Here the
+look-up is a node of its own (`LookedUp`), which adds its few rows to the head's gradient in place. Where no head reads
+the hidden states, the gradient holds the rows that were read and nothing else (`core.exchange.row_gradient`).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from torch.autograd.function import once_differentiable
 
 
 class SelectRows(torch.autograd.Function):
-    """Select rows [N, H] at positions [M]. The backward writes the first gradient of a row and adds further ones, which
-    are few: only segments that begin alike read a row twice."""
+    """Select rows [N, H] at positions [M]. Only segments that begin alike read a row twice."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, at: Tensor, again: Tensor | None) -> Tensor:
@@ -39,8 +37,8 @@ class SelectRows(torch.autograd.Function):
         out = grad.new_zeros(ctx.rows, grad.shape[1])
         if again is None:
             return out.index_copy_(0, at, grad), None, None
-        # `index_copy_` may not meet a row twice: which gradient stays would be left to chance. Firsts are copied, which
-        # is quicker than adding to zeros, and only repeats are added.
+        # `index_copy_` may not meet a row twice. Firsts are copied, which is quicker than adding to zeros, and only
+        # repeats are added.
         is_first = torch.ones(len(at), dtype=torch.bool, device=at.device)
         is_first[again] = False
         out.index_copy_(0, at[is_first], grad[is_first])
@@ -51,11 +49,10 @@ def rows_at(rows: Tensor, at_M: np.ndarray) -> Tensor:
     """[M, H]: rows [N, H] at these places, in which a place may stand twice."""
     _, first = np.unique(at_M, return_index=True)
     again = np.setdiff1d(np.arange(len(at_M)), first)
-    return SelectRows.apply(
-        rows,
-        torch.from_numpy(at_M.astype(np.int64)).to(rows.device),
-        torch.from_numpy(again).to(rows.device) if len(again) else None,
-    )  # pyright: ignore[reportReturnType]
+    at, repeated = torch.from_numpy(at_M.astype(np.int64)).to(rows.device), None
+    if len(again):
+        repeated = torch.from_numpy(again).to(rows.device)
+    return SelectRows.apply(rows, at, repeated)  # pyright: ignore[reportReturnType]
 
 
 WORTH = 1 << 22
@@ -65,17 +62,15 @@ PART = 4
 
 
 class LookedUp(torch.autograd.Function):
-    """(rows [..., H] of a weight [V, H] at `ids`, the weight itself, for the head to read). The gradient of the row
-    `padding` gets nothing from the look-up, as in `nn.Embedding`. `by_rows`: the gradient may be one of rows, where no
-    head read the weight."""
+    """(rows [..., H] of a weight [V, H] at `ids`, the weight itself, for the head). The row `padding` gets nothing from
+    the look-up, as in `nn.Embedding`. `by_rows`: the gradient may be one of rows, where no head read the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, by_rows: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.shape, ctx.padding, ctx.by_rows = weight.shape, padding, by_rows
         ctx.set_materialize_grads(False)  # a pass whose head is not read has no gradient of it
-        # The second output is the weight itself, as a view that belongs to this node. The head reads it, so the head's
-        # gradient arrives here together with the gradient of the rows.
+        # The second output is the weight, as a view of this node: so the head's gradient arrives here too.
         return nn.functional.embedding(ids, weight), weight.view_as(weight)
 
     @staticmethod
@@ -87,8 +82,7 @@ class LookedUp(torch.autograd.Function):
             return of_weight, None, None, None
         if of_weight is None and not ctx.by_rows:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
-        # The gradient of the F distinct ids that were read, [F, H], by torch's own sum over equal ids. It goes into the
-        # head's gradient, or becomes a sparse one.
+        # The gradient of the F distinct ids that were read, [F, H], by torch's own sum over equal ids.
         read_ids, place = torch.unique(ids, return_inverse=True)
         if of_weight is None and len(read_ids) * PART > ctx.shape[0]:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
@@ -103,11 +97,7 @@ class LookedUp(torch.autograd.Function):
 
 
 class LookUp:
-    """The look-up of a model's embedding.
-
-    Args:
-        shared: whether the head reads the same weight.
-    """
+    """The look-up of a model's embedding. `shared`: whether the head reads the same weight."""
 
     def __init__(self, embedding: nn.Embedding, shared: bool) -> None:
         self._embedding, self._shared = embedding, shared
@@ -129,8 +119,7 @@ class LookUp:
 
     @contextmanager
     def headless(self) -> Iterator[None]:
-        """Inside, no head reads the hidden states that are computed, and the gradient of a large weight may be one of
-        rows."""
+        """Inside, no head reads the hidden states, and the gradient of a large weight may be one of rows."""
         before, self._by_rows = self._by_rows, self._embedding.weight.numel() >= WORTH
         try:
             yield
@@ -154,8 +143,7 @@ class LookUp:
             del module.__dict__["forward"]
 
     def take(self) -> Tensor | None:
-        """Returns the weight as an output of the last pass's look-up, for the head; None where there is none, or where
-        it was taken before."""
+        """Returns the weight as an output of the last pass's look-up, for the head; None where there is none."""
         # Given once, so that no later head reads a node of a graph that is gone.
         weight, self._for_head = self._for_head, None
         return weight

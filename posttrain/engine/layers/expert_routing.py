@@ -5,8 +5,7 @@ of the scores over all experts, taken at the chosen ones, and divided by their s
 choices the weights are computed from the router's own scores in the same way, so that gradients reach the router, and
 only the choice itself is given: g_i = I_i exp(s_i) / sum_j I_j exp(s_j) where they are normalised (R3, 2510.11370).
 
-A layout (`attention`) carries a `Routing` through one forward pass, and through layers that are computed again in the
-backward pass. Without one a router does what it does in transformers.
+A layout (`attention`) carries a `Routing` through one forward pass, and through layers that are computed again.
 
 Axis letters: N computed positions, R routers, K experts of a token, E experts.
 """
@@ -28,10 +27,9 @@ from posttrain.engine.layers import attention
 from posttrain.system.errors import EngineError
 
 PLACE = "posttrain_router"
-"""The attribute of a router's module that holds (its place among the routers, whether its weights are normalised)."""
+"""The attribute of a router's module: its place among the routers, and whether its weights are normalised."""
 SPREAD = 4.0
-"""The largest score in the trial that shows whether a router is understood (`_normalised`). At this size rounding
-decides no choice."""
+"""The largest score in the trial that shows whether a router is understood. Rounding decides no choice there."""
 TRIED = 8
 """Hidden states in that trial."""
 SAME = {torch.float32: 1e-5, torch.float64: 1e-5}
@@ -88,8 +86,8 @@ class Routing:
         return torch.stack([of[r] for r in sorted(of)], 1)
 
     def regret(self) -> tuple[Tensor, float]:
-        """(regret [N, R], largest |score|). The regret is the score of the best expert that was not used minus the
-        score of the worst used one. The pass must have kept the scores."""
+        """(score of the best expert that was not used minus that of the worst used one [N, R], largest |score|). The
+        pass must have kept the scores."""
         used, logits = self.stacked(self.used), self.stacked(self.logits)
         # At most 0 where a router used its own best; above 0 the used experts are not the best ones.
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
@@ -97,9 +95,8 @@ class Routing:
         return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
 
     def chosen_by_more(self, computed: torch.dtype) -> float:
-        """The largest lead of an expert that was not used over a used one, in units of what rounding may decide in the
-        type that the model computes in (`NEAR`). Above 1, this pass would have chosen other experts than it was given.
-        0 without routers."""
+        """The largest lead of an expert that was not used over a used one, in units of what rounding may decide (`NEAR`).
+        Above 1, this pass would have chosen other experts than it was given."""
         if not self.logits:
             return 0.0
         regret, scale = self.regret()
@@ -108,8 +105,7 @@ class Routing:
 
 
 def following(passes: Sequence[Routing]) -> Routing | None:
-    """The choices that these passes made, given to one pass over their tokens back to back. None where they had no
-    router."""
+    """The choices that these passes made, for one pass over their tokens back to back. None where they had no router."""
     if not all(one.used for one in passes):
         return None
     return Routing(torch.cat([one.stacked(one.used) for one in passes]), True)
@@ -124,8 +120,8 @@ def _hook(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RouterModules:
-    """What a module's routers are called and hold. `experts`, `names` and `stacked` are those of
-    `core.exchange.expert_choices.Routers`; `normalised` says whether the weights of a token's experts sum to 1."""
+    """What a module's routers are called and hold; see `core.exchange.expert_choices.Routers`. `normalised`: whether the
+    weights of a token's experts sum to 1."""
 
     experts: int
     names: tuple[str, ...]
@@ -135,7 +131,7 @@ class RouterModules:
 
 def routers_of(module: PreTrainedModel) -> RouterModules | None:
     """The routers of a model, which from now on follow the `Routing` of a pass; None where it has none that is
-    understood (`why_not` says why). A second call changes nothing."""
+    understood (`why_not`)."""
     routers = list(_candidates(module))
     if not routers or why_not(module):
         return None
@@ -147,8 +143,7 @@ def routers_of(module: PreTrainedModel) -> RouterModules | None:
     names = {id(p): n for n, p in module.named_parameters()}
     experts = int(routers[0][1].weight.shape[0])
     parents = (module.get_submodule(name.rpartition(".")[0]) for name, _ in routers)
-    # Experts of a layer are often one tensor [E, ...]. The router's parent holds them, and their first axis tells them
-    # apart from other weights.
+    # Experts of a layer are often one tensor [E, ...], which the router's parent holds.
     stacked = tuple(
         tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
     )
@@ -184,19 +179,17 @@ def _candidates(module: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def _normalised(router: Any) -> bool | None:
-    """Returns whether the weights of a token's experts sum to 1; None where the router computes something else than
-    `weights_of` its largest logits. A trial shows it."""
+    """Returns whether the weights of a token's experts sum to 1, by a trial; None where the router computes something
+    else than `weights_of` its largest logits."""
     weight: Tensor = router.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIED, weight.shape[-1], generator=generator).to(weight)
     try:
-        # The first call shows how large the scores are; in the second the largest is
-        # `SPREAD`. Tiny scores would leave the choice to rounding. With huge ones all
-        # weights but one vanish, and normalised and plain weights look alike.
+        # The first call shows how large the scores are; in the second the largest is `SPREAD`. Tiny scores would leave
+        # the choice to rounding. With huge ones normalised and plain weights look alike.
         size = float(router(hidden)[0].abs().max())
         logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
-        # The chosen are the K best exactly if the worst of them has the K-th largest score. Scores are compared and not
-        # ids, because equal scores may be ordered in either way.
+        # The chosen are the K best exactly if the worst has the K-th largest score: equal ones may be in any order.
         shortfall = logits.topk(chosen.shape[-1], -1).values[:, -1] - logits.gather(-1, chosen).amin(-1)
     except Exception:  # a router of another form: its own code may raise anything
         return None
@@ -215,26 +208,9 @@ def as_array(choices: Tensor) -> np.ndarray:
     return choices.to(torch.int16).cpu().numpy()
 
 
-class PassRouting:
-    """The choices that the routers are given in one pass, and the record of what they did.
-
-    Args:
-        given: int64 [C, R, K] choices to follow; None: each router chooses itself.
-        scores: keep the routers' logits, with their gradients.
-    """
-
-    def __init__(self, given: Tensor | None = None, scores: bool = False) -> None:
-        self.routing = Routing(given, scores)
-
-    def pass_of(self, device: torch.device) -> Routing:
-        """Returns the routing that the layout of the pass carries."""
-        return self.routing
-
-
-class PackedRouting(PassRouting):
-    """`PassRouting` for packed segments. A pass may compute a beginning once that several of them share.
-
-    Arrays by computed place have the letter C, arrays by packed position N.
+class PackedRouting:
+    """The choices that routers are given for packed segments, and the record of what they did. A pass may compute a
+    beginning once that several segments share: arrays by computed place have the letter C, by packed position N.
 
     Args:
         given_N: int16 [N, R, K] choices to follow; None: each router chooses itself.
@@ -242,24 +218,19 @@ class PackedRouting(PassRouting):
     """
 
     def __init__(self, packed: Packed, given_N: np.ndarray | None, scores: bool) -> None:
-        super().__init__()
+        self.routing = Routing()
         # Until `fold` each packed position is a place of its own.
         self._given_C, self._scores = given_N, scores
         self._place_N = np.arange(len(packed.ids_N))
 
     def fold(self, place_N: np.ndarray) -> bool:
-        """From now on the pass computes each place once, for all positions of it. Returns False, and changes nothing,
-        where positions of one place are given different choices.
-
-        Args:
-            place_N: the place of each packed position.
-        """
+        """From now on the pass computes each place once, for all positions of it (`place_N`). Returns False, and changes
+        nothing, where positions of one place are given different choices."""
         given_N = self._given_C
         if given_N is not None:
             known_N = known_rows(given_N)
             given_C = np.full((int(place_N.max()) + 1, *given_N.shape[1:]), UNKNOWN, np.int16)
-            # Written to the place, then read back for every position. If two positions of one place disagree, the later
-            # write hides the earlier one, and the comparison finds it.
+            # Written to the place, then read back for every position: so two that disagree are found.
             given_C[place_N[known_N]] = given_N[known_N]
             if not np.array_equal(given_C[place_N[known_N]], given_N[known_N]):
                 return False
@@ -268,6 +239,7 @@ class PackedRouting(PassRouting):
         return True
 
     def pass_of(self, device: torch.device) -> Routing:
+        """Returns the routing that the layout of the pass carries."""
         choices = None if self._given_C is None else torch.from_numpy(self._given_C.astype(np.int64)).to(device)
         self.routing = Routing(choices, self._scores)
         return self.routing
@@ -276,13 +248,9 @@ class PackedRouting(PassRouting):
         """Returns the record of what the routers did at every packed position. The pass must have kept their logits."""
         r = self.routing
         regret, scale = r.regret()
-        return RoutedPass(
-            as_array(r.stacked(r.used))[self._place_N],
-            as_array(r.stacked(r.own))[self._place_N],
-            regret.float().cpu().numpy()[self._place_N],
-            scale,
-            logp_M.float().cpu().numpy(),
-        )
+        used, own = (as_array(r.stacked(of))[self._place_N] for of in (r.used, r.own))
+        regrets = regret.float().cpu().numpy()[self._place_N]
+        return RoutedPass(used, own, regrets, scale, logp_M.float().cpu().numpy())
 
     def probabilities(self) -> np.ndarray:
         """float32 [N, R, E]: the softmax of the routers' logits. The pass must have kept them."""
@@ -293,8 +261,7 @@ class PackedRouting(PassRouting):
         """The load-balance loss of these positions: the routers' probabilities times `packed.balance_E`, over the
         tokens whose experts are known."""
         assert packed.balance_E is not None and packed.routed_N is not None
-        # A place that is computed once may stand for several positions. It counts once for each of them whose experts
-        # are known.
+        # A place that is computed once counts once for each of its positions whose experts are known.
         times_C = np.bincount(self._place_N, known_rows(packed.routed_N), int(self._place_N.max()) + 1)
         logits = self.routing.stacked(self.routing.logits)
         wide = logits if logits.dtype == torch.float64 else logits.float()

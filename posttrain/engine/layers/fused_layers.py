@@ -4,10 +4,8 @@ Between its matrix products (its linear layers) a layer of the Llama family only
 transformers writes it as some forty operations forward and backward. At 1 M parameters they take 40 % of a step. Here
 each is one compiled operation (`native_code/training.h`), which also keeps less for the backward pass. The products are
 the layer's own modules, so that adapters and frozen weights are as they were; plain ones of one input are made together
-(`products`).
-
-The methods of the model are replaced only while it runs, so nobody else sees them: not the engine, which reads the same
-module where the policy has an adapter, nor what is saved.
+(`products`). The methods of the model are replaced only while it runs, so that neither the engine, which reads the same
+module where the policy has an adapter, nor what is saved sees them.
 
 Axis letters: N packed positions, E hidden width, H heads, D head width, F feed-forward width.
 """
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.config.engines import KernelChoice
-from posttrain.engine.cpu import compile_native
+from posttrain.engine.cpu.compile_native import addresses, library
 from posttrain.engine.embedded.cache.fused_decoder import FAMILIES, window_of
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
 from posttrain.engine.head.readout import ReadOut, read_out
@@ -41,11 +39,10 @@ from posttrain.system.errors import EngineError
 CHUNK = 256
 """Rows whose gradients of a weight are summed together (`native_code/training.h`)."""
 BOUND = 1e-4
-"""Largest difference from the plain layers that counts as rounding, of hidden states and of gradients, relative to the
-largest number."""
+"""Largest difference from the plain layers that counts as rounding, relative to the largest number."""
 ROUNDINGS = 8
-"""A difference above `BOUND` is accepted where the fused layers are off from float64 by at most this many times the
-rounding of the plain layers, which is how far these are off from float64."""
+"""A difference above `BOUND` is accepted where the fused layers are off from float64 by at most this many times what
+the plain layers are."""
 CANARY = 24
 """Tokens of the sequence on which fused and plain layers are compared."""
 READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
@@ -64,9 +61,7 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, width = x.contiguous(), x.shape[-1]
         out, inverse = torch.empty_like(x), x.new_empty(x.numel() // width)
-        compile_native.library().rms_rows(
-            x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), inverse.data_ptr(), len(inverse), width
-        )
+        library().rms_rows(*addresses(x, weight), eps, *addresses(out, inverse), len(inverse), width)
         ctx.save_for_backward(x, weight, inverse)
         return out
 
@@ -74,11 +69,9 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         g, dx, width = grads[0].contiguous(), torch.empty_like(x), x.shape[-1]
-        # The gradient of the weight is a sum over rows. C sums each chunk in order, and the chunks are added here, so
-        # the bits do not depend on the number of threads.
+        # C sums each chunk of rows in order, and the chunks are added here: the bits do not depend on the threads.
         parts = x.new_empty(_chunks(len(inverse)), width)
-        addresses = (t.data_ptr() for t in (g, x, weight, inverse, dx, parts))
-        compile_native.library().rms_rows_back(*addresses, len(inverse), width)
+        library().rms_rows_back(*addresses(g, x, weight, inverse, dx, parts), len(inverse), width)
         return dx, parts.sum(0) if ctx.needs_input_grad[1] else None, None
 
 
@@ -92,11 +85,8 @@ class Heads(torch.autograd.Function):
         heads, width = x.shape[-2:]
         rows = x.numel() // (heads * width)
         out, inverse = torch.empty_like(x), x.new_empty(rows * heads if weight is not None else 0)
-        scale = None if weight is None else weight.data_ptr()
-        tables = cosine.data_ptr(), sine.data_ptr()
-        compile_native.library().heads_rows(
-            x.data_ptr(), scale, eps, *tables, out.data_ptr(), inverse.data_ptr(), rows, heads, width
-        )
+        tables = addresses(cosine, sine, out, inverse)
+        library().heads_rows(*addresses(x, weight), eps, *tables, rows, heads, width)
         # without a norm the rotation is linear, and its backward reads nothing of x
         ctx.save_for_backward(None if weight is None else x, weight, inverse, cosine, sine)
         return out
@@ -109,23 +99,20 @@ class Heads(torch.autograd.Function):
         heads, width = g.shape[-2:]
         rows = g.numel() // (heads * width)
         parts = g.new_empty(_chunks(rows) if weight is not None else 0, width)
-        addresses = (None if t is None else t.data_ptr() for t in (g, x, weight, inverse, cosine, sine, dx, parts))
-        compile_native.library().heads_rows_back(*addresses, rows, heads, width)
+        tensors = addresses(g, x, weight, inverse, cosine, sine, dx, parts)
+        library().heads_rows_back(*tensors, rows, heads, width)
         return dx, parts.sum(0) if weight is not None and ctx.needs_input_grad[1] else None, None, None, None
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, and its product with W where W is given.
-
-    The backward pass computes silu(gate) * up again. That takes little time. Kept, it would be a sixth of a layer's
-    memory.
-    """
+    """silu(gate) * up, and its product with W where W is given. The backward pass computes silu(gate) * up again, in
+    little time; kept, it would be a sixth of a layer's memory."""
 
     @staticmethod
     def _gated(gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up."""
         out = torch.empty_like(gate)
-        compile_native.library().gate_rows(gate.data_ptr(), up.data_ptr(), out.data_ptr(), out.numel())
+        library().gate_rows(*addresses(gate, up, out), out.numel())
         return out
 
     @staticmethod
@@ -146,7 +133,7 @@ class SwiGLU(torch.autograd.Function):
             if needed[2]:
                 of_weight = summed([rows], SwiGLU._gated(gate, up).view(-1, gate.shape[-1]))[0]
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        compile_native.library().gate_rows_back(*(t.data_ptr() for t in (g, gate, up, dgate, dup)), g.numel())
+        library().gate_rows_back(*addresses(g, gate, up, dgate, dup), g.numel())
         return dgate, dup, of_weight, of_bias
 
 
@@ -222,13 +209,12 @@ class FusedReadOut(ReadOut):
     methods: tuple[tuple[nn.Module, MethodType], ...] = ()
 
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
-        """Returns the hidden states as the base method does. For positions that are not read, such as prompts, the last
-        layer computes keys and values only."""
+        """As the base method. For positions that are not read, the last layer computes keys and values only."""
         # Segments that begin alike read one position several times: it is computed once, and repeated at the end.
         read_R, place_M = np.unique(at_M, return_inverse=True)
         last = self.layers[-1]
-        # The plain pass runs where these methods do not, where somebody else has replaced the last layer's forward (it
-        # must run), and where all positions are read, or none: there is then nothing to leave out.
+        # The plain pass runs where these methods do not, where somebody else has replaced the last layer's forward, and
+        # where there is nothing to leave out.
         if not self._uses_methods() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
             return super().hidden_at(input_ids, position_ids, layout, at_M)
         read = torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
@@ -270,29 +256,21 @@ class FusedReadOut(ReadOut):
 
 
 def _bypasses_replacement(layer: Any) -> bool:
-    """Returns whether a layer's forward runs where the replaced methods are not seen: compiled by torch, or computed
-    again in the backward pass, outside of `_run`."""
+    """Returns whether a layer's forward runs outside of `_run`: compiled by torch, or computed again in the backward."""
     return layer._compiled_call_impl is not None or (layer.training and getattr(layer, "gradient_checkpointing", False))
 
 
 def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
-    """The read-out of a model that a learner runs, with the layers that its kernels choose.
-
-    A model on `meta` cannot run here. Its fused layers are compared once its weights are read
-    (`engine.parallel.sharded_proofs`).
-    """
+    """The read-out of a model that a learner runs, with the layers that its kernels choose. Fused layers on `meta` are
+    compared once their weights are read (`engine.parallel.sharded_proofs`)."""
     plain = read_out(module)
     device = torch.device("cpu") if plain.weight.is_meta else plain.weight.device
     return kernel("layers", device, module.dtype, kernels).function(module, plain)
 
 
 def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
-    """The read-out with fused layers; `plain` itself where the model's layers are of another kind. Both are compared,
-    except for a model on `meta`.
-
-    Raises:
-        EngineError: fused and plain layers differ by more than rounding.
-    """
+    """The read-out with fused layers, which are compared but on `meta`; `plain` itself where the model's layers are of
+    another kind. EngineError where they differ by more than rounding."""
     prefix, config = FAMILIES.get(type(module).__name__), module.config
     if prefix is None or config.hidden_act != "silu":
         return plain
@@ -309,14 +287,13 @@ def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
 
 
 def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> None:
-    """EngineError where hidden states of one sequence, or gradients of the first layer, differ by more than rounding:
-    by more than `BOUND` and by more than `ROUNDINGS` times what the plain layers differ from themselves in float64."""
+    """EngineError where hidden states, or gradients of the first layer, differ by more than `BOUND`, and by more than
+    `ROUNDINGS` times what the plain layers differ from themselves in float64."""
     ours, theirs = _sample(fused), _sample(plain)
     gap = _gap(ours, theirs)
     if gap <= BOUND:
         return
-    # Some models enlarge rounding from layer to layer. The plain layers in float64 show how far float32 alone is off,
-    # and the fused ones may be off by a few times that.
+    # Some models enlarge rounding from layer to layer. The plain layers in float64 show how far float32 alone is off.
     exact = _sample(read_out(copy.deepcopy(module).double()))
     error, rounding = _gap(ours, exact), _gap(theirs, exact)
     # Written as `not <=`, so that NaN is refused as well.
@@ -350,8 +327,8 @@ def _sample(out: ReadOut) -> list[Tensor]:
 
 
 def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference of hidden states, relative to their largest number, or of gradients, relative to the
-    largest number of all of them. Gradients that are zero but for rounding are compared with the hidden states."""
+    """The largest difference of hidden states or of gradients, each relative to their largest number. Gradients that are
+    zero but for rounding are compared with the hidden states."""
 
     def largest(parts: Sequence[Tensor]) -> float:
         return float(np.max([float(x.abs().max()) for x in parts], initial=0.0))  # `max` would pass over NaN

@@ -1,8 +1,8 @@
 """Segments that begin alike, computed once: siblings of a prompt, the two sides of a pair, turns of one episode.
 
 A token's hidden state depends only on the tokens before it. So where segments begin with the same tokens, these
-positions are computed once. Each segment adds only the positions that are its own. They form a run, which attends to
-the positions above it and to itself. Everything after the hidden states is as without sharing.
+positions are computed once. Each segment adds only the positions that are its own: a run, which attends to the
+positions above it and to itself.
 
 Worked example: segments [a b c d], [a b c e f], [g h] have the unique positions a b c d e f g h (8 of 11). Their runs
 are [a b c d] below nothing, [e f] below (a b c), and [g h] below nothing.
@@ -48,8 +48,7 @@ class SharedTree:
     place_N: np.ndarray
     """int64: the unique position of every packed one."""
     runs: tuple[TreeRun, ...]
-    """In the order of the unique positions: by how many positions are above them, then longest first. So those that
-    one call of attention computes lie side by side."""
+    """In the order of the unique positions: by how many positions are above them, then longest first."""
 
     @property
     def saving(self) -> float:
@@ -59,9 +58,8 @@ class SharedTree:
     @staticmethod
     def of(ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree:
         """The tree of these segments. The order of the segments changes only the order of the unique positions."""
-        # Sorted as byte strings of their ids, segments with a common beginning are neighbours, and what a segment
-        # shares with any one before it, it shares with the one just before. So one comparison per segment finds the
-        # tree.
+        # Sorted as byte strings of their ids, what a segment shares with any one before it, it shares with the one just
+        # before. So one comparison per segment finds the tree.
         ends = np.cumsum(lengths_S)
         starts = ends - lengths_S
         parts = [ids_N[a:b] for a, b in zip(starts, ends, strict=True)]
@@ -69,15 +67,14 @@ class SharedTree:
         place_N, first, runs = np.empty(len(ids_N), np.int64), list[np.ndarray](), list[TreeRun]()
         count, before = 0, -1
         for s, shared in zip(order, _shared_lengths([parts[s] for s in order]), strict=True):
-            # The shared tokens already have places: the segment before it in this order has them. That segment may have
-            # shared some of them in turn, so `above` reaches up to the root of the tree.
+            # The shared tokens have places, those of the segment before it in this order. It may have shared some of
+            # them in turn, so `above` reaches up to the root of the tree.
             above = place_N[starts[before] : starts[before] + shared] if shared else np.zeros(0, np.int64)
             added = int(lengths_S[s]) - shared
             place_N[starts[s] : starts[s] + shared] = above
             place_N[starts[s] + shared : ends[s]] = np.arange(count, count + added)
             first.append(np.arange(starts[s] + shared, ends[s]))
-            if added:
-                # A segment that lies wholly in the one before adds no position, and so no run.
+            if added:  # else it lies wholly in the one before
                 runs.append(TreeRun(count, added, above.copy()))
             count, before = count + added, s
         return _renumbered(np.concatenate(first), place_N, runs)
@@ -96,11 +93,11 @@ def _renumbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun
 
 def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
     """Returns how many tokens each of these sorted segments shares with the one before it, rounded down
-    (`_cluster_lengths`). 0 where it shares so few that sharing is not worth it."""
+    (`_cluster_lengths`); 0 where they are so few that sharing is not worth it."""
     shared_lengths = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
-    # `tree` gathers what the segments of one tree share with the one before them. A segment that shares too little ends
-    # it and begins the next one; the 0 at the end closes the last.
+    # `tree` gathers the shared lengths of one tree. A segment that shares too little ends it and begins the next one;
+    # the 0 at the end closes the last.
     for i, shared in enumerate([*shared_lengths, 0]):
         if shared < LEAST:
             out += _cluster_lengths(tree, parts[i - len(tree) : i])
@@ -113,13 +110,12 @@ def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
 
 
 def _cluster_lengths(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
-    """Shared lengths that differ by less than `SLACK` become the smallest of them, so that one call computes them. A
-    segment that the one before it contains whole keeps its length, and so adds no run."""
+    """Shared lengths that differ by less than `SLACK` become the smallest of them, which is always valid. A segment that
+    the one before it contains whole keeps its length, and so adds no run."""
     # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
     # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
     kept_length: dict[int, int] = {}
-    # From the shortest length on: each becomes the first kept length that is less than `SLACK` shorter, or is kept
-    # itself. Rounding down is always valid, since a shorter beginning is shared too.
+    # From the shortest length on: the first kept length that is less than `SLACK` shorter, or itself.
     for shared in sorted(set(tree)):
         kept = next((b for b in kept_length.values() if shared - b < SLACK), shared)
         kept_length[shared] = kept
@@ -128,11 +124,8 @@ def _cluster_lengths(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[i
 
 @dataclass(eq=False)
 class _Bucket:
-    """Runs of similar length below equally many positions, which one call of attention computes.
-
-    `count` runs are padded to `longest` positions; `deep` positions are above each of them. Their unique positions are
-    `begin` to `begin + own`.
-    """
+    """Runs of similar length below equally many positions, which one call of attention computes: `count` runs, padded to
+    `longest`, below `deep` positions. Their unique positions are `begin` to `begin + own`."""
 
     count: int
     longest: int
@@ -164,8 +157,8 @@ class _Bucket:
         # Rows behind a run's end repeat its last position.
         read_BL = np.array([r.start for r in runs])[:, None] + np.minimum(np.arange(longest), length_B[:, None] - 1)
         row, column = np.nonzero(np.arange(longest) < length_B[:, None])
-        # Siblings lie below the same positions. So there are P distinct lists of positions above, and a matrix [P, B]
-        # says which run lies below which list.
+        # Siblings lie below the same positions: P distinct lists of positions above, and a matrix [P, B] of who lies
+        # below which.
         places, list_of_run = np.unique(above_BA, axis=0, return_inverse=True)
         parents = (np.arange(len(places))[:, None] == list_of_run.reshape(1, -1)).astype(np.float32)
         return cls(
@@ -202,9 +195,8 @@ class _Padded(torch.autograd.Function):
     """Rows [U, ...] to the padded rows of every bucket, [B, L, ...] each. With `above` the rows above each run come
     before its own: [B, A + L, ...].
 
-    All buckets write to one gradient, since one of its own for each would be mostly zeros. Runs below the same
-    positions are summed by one product, since adding row by row is slow. No real position attends to padding, so the
-    gradient of padding is exactly zero and is left out.
+    All buckets write to one gradient: one of its own for each would be mostly zeros. Runs below the same positions are
+    summed by one product: adding row by row is slow. The gradient of padding is exactly zero and is left out.
     """
 
     @staticmethod
@@ -221,8 +213,7 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # First every position gets the gradient of its own run, which writes all of `out`: buckets partition it. Then
-        # the runs below it add theirs.
+        # First every position gets the gradient of its own run, which writes all of `out`: buckets partition it.
         out = grads[0].new_empty(ctx.rows, *grads[0].shape[2:])
         for b, grad in zip(ctx.of, grads, strict=True):
             deep = b.deep if ctx.above else 0
@@ -236,7 +227,7 @@ class _Padded(torch.autograd.Function):
             # [P, B] @ [B, A * K * D]: gradients of all runs below one list, summed by one product.
             summed = (b.parents.to(grad.dtype) @ grad[:, : b.deep].flatten(1)).view(-1, b.deep, *grad.shape[2:])
             # No position twice: all lists are written by one copy. Lists that overlap go one by one, because one
-            # `index_put` over all would lose what a position gets twice. Within a list positions are distinct.
+            # `index_put` over all would lose what a position gets twice.
             if b.apart:
                 flat = b.places.flatten()
                 out.index_copy_(0, flat, out.index_select(0, flat) + summed.flatten(0, 1))
@@ -275,7 +266,7 @@ class _Joined(torch.autograd.Function):
 
 class TreeLayout(RunsLayout):
     """An attention layout over the unique positions of a `SharedTree`: each run attends to what is above it, and to
-    itself causally. It is differentiable, and exact for every tree."""
+    itself causally."""
 
     def __init__(self, tree: SharedTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
         super().__init__(len(tree.first_U), kernels)
@@ -285,7 +276,7 @@ class TreeLayout(RunsLayout):
 
     @cached_property
     def runs(self) -> Runs:
-        start, length = (np.array(x, np.int64) for x in zip(*((r.start, r.length) for r in self._runs), strict=True))
+        start, length = np.array([(r.start, r.length) for r in self._runs], np.int64).T
         return Runs(start, length, [r.above for r in self._runs])
 
     @cached_property
@@ -299,8 +290,7 @@ class TreeLayout(RunsLayout):
             self._device, self._masks = query.device, {}
             for bucket in self._buckets:
                 bucket.to(query.device)
-        # Queries are a run's own positions; keys and values are those above
-        # it too. Each is one node for all buckets, with one gradient.
+        # Queries are a run's own positions; keys and values are those above it too. Each is one node for all buckets.
         q, k, v = (
             _Padded.apply(x[0].transpose(0, 1), self._buckets, above)
             for x, above in ((query, False), (call.key, True), (call.value, True))
@@ -320,8 +310,7 @@ class TreeLayout(RunsLayout):
             return None
         if (longest, deep, window) not in self._masks:
             depth = torch.arange(deep + longest, device=self._device)
-            # Depth is the place in the sequence: A positions above, then
-            # the run. So a window counts through what is shared.
+            # Depth is the place in the sequence, so a window counts through what is shared.
             distance = depth[deep:, None] - depth
             self._masks[longest, deep, window] = (distance >= 0) & (distance < (window or deep + longest))
         return self._masks[longest, deep, window]
