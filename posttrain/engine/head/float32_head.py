@@ -1,7 +1,6 @@
 """Proves that the head computes in float32 although its weights are narrower, such as bfloat16.
 
-Learner and sampler each compare their own head with a float64 computation before they first use it: the learner its
-log-probs, the sampler its logits.
+Learner and sampler each compare their own head, log-probs and logits, with a float64 computation before its first use.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from posttrain.config.engines import KernelChoice
 from posttrain.core.sampling import Sampling
-from posttrain.engine.head.logprob import logprobs
+from posttrain.engine.head.logprob import HeadContract, logprobs
 from posttrain.engine.head.readout import ReadOut
 from posttrain.system.errors import InvariantError
 
@@ -32,17 +31,8 @@ def prove_logprobs(out: ReadOut, hidden: Tensor, kernels: KernelChoice) -> None:
     hidden = hidden.detach()[:TOKENS]
     # Multiples of a prime: ids from all over the vocabulary, so that every block is read, without a random generator.
     targets = torch.arange(len(hidden), device=hidden.device) * 7919 % out.weight.shape[0]
-    ours, _ = logprobs(
-        hidden,
-        out.weight,
-        out.bias,
-        targets,
-        sampling=Sampling(stop_ids=()),
-        want_entropy=False,
-        kernels=kernels,
-        softcap=out.softcap,
-        scale=out.scale,
-    )
+    contract = HeadContract(sampling=Sampling(stop_ids=()), softcap=out.softcap, scale=out.scale)
+    ours, _ = logprobs(hidden, out.weight, out.bias, targets, kernels=kernels, **contract)
     # At least 1, so that a model whose logits are all near 0 is not judged by a relative error.
     largest, block_norms, target_logits = torch.tensor(1.0).double(), [], torch.zeros(len(hidden)).double()
     for first, z in _exact(out, hidden):
@@ -51,10 +41,8 @@ def prove_logprobs(out: ReadOut, hidden: Tensor, kernels: KernelChoice) -> None:
         # Each target lies in one block of the vocabulary.
         in_block = (targets.cpu() >= first) & (targets.cpu() < first + z.shape[1])
         target_logits[in_block] = z[in_block, targets.cpu()[in_block] - first]
-    _refuse(
-        "the learner's",
-        float((ours.double().cpu() - target_logits + torch.stack(block_norms).logsumexp(0)).abs().max() / largest),
-    )
+    theirs = target_logits - torch.stack(block_norms).logsumexp(0)
+    _refuse("the learner's", float((ours.double().cpu() - theirs).abs().max() / largest))
 
 
 @torch.no_grad()
@@ -83,8 +71,7 @@ def _exact(out: ReadOut, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _refuse(whose: str, gap: float) -> None:
-    """InvariantError where the difference from float64, relative to the largest logit, is more than `BOUND`."""
-    # In this form nan is refused too.
+    """InvariantError where the difference from float64, relative to the largest logit, is more than `BOUND`, or nan."""
     if not gap <= BOUND:
         raise InvariantError(
             f"{whose} head computes in less than float32: its logits differ from float64 by {gap:.2g} of the largest"

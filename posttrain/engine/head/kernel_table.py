@@ -1,8 +1,7 @@
 """Chooses the implementation of an operation: one table by operation, device and dtype, and one choice for a whole run.
 
-Every operation has a reference form. It is plain torch and works on every device and dtype. Faster forms have a bound
-on their difference from it. Each form is registered in the module that defines it. A new form is one more row of the
-table, because callers never name a form.
+Every operation has a reference form, plain torch for every device and dtype. Faster forms have a bound on their
+difference from it. Each form is registered in the module that defines it: callers never name a form.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ class Kernel:
             return ""
         if (self.devices and device.type not in self.devices) or dtype not in self.bounds:
             served = ", ".join(str(d).removeprefix("torch.") for d in self.bounds)
-            return (
-                f"{self.form} ones serve {served} on {' and '.join(self.devices) or 'any device'}, not {dtype} on"
-                f" {device}"
-            )
+            devices = " and ".join(self.devices) or "any device"
+            return f"{self.form} ones serve {served} on {devices}, not {dtype} on {device}"
         return self.missing()
 
 
@@ -70,7 +67,7 @@ def add_forms(operation: str, *forms: Kernel) -> None:
 def kernel(operation: str, device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto") -> Kernel:
     """The first form in the order of `FORMS` that the choice allows and that supports the device and dtype."""
     first = 0 if choice == "auto" else FORMS.index(choice)
-    # There is always one: the reference form is last, every choice allows it, and it fits everything.
+    # There is always one: the reference form is last and fits everything.
     return next(k for k in TABLE[operation] if FORMS.index(k.form) >= first and not k.unfit(device, dtype))
 
 

@@ -22,8 +22,7 @@ from posttrain.engine.model.architecture_kinds import WANTED
 from posttrain.system.errors import EngineError
 
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
-"""Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and
-whether the field divides."""
+"""Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and whether it divides."""
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Config fields by which architectures cap their logits (Gemma 2, RecurrentGemma)."""
 CANARY = 24
@@ -34,8 +33,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_seque
 
 @dataclass(frozen=True, eq=False)
 class ReadOut:
-    """Decoder and language-model head of a Hugging Face causal LM, separated: hidden states first,
-    logits only where needed.
+    """Decoder and head of a Hugging Face causal LM, separated: hidden states first, logits only where needed.
 
     logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap) where there is a softcap.
     """
@@ -60,8 +58,7 @@ class ReadOut:
         return getattr(self.head, "bias", None)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`. Uses no cache and no
-        mask, and computes no logits."""
+        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]), without cache, mask and logits."""
         return self._run(input_ids.view(1, -1), position_ids.view(1, -1), layout)[0]
 
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
@@ -83,11 +80,8 @@ class ReadOut:
         return nullcontext() if self.look_up is None else self.look_up.headless()
 
     def weight_to_read(self) -> Tensor:
-        """`weight` for the head that reads the hidden states of the last pass.
-
-        Where the embedding shares this weight, it comes from the pass's own look-up. The gradients of both uses then
-        arrive at one node (`embedding_gradient`).
-        """
+        """`weight` for the head that reads the hidden states of the last pass. Where the embedding shares it, it is the
+        node of the pass's look-up: the gradients of both uses then arrive there (`embedding_gradient`)."""
         node = None if self.look_up is None else self.look_up.take()
         return self.weight if node is None else node
 
@@ -138,17 +132,14 @@ class _WindowProbe(PackedLayout):
 
 
 def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> None:
-    """EngineError where the config limits what a position sees but no layer passes that limit to our attention.
-
-    Some architectures (Phi-3.5-MoE) apply their window only in transformers' mask, and all apply chunked attention only
-    there. That mask is not used here. A config may also have a window that none of its `layer_types` uses.
-    """
+    """EngineError where the config limits what a position sees but no layer passes that limit to our attention: some
+    architectures (Phi-3.5-MoE) apply their window only in transformers' mask, and all apply chunked attention there."""
     config = module.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     for field, kind in (("sliding_window", "sliding"), ("attention_chunk_size", "chunked")):
         size = getattr(config, field, None)
-        # A limit matters only if the config switches it on, a layer type uses it, no layer told our attention of it,
-        # and a sequence can be longer than it.
+        # A limit matters if the config switches it on, a layer type uses it, no layer told our attention of it, and a
+        # sequence can be longer than it.
         used = getattr(config, f"use_{field}", None) is not False and (not kinds or any(kind in k for k in kinds))
         layer_told = seen and kind == "sliding"
         if isinstance(size, int) and size > 0 and used and not layer_told and (context is None or size < context):
@@ -163,10 +154,7 @@ def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> 
 @torch.no_grad()
 def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = None) -> float:
     """Largest difference between our logits and the module's own on a canary. EngineError where it is too large, or
-    where positions would see more than the config allows.
-
-    Args:
-        context: most tokens of a sequence; None: as many as the config has positions.
+    where positions of a sequence of `context` tokens (None: of the config) would see more than the config allows.
 
     The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
     """
@@ -176,8 +164,7 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
     ids = at * 7919 % out.weight.shape[0]
     layout = _WindowProbe([len(at)])
     try:
-        # Both sides run the same decoder with the same attention. So a difference can only come from what the module
-        # does between its decoder and its logits.
+        # Both sides run the same decoder with the same attention: only what comes after it may differ.
         ours = out.logits(out.hidden(ids, at, layout))
         with using(layout):
             position_argument = takes_positions(out.decoder, at[None])

@@ -33,8 +33,7 @@ def picked(x: Tensor, named: Tensor) -> Tensor:
 
 class TiledHead(torch.autograd.Function):
     """The head's autograd function. It saves its inputs, the normaliser and the entropy [M], and the backward computes
-    each tile's scores again unless they were kept. The outer loop is over the vocabulary, so a block of the weight is
-    converted once."""
+    each tile's scores again unless they were kept."""
 
     @staticmethod
     def forward(
@@ -49,8 +48,8 @@ class TiledHead(torch.autograd.Function):
         form: TileForm,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs in the shape of `named`, [M] or [M, K], and the entropy [M]; empty where it is not wanted."""
-        # The vocabulary is the outer loop. A block of a bfloat16 head is converted once and serves all tokens, and the
-        # running softmax of M tokens is three numbers each. With tokens outside, every chunk would convert all of it.
+        # The vocabulary is the outer loop: a block of a bfloat16 head is converted once and serves all tokens, and the
+        # running softmax of M tokens is three numbers each.
         dtype, scores = logit_dtype(weight.dtype), list[Tensor]()
         named_MK = named if named.ndim == 2 else named[:, None]
         named_logits = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
@@ -76,8 +75,7 @@ class TiledHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, named_MK, norm, entropy, *kept_scores = ctx.saved_tensors
         transform, tile, dtype = ctx.transform, ctx.tile, logit_dtype(weight.dtype)
-        # Temperature and scale multiply all numbers of a tile by a constant. So both are one factor, whatever steps
-        # stand between them.
+        # Temperature and scale multiply all numbers of a tile, so both are one factor, whatever stands between them.
         factor, scores = transform.beta * transform.scale, iter(kept_scores)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         of_logp, of_entropy = grads
@@ -85,8 +83,8 @@ class TiledHead(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
         grad_bias = torch.empty_like(bias) if bias is not None and need_bias else None
-        # The same tiles in the same order, so that scores kept by the forward pass come as they are needed. Where none
-        # are kept, the gradient is written over the scores (`to`): a tile is all the memory there is.
+        # The same tiles in the same order, so that kept scores come as they are needed. Where none are kept, the
+        # gradient is written over the scores (`to`).
         for first in range(0, weight.shape[0], tile.ids):
             w, b = block_of(weight, bias, first, tile.ids, dtype)
             sum_w = None if grad_weight is None else _sum_for(grad_weight, first, tile.ids, dtype)
@@ -131,14 +129,12 @@ def _torch_head(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _native_head(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The same tiles, with compiled code in place of torch's operations. EngineError where it does not agree with
-    torch's; they are compared before they are first used."""
+    """The same, with compiled code, which is compared with torch's operations before it is first used."""
     return TiledHead.apply(*inputs, native())  # pyright: ignore[reportReturnType]
 
 
 def _triton_head(hidden: Tensor, weight: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """The same tiles, with Triton's kernels in place of torch's operations. EngineError where they do not agree with
-    torch's on this device; they are compared before they are first used."""
+    """The same, with Triton's kernels, which are compared too."""
     from posttrain.engine.head.triton_tiles import proved
 
     return TiledHead.apply(hidden, weight, *inputs, proved(hidden.device, logit_dtype(weight.dtype)))

@@ -17,20 +17,20 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from posttrain.engine.cpu import compile_native
+from posttrain.engine.cpu.compile_native import addresses, library
 from posttrain.system.errors import EngineError
 
 
 @dataclass(frozen=True)
 class TileForm:
-    """One way to compute the two operations on a tile. Neither changes the scores it is given."""
+    """One way to compute the two operations on a tile."""
 
     fold: Callable[[Tensor, bool, bool], tuple[Tensor, Tensor, Tensor | None]]
     """(z [C, B], want_entropy, masked) -> m, S, and U or None, [C] each. `masked`: some scores may be -inf."""
     cotangent: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, bool, Tensor], Tensor]
     """(z [C, B], norm [C], named [C, K], by_logp [C, K], by_entropy [C] or None, entropy [C], masked, out [C, B]) ->
     `out`, the gradient with respect to z. `out` may be z itself, which is then lost. `named` are ids of the block;
-    those that lie outside of it are ignored."""
+    others are ignored."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class Tile:
 
 def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `TileForm.fold`."""
-    # A row may have no id that can be said in this block. Its largest score is then the lowest finite number and not
-    # -inf, since -inf minus -inf is nan; so its mass is 0.
+    # Where a row has no id that can be said, this is the lowest finite number: -inf minus -inf is nan. The mass is 0.
     most = z.amax(1).clamp_min_(torch.finfo(z.dtype).min)
     q = z - most[:, None]
     if not want_entropy:
@@ -73,7 +72,6 @@ def cotangent(
     """See `TileForm.cotangent`. With p the distribution and H its entropy: d logp_t / dz = onehot(t) - p, and
     d H / dz_i = -p_i (log p_i + H)."""
     # Each of the K named ids takes p away in proportion to its own gradient, so the dense part needs their sum alone.
-    # The one-hot parts are added at the end, at K places a row.
     q, total = torch.sub(z, norm[:, None], out=out), by_logp.sum(1, keepdim=True)
     if by_entropy is None:
         d = q.exp_().mul_(-total)
@@ -92,34 +90,28 @@ TORCH = TileForm(fold, cotangent)
 def _form_results(
     form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, want: bool
 ) -> list[Tensor | None]:
-    """Returns the results of both operations on these scores, the scores after both, and the gradient that is written
-    in place of the scores."""
-    # Two copies: `read_only` shows whether a form changes scores that it may only read, `overwritten` whether it can
-    # write over them. The rows of `by`: the gradients by two named log-probs, the gradient by the entropy, the entropy.
+    """Returns the results of both operations on these scores, the scores after both, and the gradient written in their
+    place. The rows of `by`: the gradients by two named log-probs, the gradient by the entropy, the entropy."""
+    # `read_only` shows whether a form changes scores that it may only read, `overwritten` whether it can write there.
     read_only, overwritten = z.clone(), z.clone()
 
     def gradient(x: Tensor, out: Tensor) -> Tensor:
         return form.cotangent(x, norm, named, by[:2].t(), by[2] if want else None, by[3], True, out)
 
-    return [
-        *form.fold(read_only, want, True),
-        gradient(read_only, torch.empty_like(z)),
-        read_only,
-        gradient(overwritten, overwritten),
-    ]
+    folded, fresh = form.fold(read_only, want, True), gradient(read_only, torch.empty_like(z))
+    return [*folded, fresh, read_only, gradient(overwritten, overwritten)]
 
 
 def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:
     """Returns the largest difference between a form and torch's operations, relative to the largest number, on a small
     tile of `width` ids, with banned ids, a row without any id, and large scores. nan where one has nan."""
-    # One row for each hard case. 500 overflows exp unless the largest score is subtracted. It stands last, so that a
-    # form which reads in pieces has to rescale what it summed before.
+    # One row for each hard case. 500 overflows exp unless the largest score is subtracted. It stands last, so that what
+    # was summed before has to be rescaled.
     rows, draws = 5, torch.Generator().manual_seed(0)
     z = torch.randn(rows, width, generator=draws, dtype=torch.float64) * 3
     z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0
     z, by = z.to(device, dtype), torch.randn(4, rows, generator=draws, dtype=torch.float64).to(device, dtype)
-    # Named ids: first and last places, ids of an earlier and of a
-    # later block, and twice the same id, whose gradients add up.
+    # Named ids: first and last places, ids of other blocks, and twice the same id, whose gradients add up.
     named = torch.tensor([[1, width - 1], [4, -3], [0, 0], [width + 5, 2], [7, 7]], device=device)
     worst = 0.0
     for want in (False, True):
@@ -137,8 +129,7 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
 
 def within(named: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """(place, inside): a valid column of each named id in a block of `width` ids, and whether the id lies in it."""
-    # `gather` and `scatter` need valid columns in every row. Ids of other blocks point at some column, and the caller
-    # makes what they read or add zero.
+    # `gather` and `scatter` need valid columns. Of other ids the caller makes what they read or add zero.
     return named.clamp(0, width - 1), (named >= 0) & (named < width)
 
 
@@ -164,9 +155,8 @@ class RunningSoftmax:
         old, new = self.most[rows], torch.maximum(self.most[rows], most)
         old_factor, block_factor = torch.exp(old - new), torch.exp(most - new)
         if self.spread is not None and spread is not None:
-            self.spread[rows] = old_factor * (self.spread[rows] + (old - new) * self.mass[rows]) + block_factor * (
-                spread + (most - new) * mass
-            )
+            own, of_block = self.spread[rows] + (old - new) * self.mass[rows], spread + (most - new) * mass
+            self.spread[rows] = old_factor * own + block_factor * of_block
         self.mass[rows] = old_factor * self.mass[rows] + block_factor * mass
         self.most[rows] = new
 
@@ -179,8 +169,7 @@ class RunningSoftmax:
 
 
 Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
-"""The blocks (first id, numbers [C, B]) of some tokens, from the first id to the last. They can be read again, and are
-then computed again."""
+"""The blocks (first id, numbers [C, B]) of some tokens. Each reading computes them again."""
 
 
 def each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
@@ -189,13 +178,9 @@ def each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
 
 
 def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bool) -> Blocks:
-    """`soft`, torch's log-softmax or softmax, over all blocks.
-
-    Args:
-        single: there is one block, whose result is computed once and kept.
-    """
-    # With one block torch's own function sees the whole row, so the bits are equal to the plain computation's. With
-    # more blocks, a first reading computes the norm, and every use reads the blocks once more.
+    """`soft`, torch's log-softmax or softmax, over all blocks. `single`: there is one, whose result is kept."""
+    # With one block torch's own function sees the whole row, so the bits are the plain computation's. With more, one
+    # reading computes the norm, and every use reads the blocks once more.
     if single:
         whole = [(first, soft(z, 1)) for first, z in blocks()]
         return lambda: whole
@@ -205,8 +190,8 @@ def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bo
         running.add(slice(None), *fold(z, False, True))
     assert running is not None
     norm = running.norm()[:, None]
+    # In place, since every reading of `blocks` makes new numbers.
     if soft is torch.softmax:
-        # In place, since every reading of `blocks` makes new numbers.
         return each(blocks, lambda z: z.sub_(norm).exp_())
     return each(blocks, lambda z: z.sub_(norm))
 
@@ -223,10 +208,8 @@ NATIVE_WIDTH = 83
 def _native_fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `TileForm.fold`. Masked scores need no other path."""
     z = z.contiguous()
-    # C gets addresses only. The names keep the memory alive until the call is over.
     most, mass, spread = z.new_empty(3, len(z))
-    to = spread.data_ptr() if want_entropy else None
-    compile_native.library().fold_rows(z.data_ptr(), most.data_ptr(), mass.data_ptr(), to, *z.shape)
+    library().fold_rows(*addresses(z, most, mass, spread if want_entropy else None), *z.shape)
     return most, mass, spread if want_entropy else None
 
 
@@ -241,13 +224,12 @@ def _native_cotangent(
     out: Tensor,
 ) -> Tensor:
     """See `TileForm.cotangent`."""
-    z, rows = z.contiguous(), [norm.contiguous(), by_logp.sum(1)]
-    if by_entropy is not None:
-        rows += [by_entropy.contiguous(), entropy.contiguous()]
+    z, norm, total = z.contiguous(), norm.contiguous(), by_logp.sum(1)
+    by, entropies = (None, None) if by_entropy is None else (by_entropy.contiguous(), entropy.contiguous())
     # A wrong dtype or stride would not fail in C: it would read other memory.
-    assert out.is_contiguous() and all(x.dtype == torch.float32 for x in (z, out, *rows))
-    addresses = [x.data_ptr() for x in rows] if by_entropy is not None else [*(x.data_ptr() for x in rows), None, None]
-    compile_native.library().cotangent_rows(z.data_ptr(), *addresses, out.data_ptr(), *z.shape)
+    tensors = z, norm, total, by, entropies, out
+    assert out.is_contiguous() and all(x is None or x.dtype == torch.float32 for x in tensors)
+    library().cotangent_rows(*addresses(*tensors), *z.shape)
     return with_named(out, named, by_logp)
 
 
@@ -256,11 +238,7 @@ NATIVE = TileForm(_native_fold, _native_cotangent)
 
 @cache
 def native() -> TileForm:
-    """The compiled form, after it agreed with torch's operations on a small case.
-
-    Raises:
-        EngineError: it does not agree.
-    """
+    """The compiled form, after it agreed with torch's operations on a small case. EngineError where it does not."""
     gap = largest_gap(NATIVE, torch.device("cpu"), torch.float32, NATIVE_WIDTH)
     # Written as `not <=`, so that NaN is refused as well.
     if not gap <= NATIVE_BOUND:

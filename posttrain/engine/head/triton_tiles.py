@@ -1,8 +1,7 @@
 """The two operations on a tile of scores (`engine.head.tiles`) as Triton kernels, for a GPU. Each reads the scores
 once, where torch's operations read them about ten times.
 
-Import this module only where triton is installed. With TRITON_INTERPRET=1 the kernels run on a CPU, slowly; that is for
-tests.
+Import this module only where triton is installed. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -79,7 +78,8 @@ def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, T
     most, mass, spread = z.new_empty(3, rows)
     if rows:
         lowest = torch.finfo(z.dtype).min
-        _launch(_fold_rows, (rows,), z, most, mass, spread, width, z.stride(0), lowest, want_entropy, _columns(width))
+        columns = min(COLUMNS, triton.next_power_of_2(width))
+        _launch(_fold_rows, (rows,), z, most, mass, spread, width, z.stride(0), lowest, want_entropy, columns)
     return most, mass, spread if want_entropy else None
 
 
@@ -99,18 +99,13 @@ def cotangent(
     if rows:
         # Without an entropy the kernel reads neither of the last two. They need some address, and `norm` has one.
         row_numbers = (total, norm if by_entropy is None else by_entropy.contiguous(), entropy if spread else norm)
-        size = _columns(width)
+        size = min(COLUMNS, triton.next_power_of_2(width))
         sizes = width, z.stride(0), out.stride(0), spread, size
         _launch(_cotangent_rows, (rows, triton.cdiv(width, size)), z, out, norm, *row_numbers, *sizes)
     return tiles.with_named(out, named, by_logp)
 
 
 TRITON = TileForm(fold, cotangent)
-
-
-def _columns(width: int) -> int:
-    """Scores that a program reads at once, for rows of this width."""
-    return min(COLUMNS, triton.next_power_of_2(width))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
@@ -120,11 +115,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
 
 @cache
 def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
-    """The Triton form, after it agreed with torch's operations on a small case on this device.
-
-    Raises:
-        EngineError: it does not agree, or it cannot be compiled here.
-    """
+    """The Triton form, after it agreed with torch's operations on a small case on this device. EngineError where it
+    does not, or cannot be compiled here."""
     try:
         # More than one piece of columns and a ragged last one, so that the loop and the masks are compared too.
         gap = tiles.largest_gap(TRITON, device, dtype, COLUMNS + 37)

@@ -1,8 +1,7 @@
 """The heads beside the language model's: values of tokens, and the scores of a reward model for whole sequences.
 
-Training and scoring with a reward model read the same forward pass of the learner. The head says at which packed
+Training and scoring with a reward model read the same forward pass of the learner: the head says at which packed
 positions it reads, and makes its score of the hidden states there.
-
 Axis letters: N packed positions, M spoken tokens, S segments, K outputs, R positions read, H hidden width.
 """
 
@@ -23,15 +22,10 @@ REWARD_HEAD = "reward_head"
 
 
 class RewardHead(nn.Module):
-    """Linear layers without bias on hidden states.
+    """Linear layers without bias on hidden states of `width` H. The weights begin as normal numbers of variance
+    1 / (H + 1) (2009.01325), drawn by `seed` alone.
 
-    Its weights begin as normal numbers of variance 1 / (H + 1) (2009.01325), drawn by `seed` alone.
-
-    Args:
-        width: H.
-        dtype: of its weights; float32 at least.
-        blank: the id of a token that is skipped at the end of a sequence, as transformers skips padding; None: no
-            token is skipped.
+    `blank`: the id of a token that is skipped at the end of a sequence, as transformers skips padding.
     """
 
     def __init__(
@@ -49,8 +43,7 @@ class RewardHead(nn.Module):
         generator = torch.Generator().manual_seed(seeds.torch_seed(seed, REWARD_HEAD))
 
         def layer() -> nn.Linear:
-            # On "meta" the layer's own initialisation draws nothing. The weights come from a generator of this head
-            # alone, so the random numbers of the run are the same with and without it.
+            # On "meta" the layer's own initialisation draws nothing, so the random numbers of the run are the same.
             linear = nn.Linear(width, shape.width, bias=False, device="meta")
             weight = torch.randn(shape.width, width, generator=generator) * (width + 1) ** -0.5
             linear.weight = nn.Parameter(weight.to(device=device, dtype=dtype))
@@ -118,8 +111,7 @@ class RewardHead(nn.Module):
 
 
 def value_head(width: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
-    """A linear head hidden -> 1, all zeros, so that the first value estimate is 0 everywhere. It uses no random
-    generator."""
+    """A linear head hidden -> 1, all zeros: the first estimate is 0 everywhere. It uses no random generator."""
     head = nn.Linear(width, 1, device="meta", dtype=dtype).to_empty(device=device)
     for p in head.parameters():
         nn.init.zeros_(p)

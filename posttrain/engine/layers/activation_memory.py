@@ -7,6 +7,7 @@ selective    results of matrix products and of torch's attention are kept too, b
 
 Figures: docs/help/out-of-memory.md. On a processor in float32 layers that are not computed again are faster and keep
 less (`fused_layers`); layers that are computed again are the plain ones.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def kept_on_the_cpu() -> AbstractContextManager[Any]:
 
 def _move_to_cpu(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     """Called with each tensor that autograd saves: its device and a copy on the CPU, or the tensor itself."""
-        # Autograd saves weights too, often as a transposed view. They live on the device anyway.
+    # Autograd saves weights too, often as a transposed view. They live on the device anyway.
     root = x if x._base is None else x._base
     if isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad) or x.numel() < SMALL:
         return x

@@ -139,8 +139,8 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with transformers' signature. The layout computes it. Returns ([1, N, H, D], None). EngineError for what
-    a layout would silently ignore."""
+    """Attention with transformers' signature. The layout computes it. Returns ([1, N, H, D], None). EngineError for
+    what a layout would silently ignore."""
     layout = _IN_USE.get()
     if layout is None:
         raise EngineError(
@@ -172,8 +172,8 @@ _registered: list[Callable[..., Any]] = [attend]
 
 
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
-    """Segment indices grouped by similar length, longest first. At most `waste` of each group, padded to its longest, is
-    padding.
+    """Segment indices grouped by similar length, longest first. At most `waste` of each group, padded to its longest,
+    is padding.
 
     >>> [b.tolist() for b in buckets(np.array([10, 3, 9, 10]))]
     [[0, 3, 2], [1]]

@@ -3,6 +3,7 @@
 Norms, projections and feed-forward layers become compiled code, one graph for every number of positions. Attention
 stays between the graphs, because its layout belongs to a pass. Copies of the policy (sampler, reference) are not
 compiled. Before the first step a warm-up compiles, and compares log-probs and gradient with those before.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor, nn
 
 from posttrain.engine.cpu import compile_native

@@ -95,8 +95,8 @@ class Routing:
         return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
 
     def chosen_by_more(self, computed: torch.dtype) -> float:
-        """The largest lead of an expert that was not used over a used one, in units of what rounding may decide (`NEAR`).
-        Above 1, this pass would have chosen other experts than it was given."""
+        """The largest lead of an expert that was not used over a used one, in units of what rounding may decide
+        (`NEAR`). Above 1, this pass would have chosen other experts than it was given."""
         if not self.logits:
             return 0.0
         regret, scale = self.regret()
@@ -105,7 +105,7 @@ class Routing:
 
 
 def following(passes: Sequence[Routing]) -> Routing | None:
-    """The choices that these passes made, for one pass over their tokens back to back. None where they had no router."""
+    """The choices that these passes made, for one pass over their tokens. None where they had no router."""
     if not all(one.used for one in passes):
         return None
     return Routing(torch.cat([one.stacked(one.used) for one in passes]), True)
@@ -120,8 +120,8 @@ def _hook(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RouterModules:
-    """What a module's routers are called and hold; see `core.exchange.expert_choices.Routers`. `normalised`: whether the
-    weights of a token's experts sum to 1."""
+    """What a module's routers are called and hold; see `core.exchange.expert_choices.Routers`. `normalised`: whether
+    the weights of a token's experts sum to 1."""
 
     experts: int
     names: tuple[str, ...]
@@ -224,8 +224,8 @@ class PackedRouting:
         self._place_N = np.arange(len(packed.ids_N))
 
     def fold(self, place_N: np.ndarray) -> bool:
-        """From now on the pass computes each place once, for all positions of it (`place_N`). Returns False, and changes
-        nothing, where positions of one place are given different choices."""
+        """From now on the pass computes each place once, for all positions of it (`place_N`). Returns False, and
+        changes nothing, where positions of one place are given different choices."""
         given_N = self._given_C
         if given_N is not None:
             known_N = known_rows(given_N)

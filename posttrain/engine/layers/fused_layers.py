@@ -256,7 +256,7 @@ class FusedReadOut(ReadOut):
 
 
 def _bypasses_replacement(layer: Any) -> bool:
-    """Returns whether a layer's forward runs outside of `_run`: compiled by torch, or computed again in the backward."""
+    """Returns whether a layer's forward runs outside of `_run`: compiled, or computed again in the backward."""
     return layer._compiled_call_impl is not None or (layer.training and getattr(layer, "gradient_checkpointing", False))
 
 
@@ -327,8 +327,8 @@ def _sample(out: ReadOut) -> list[Tensor]:
 
 
 def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference of hidden states or of gradients, each relative to their largest number. Gradients that are
-    zero but for rounding are compared with the hidden states."""
+    """The largest difference of hidden states or of gradients, each relative to their largest number. Gradients that
+    are zero but for rounding are compared with the hidden states."""
 
     def largest(parts: Sequence[Tensor]) -> float:
         return float(np.max([float(x.abs().max()) for x in parts], initial=0.0))  # `max` would pass over NaN

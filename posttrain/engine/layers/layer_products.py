@@ -21,7 +21,7 @@ from posttrain.engine.cpu import compile_native
 from posttrain.system.machine import processor
 
 FEW = 8
-"""With at most this many rows torch's own product is taken: there the bits of oneDNN's may depend on threads or rows."""
+"""With at most this many rows torch's own product is taken: the bits of oneDNN's may depend on threads or rows."""
 MANY, WIDE = 512, 64
 """Fewest rows, and least widths of a weight, for which a transposition makes the gradient of the weight faster."""
 
@@ -94,7 +94,7 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
-        # `needed`: who needs a gradient, x, then weight and bias of each product by turns. What nobody reads is not kept.
+        # `needed`: who needs a gradient, x, then weight and bias of each product by turns.
         needed, weights = ctx.needs_input_grad, parts[::2]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needed[1::2]) else None, *(weights if needed[0] else ()))

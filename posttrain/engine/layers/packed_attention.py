@@ -104,16 +104,16 @@ def _check_memory(failed: int) -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float, window: int | None) -> Tensor:
-    """Attention of float32 rows on the CPU: query [N, H, D], key and value [N, K, D] -> [N, H, D]. EngineError where the
-    compiled code differs from the plain definition by more than rounding, on its first use."""
+    """Attention of float32 rows on the CPU: query [N, H, D], key and value [N, K, D] -> [N, H, D]. EngineError where
+    the compiled code differs from the plain definition by more than rounding, on its first use."""
     _proved(query.shape[1], key.shape[1], query.shape[2], value.shape[2], window is not None)
     return _Attention.apply(query, key, value, runs, scaling, window)  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
 def _proved(*shape: Any) -> None:
-    """`_prove`, once for each shape, in a thread of its own: where a layer is computed again in the backward pass, torch
-    counts the tensors that the thread of the forward pass saves."""
+    """`_prove`, once for each shape, in a thread of its own: where a layer is computed again in the backward pass,
+    torch counts the tensors that the thread of the forward pass saves."""
     in_thread(_prove, *shape).result()
 
 

@@ -110,8 +110,8 @@ def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
 
 
 def _cluster_lengths(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
-    """Shared lengths that differ by less than `SLACK` become the smallest of them, which is always valid. A segment that
-    the one before it contains whole keeps its length, and so adds no run."""
+    """Shared lengths that differ by less than `SLACK` become the smallest of them, which is always valid. A segment
+    that the one before it contains whole keeps its length, and so adds no run."""
     # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
     # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
     kept_length: dict[int, int] = {}
@@ -124,8 +124,8 @@ def _cluster_lengths(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[i
 
 @dataclass(eq=False)
 class _Bucket:
-    """Runs of similar length below equally many positions, which one call of attention computes: `count` runs, padded to
-    `longest`, below `deep` positions. Their unique positions are `begin` to `begin + own`."""
+    """Runs of similar length below equally many positions, which one call of attention computes: `count` runs, padded
+    to `longest`, below `deep` positions. Their unique positions are `begin` to `begin + own`."""
 
     count: int
     longest: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -59,8 +58,8 @@ class Sharing:
         """Positions of all calls of `hidden` so far, without those that sharing saved."""
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions. Positions
-        behind the last one that is read are not computed, but with `every`."""
+        """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
+        Positions behind the last one that is read are not computed, but with `every`."""
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
         # Cut before the tree is made, so that positions that are not read are neither shared nor computed.
