@@ -1,9 +1,8 @@
 """Frozen weights in 8 or 4 bits beneath an adapter. Learner, reference and engine multiply with the same numbers.
 
 int8: row r of a weight W is held as whole numbers q between -127 and 127 and one float32 scale s, the largest size in
-the row divided by 127: W is about s q. torchao's weight-only int8 is the same but for its divisor, 127.5. torchao's
-product keeps a float copy of every weight for the backward pass, so training would take more memory than without
-rounding. The product here keeps the 8-bit numbers, and makes the float form of one layer at a time.
+the row divided by 127: W is about s q. torchao's weight-only int8 is the same but for its divisor, 127.5, and its
+product keeps a float copy of every weight for the backward pass. The product here keeps the 8-bit numbers.
 
 nf4: the 4-bit numbers of QLoRA (2305.14314) by torchao, with scales in 8 bits. Its product keeps the 4-bit numbers.
 """
@@ -53,8 +52,7 @@ class Int8Linear(QuantisedLinear):
     scale: nn.Parameter
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: nn.Parameter | None) -> None:
-        # nn.Linear's own __init__ would allocate a float weight of full size. The class stays a linear layer, so that
-        # PEFT takes it for one.
+        # nn.Linear's own __init__ would allocate a float weight of full size.
         nn.Module.__init__(self)
         self.out_features, self.in_features = codes.shape
         self.weight = nn.Parameter(codes, requires_grad=False)
@@ -63,7 +61,7 @@ class Int8Linear(QuantisedLinear):
 
     @staticmethod
     def of(layer: nn.Linear) -> Int8Linear:
-        # The bias is shared with the layer that is replaced; it is frozen with it, since only adapters over it train.
+        # The bias is shared with the layer that is replaced, and frozen with it.
         codes, scale = rounded(layer.weight.detach())
         layer.requires_grad_(False)
         return Int8Linear(codes, scale, cast("nn.Parameter | None", layer.bias))
@@ -73,8 +71,7 @@ class Int8Linear(QuantisedLinear):
         return y if self.bias is None else y + self.bias
 
     def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """s q, computed in float64."""
-        # In float64 the product is exact, so the type that is asked for is rounded to once.
+        """s q, computed in float64, where it is exact: the type that is asked for is rounded to once."""
         return (self.weight.double() * self.scale.double()[:, None]).to(dtype)
 
 
@@ -88,7 +85,7 @@ class Nf4Linear(QuantisedLinear):
         self.out_features, self.in_features = layer.out_features, layer.in_features
         tensor: Any = to_nf4(layer.weight.detach().contiguous(), NF4_BLOCK, blocks)
         # torchao's weight is a tensor subclass. Its parts become plain parameters, which fingerprints, safetensors and
-        # copies between devices can read. The subclass is put together again for each product (`_nf4_tensor`).
+        # copies between devices can read (`_nf4_tensor`).
         self._names, self._kind = tensor.__tensor_flatten__()
         for name in self._names:
             part = getattr(tensor, name).clone(memory_format=torch.contiguous_format)
@@ -131,15 +128,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         # An int8 code is exact in bfloat16 and float16 (127 < 2**8), so the codes are multiplied as they are and the
-        # scale, one for each output, is applied to the product: no float form of s q is kept. The inputs are not kept
-        # either, because no weight here has a gradient.
+        # scale is applied to the product. The inputs are not kept, because no weight here has a gradient.
         ctx.save_for_backward(codes, scale)
         return ((x @ codes.to(x.dtype).t()) * scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        codes, scale = ctx.saved_tensors
-        (grad,) = grads
+        (codes, scale), (grad,) = ctx.saved_tensors, grads
         # dL/dx = (dL/dy s) q.
         return (grad * scale).to(grad.dtype) @ codes.to(grad.dtype), None, None
 
@@ -156,12 +151,8 @@ KINDS: Mapping[str, type[QuantisedLinear]] = {"int8": Int8Linear, "nf4": Nf4Line
 
 
 def quantise(module: PreTrainedModel, kind: str) -> None:
-    """Put layers of this kind in the place of the decoder's linear layers, in place. The head, embeddings and norms
-    stay, and so do layers that are quantised already.
-
-    Raises:
-        ConfigError: it has linear layers of another kind, or none, or ones that do not fit; or torchao is missing.
-    """
+    """Put layers of this kind in the place of the decoder's linear layers. The head, embeddings and norms stay, and so
+    do layers that are quantised already. ConfigError where the linear layers do not fit, or torchao is missing."""
     if kind == "nf4" and find_spec("torchao") is None:
         raise ConfigError("model.quantize=nf4: torchao is not installed: pip install 'posttrain[nf4]', or take int8")
     head = read_out(module).head
@@ -181,7 +172,7 @@ def quantise(module: PreTrainedModel, kind: str) -> None:
     for name in names:
         layer = module.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        _put(module, name, KINDS[kind].of(layer))
+        put(module, name, KINDS[kind].of(layer))
 
 
 def quantised_as(module: nn.Module) -> str | None:
@@ -199,7 +190,6 @@ def float_layer(layer: Any, dtype: torch.dtype) -> Any:
     """The plain layer that multiplies with the same numbers; the layer itself where it is not a quantised one."""
     if not isinstance(layer, QuantisedLinear):
         return layer
-    # On meta nothing is allocated for a weight that is replaced on the next line.
     plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(layer.float_weight(dtype), requires_grad=False)
     plain.register_parameter("bias", layer.bias)
@@ -209,28 +199,26 @@ def float_layer(layer: Any, dtype: torch.dtype) -> Any:
 def make_float(module: nn.Module, dtype: torch.dtype) -> None:
     """Put plain layers of `dtype` in the place of quantised ones, in place."""
     for name in [n for n, part in module.named_modules() if isinstance(part, QuantisedLinear)]:
-        _put(module, name, float_layer(module.get_submodule(name), dtype))
+        put(module, name, float_layer(module.get_submodule(name), dtype))
 
 
 def saved_bytes(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
     """(bytes that its quantised layers take, bytes that they would take in `dtype`), without biases."""
     parts = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
-    return (
-        sum(t.nbytes for p in parts for n, t in p.named_parameters() if n != "bias"),
-        sum(p.in_features * p.out_features * dtype.itemsize for p in parts),
-    )
+    held = sum(t.nbytes for p in parts for n, t in p.named_parameters() if n != "bias")
+    return held, sum(p.in_features * p.out_features * dtype.itemsize for p in parts)
 
 
 def weights_of(module: nn.Module) -> int:
     """Number of weights, ties counted once, and quantised ones as what they stand for."""
     few = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
-    # nf4 holds two weights in a byte, and scales are no weights, so the elements of these parameters are not counted.
+    # nf4 holds two weights in a byte, and scales are no weights.
     few_ids = {id(p) for part in few for n, p in part.named_parameters() if n != "bias"}
     plain = sum(p.numel() for p in module.parameters() if id(p) not in few_ids)
     return plain + sum(part.in_features * part.out_features for part in few)
 
 
-def _put(module: nn.Module, name: str, layer: nn.Module) -> None:
+def put(module: nn.Module, name: str, layer: nn.Module) -> None:
     """Put a layer in the place of the module's part of that name."""
     parent, _, last = name.rpartition(".")
     setattr(module.get_submodule(parent), last, layer)

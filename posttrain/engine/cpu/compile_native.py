@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -88,13 +88,11 @@ SIGNATURES = {
     "after": [POINTER] * 4,
     "pick": [POINTER] * 3 + [INT] * 2,
     "end": [POINTER] * 3 + [FLOAT, POINTER],
-    "attend": [POINTER] * 2
-    + [POINTER, INT, INT] * 2
-    + [POINTER, INT]
-    + [POINTER, INT, INT]
-    + [POINTER] * 4
-    + [INT] * 6
-    + [FLOAT] * 2,
+    "attend": [
+        *(POINTER, POINTER),
+        *([POINTER, INT, INT] * 2 + [POINTER, INT] + [POINTER, INT, INT]),
+        *([POINTER] * 4 + [INT] * 6 + [FLOAT] * 2),
+    ],
     "rms_rows": [POINTER] * 2 + [FLOAT] + [POINTER] * 2 + [INT] * 2,
     "rms_rows_back": [POINTER] * 6 + [INT] * 2,
     "heads_rows": [POINTER] * 2 + [FLOAT] + [POINTER] * 4 + [INT] * 3,
@@ -117,22 +115,20 @@ Attend = Callable[[Tensor, Tensor, float, int | None], None]
 
 
 class Kernels:
-    """The compiled functions. All tensors must be float32, or int64 for `digest_rows`, and on the CPU; the caller
-    ensures both."""
+    """The compiled functions, under their names in C. All tensors must be float32, or int64 for `digest_rows`, and on
+    the CPU; the caller ensures both."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, library: ctypes.CDLL) -> None:
         # Without `argtypes` ctypes would pass every number as a C int and cut addresses to 32 bits.
         for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, INT if name in FAILS else None
-        self._attend, self._pick = library.attend, library.pick
-        self.begin, self.before, self.after, self.end = library.begin, library.before, library.after, library.end
-        self.rms_rows, self.rms_rows_back = library.rms_rows, library.rms_rows_back
-        self.heads_rows, self.heads_rows_back = library.heads_rows, library.heads_rows_back
-        self.gate_rows, self.gate_rows_back = library.gate_rows, library.gate_rows_back
-        self.segments_forward, self.segments_backward = library.segments_forward, library.segments_backward
-        self.transposed, self.digest_rows = library.transposed, library.digest_rows
-        self.fold_rows, self.cotangent_rows = library.fold_rows, library.cotangent_rows
+            # A method below stands before the function that it calls.
+            setattr(self, f"_{name}" if hasattr(Kernels, name) else name, function)
 
     def attend(
         self,
@@ -147,12 +143,11 @@ class Kernels:
         softcap: float | None,
     ) -> Attend:
         """Returns a function for one layer's pools. It stores key and value [K, N, D] at rows `to_N`, and writes the
-        attention of query [H, B, D] over its rows to `out` [B, H, D]; see `attention.h`. The tensors are float32 with
-        adjacent last elements, and are read at each call."""
+        attention of query [H, B, D] over its rows to `out` [B, H, D]; see `attention.h`."""
         assert all(x.stride(-1) == 1 and x.dtype == torch.float32 for x in (key, value, query))
         heads, count, width = query.shape
-        # Everything that is the same in all layers of a pass is bound once: at these sizes, turning a dozen arguments
-        # into C numbers in every layer costs as much as the attention.
+        # What is the same in all layers of a pass is bound once: turning a dozen arguments into C numbers in every
+        # layer costs as much as the attention.
         fixed = (
             *(key.data_ptr(), key.stride(1), key.stride(0)),
             *(value.data_ptr(), value.stride(1), value.stride(0)),
@@ -171,8 +166,8 @@ class Kernels:
         return attend
 
     def pick(self, logp: Tensor, uniform: np.ndarray) -> Tensor | None:
-        """int64 [B]: a token for each row of log-probs [B, V], drawn by one float64 uniform; None where a
-        row's sum is not finite."""
+        """int64 [B]: a token for each row of log-probs [B, V], by one float64 uniform; None where a sum is not
+        finite."""
         logp, uniform = logp.contiguous(), np.ascontiguousarray(uniform, np.float64)
         ids = torch.empty(len(logp), dtype=torch.int64)
         failed = self._pick(logp.data_ptr(), uniform.ctypes.data, ids.data_ptr(), *logp.shape)
@@ -207,8 +202,7 @@ def library() -> Kernels:
 @functools.cache
 def find() -> Kernels | str:
     """The kernels of this machine, compiled first if needed; or the reason why there are none."""
-    # A reason is returned and not raised, and the answer is cached: where there is no compiler every operation asks
-    # again, and each then takes its next form.
+    # Returned and cached: where there is no compiler every operation asks again, and each then takes its next form.
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     except ValueError as error:
@@ -217,8 +211,8 @@ def find() -> Kernels | str:
         return f"no C compiler {compiler[0]!r}: install gcc or clang, or set CC"
     try:
         version = _output([*compiler, "--version"])
-        # The processor is a part of the key because a home folder may be shared by machines: code that was compiled for
-        # another one (-march=native) may be an illegal instruction here.
+        # The processor is a part of the key because a home folder may be shared: code for another one (-march=native)
+        # may be an illegal instruction here.
         text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
         key = "\n".join([*text, *compiler, version.stdout, *FLAGS, _processor()])
         name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
@@ -235,11 +229,10 @@ def find() -> Kernels | str:
 
 
 def own_cache() -> Path | None:
-    """The folder of compiled code in the user's cache folder; None where there is none that only this user can have
-    written. What lies in it is loaded as code."""
+    """The folder of compiled code in the user's cache folder; None where somebody else may have written there."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is not valid and is ignored, as the XDG specification says. Links are resolved first, so
-    # that what is judged is the folder that will be read.
+    # A relative path there is ignored, as the XDG specification says. Links are resolved first, so that what is judged
+    # is the folder that will be read.
     try:
         base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
         folder = base.resolve() / "posttrain"
@@ -253,8 +246,7 @@ def _read_cached(library: Path) -> Kernels | None:
     """The kernels of a library in the cache; None where its digest differs, or where others could have written it."""
     digest, kernels = library.with_suffix(".sha256"), ""
     with suppress(OSError):
-        # Who can write the library can run code as this user. So its owner and rights are checked before its digest is
-        # read.
+        # Who can write the library can run code as this user, so its owner and rights are checked first.
         is_private = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))
         kernels = _loaded(library) if is_private and _digest(library.read_bytes()) == digest.read_bytes() else ""
     return None if isinstance(kernels, str) else kernels
@@ -262,8 +254,8 @@ def _read_cached(library: Path) -> Kernels | None:
 
 def _write_cached(fresh: Path, library: Path) -> Kernels | None:
     """Put a library into the cache, with its digest, for the processes that come; None where that fails."""
-    # Other processes may do the same at this moment. Each writes beside the name and renames, the digest last: a reader
-    # sees a whole library without a digest, which it does not load, or with the right one.
+    # Each process writes beside the name and renames, the digest last: a reader sees a whole library without a digest,
+    # which it does not load, or with the right one.
     with suppress(OSError), tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         data = fresh.read_bytes()
         for path, content in ((library, data), (library.with_suffix(".sha256"), _digest(data))):

@@ -1,17 +1,16 @@
 """The model that trains, and frozen copies of it that only score. Both use one packed forward pass and one head.
 
-Axis letters: N packed positions, M spoken tokens, H hidden width, S segments, E experts, K candidates
-of a token.
+Axis letters: N packed positions, M spoken tokens, H hidden width, S segments, E experts, K candidates of a token.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy as copied
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from posttrain.core.exchange.scores import AdapterTrial, Odds, Reads, TokenScore
 from posttrain.core.exchange.shards import Shard
 from posttrain.core.streams import MU
 from posttrain.core.types import Top
-from posttrain.engine.adapters.adapter_modules import TrialOfAdapter
+from posttrain.engine.adapters.adapter_modules import loud, switched_off
 from posttrain.engine.adapters.quantise import make_float
 from posttrain.engine.files.fingerprint import digest_of, fingerprint, fingerprints
 from posttrain.engine.head.logit_transform import logit_dtype
@@ -47,26 +46,21 @@ from posttrain.system.errors import ConfigError, InvariantError
 HEADS = ("value_head.", f"{REWARD_HEAD}.")
 """Beginnings of the names of parameters that no log-prob depends on."""
 MAX_EXACT_PARAMETERS = 1 << 24
-"""Most parameters of a model of which a float64 copy is made. At this size the copy takes 128 MiB
-and is scored in seconds."""
+"""Most parameters of a model of which a float64 copy is made: 128 MiB, scored in seconds."""
 
 
 class HFLearner:
-    """`core.ports.Learner` over a policy's own module. It shares the weights of `policy.module`, so an
-    optimizer step changes both.
+    """`core.ports.Learner` over a policy's own module. It shares the weights of `policy.module`, so an optimizer step
+    changes both.
 
     Args:
-        policy: the model that trains, with its reward head where it has one.
         gradient_checkpointing: which activations the backward computes again, and does not keep (`activation_memory`).
         offload_activations: keep activations in the memory of the CPU until the backward.
         sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
             (`embedded.exact_replay`). Where it is given, log-probs have its values and the gradients of the packed
             pass.
         replays: compute a token by the experts that its sampler chose, where these are known
-            (`core.exchange.expert_choices`).
-
-    Raises:
-        ConfigError: `replays`, and the model has no routers that could follow choices.
+            (`core.exchange.expert_choices`). ConfigError where the model has no routers that could follow.
     """
 
     row_gradients: ClassVar[bool] = True
@@ -100,16 +94,14 @@ class HFLearner:
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
-        # Whatever is asked for is read from one pass of the layers: they are run once for the positions of all readers,
-        # back to back, and each reader then takes its part. So a loss that wants scores, values and the words of others
-        # costs what a loss that wants scores costs, and shared beginnings are shared by all of them.
+        # Whatever is asked for is read from one pass of the layers, run once for the positions of all readers, back to
+        # back. So shared beginnings are shared by all of them.
         before, reader = self._reader.computed, self._reader
         reward_head = self._reward_head() if reads.rewards else None
         heard = packed.heard() if reads.heard else None
         reward_places = np.zeros(0, np.int64) if reward_head is None else reward_head.places(packed)
         heard_places = np.zeros(0, np.int64) if heard is None else heard.source_M
-        # Only where the language-model head reads no states may the gradient of the embedding hold some rows alone
-        # (`row_gradients`).
+        # Only where the language-model head reads no states may the embedding's gradient be one of rows.
         headless = reader.out.headless() if self.row_gradients and not reads.logp and heard is None else nullcontext()
         with kept_on_the_cpu() if self._offload else nullcontext(), headless:
             states = reader.hidden(packed, np.concatenate([packed.source_M, reward_places, heard_places]))
@@ -122,8 +114,8 @@ class HFLearner:
         logp_M, entropy_M = reader.head(packed, hidden, reads.entropy)
         # A batch without MU holds words that no sampler of this run drew, so there is nothing to be equal to.
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
-            # With the setting `exact` (`self._sampled`) the value is the sampler's, bit for bit, and the gradient is
-            # that of this pass: logp - logp.detach() is 0, and 0 + x is x.
+            # The value is the sampler's, bit for bit, and the gradient that of this pass: logp - logp.detach() is 0,
+            # and 0 + x is x.
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)
         ids_MK = None if reads.candidates_MK is None else device_ids(reads.candidates_MK, hidden.device)
         return TokenScores(
@@ -179,8 +171,7 @@ class HFLearner:
         return self._reader.score(packed)
 
     def price(self, packed: Packed) -> float | None:
-        """Returns the time of the sampler's own pass divided by the time of a packed pass; None where the sampler has
-        no pass of its own."""
+        """Returns the time of the sampler's own pass by that of a packed pass; None where it has none."""
         if self._sampled is None:
             return None
         seconds: list[float] = []
@@ -196,8 +187,7 @@ class HFLearner:
             raise ConfigError("model.compile=true is not offered for models with a recurrent state. Set it to false")
 
         def measure() -> tuple[Tensor, dict[str, Tensor]]:
-            # Training with a gradient and scoring without one are two compiled forms. Both run here, so that neither is
-            # compiled within the first step.
+            # Training with a gradient and scoring without one are two compiled forms. Both run here.
             self.train_mode(True)
             trained = {n: p for n, p in self.parameters().items() if not n.startswith(HEADS)}
             logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
@@ -209,8 +199,7 @@ class HFLearner:
         return warmed_up(self._reader.out, measure)
 
     def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
-        """Returns the results of `score`, `value`, `entropy` and `energy` that `names` asks for, from one pass of the
-        layers."""
+        """Returns the results of `score`, `value`, `entropy` and `energy` that `names` asks for, by one pass."""
         reader = self._reader
         reading_of_name: dict[str, Reading] = {
             "score": reader.logp_of,
@@ -218,8 +207,7 @@ class HFLearner:
             "entropy": reader.entropy_of,
             "energy": reader.energy_of,
         }
-        # The sampler's own pass gives no hidden states for the other
-        # readings, so these need the packed pass all the same.
+        # The sampler's own pass gives no hidden states: the other readings need the packed pass all the same.
         sampled = {"score": self.score(packed)} if self._sampled is not None and "score" in names else {}
         readings = {name: reading_of_name[name] for name in names if name not in sampled}
         return (reader.each(packed, readings) if readings else {}) | sampled
@@ -236,7 +224,7 @@ class HFLearner:
         """float64 [M] log-probs by a float64 copy of the weights; None beyond `MAX_EXACT_PARAMETERS` parameters."""
         if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
             return None
-        # Without sharing: this is the number that others are judged by, so nothing clever computes it.
+        # Without sharing: others are judged by this number, so nothing clever computes it.
         copy = replace(self.policy.clone(), share_prefixes=False)
         make_float(copy.module, torch.float64)
         copy.module.double().eval()
@@ -245,25 +233,22 @@ class HFLearner:
         return PackedReader(copy, replays=self._reader.replays).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by name. First come the policy's in the module's order, each tied one once; then the
-        value head's under `value_head.`, and a reward head's under `reward_head.`."""
+        """Trainable parameters by name. First the policy's in the module's order, each tied one once; then the value
+        head's under `value_head.`, and a reward head's under `reward_head.`."""
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
         heads = {"value_head": self.value_head} | ({} if self.reward_head is None else {REWARD_HEAD: self.reward_head})
         return policy | {f"{name}.{n}": p for name, head in heads.items() for n, p in head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
-        """The policy's weights under their state-dict names, or only its adapter's where it has one. Each tied tensor
-        comes once, and each tensor is one whole shard."""
+        """The policy's weights under their state-dict names, or only its adapter's where it has one, each whole. Each
+        tied tensor comes once."""
         return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
-        """Exact digest of the weights under their state-dict names.
-
-        Raises:
-            InvariantError: a frozen weight has other bits than at the first call.
-        """
+        """Exact digest of the weights under their state-dict names. InvariantError where a frozen weight has other bits
+        than at the first call."""
         # Samplers get the adapter alone, and a reference may be this model without it: both take the frozen weights to
-        # be what they were. A digest of each tensor is made anyway, so it costs nothing to see whether one has moved.
+        # be what they were.
         tensors = dict(named_tensors(self.policy.module))
         digests = fingerprints((name, self.whole(tensor)) for name, tensor in tensors.items())
         frozen = {n: digests[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
@@ -282,13 +267,15 @@ class HFLearner:
 
     def adapter(self) -> AdapterTrial | None:
         """Returns the trial that shows that a sampler computes with the adapter; None where all weights train."""
-        return None if self.policy.lora is None else TrialOfAdapter(self.policy.module, self)
+        return None if self.policy.lora is None else TrialOfAdapter(self)
 
     def routers(self) -> LearnerRouters | None:
         """Returns the routers; None where the model is no mixture of experts, or its routers are not understood
         (`expert_routing.why_not`)."""
-        modules = self._reader.routers
-        return None if modules is None else LearnerRouters.of(self._reader, modules, self._following)
+        reader, modules = self._reader, self._reader.routers
+        if modules is None or is_stateful(reader.module):  # passes with a recurrent state are padded
+            return None
+        return LearnerRouters(reader, modules.experts, modules.names, modules.stacked, self._following)
 
     def _following(self) -> HFLearner:
         """A learner over the same weights whose passes follow the choices of a batch."""
@@ -300,8 +287,8 @@ class HFLearner:
         return follower
 
     def train_mode(self, on: bool) -> None:
-        """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was
-        switched off at load (`model.disable_dropout`)."""
+        """Switch training mode. Activations are checkpointed only while it is on. It adds no noise: `silence` has
+        switched noise off at load."""
         self.policy.module.train(on)
 
     def _values(self, hidden: Tensor) -> Tensor:
@@ -309,31 +296,47 @@ class HFLearner:
         return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
 
 
+class TrialOfAdapter:
+    """`core.exchange.scores.AdapterTrial` of a learner."""
+
+    def __init__(self, learner: HFLearner) -> None:
+        self._learner = learner
+
+    def loud(self) -> AbstractContextManager[None]:
+        return loud(self._learner.policy.module)
+
+    def without(self, packed: Packed) -> np.ndarray:
+        with switched_off(self._learner.policy.module):
+            return self._learner.packed_score(packed)
+
+
 class FrozenScores:
-    """The scoring methods of a reference: all of them pass on to `_scorer`, which runs a frozen model."""
+    """The scoring methods of a reference, done by `_scorer`, which runs a frozen model."""
 
     _scorer: PackedReader | HFLearner
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`."""
-        return self._scorer.score(packed)
+        return self._ask("score", packed)
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M] entropies."""
-        return self._scorer.entropy(packed)
+        return self._ask("entropy", packed)
 
     def energy(self, packed: Packed) -> np.ndarray:
         """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
-        return self._scorer.energy(packed)
+        return self._ask("energy", packed)
 
     def top(self, packed: Packed, k: int) -> Top:
         """The `k` most probable tokens at each spoken position; 0: all of them."""
-        return self._scorer.top(packed, k)
+        return self._ask("top", packed, k)
+
+    def _ask(self, method: str, packed: Packed, *arguments: int) -> Any:
+        return getattr(self._scorer, method)(packed, *arguments)
 
 
 class FrozenScorer(FrozenScores):
-    """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
-    shared with the policy.
+    """A reference: a copy of a policy's weights as they are now. Weights that never train are shared with the policy.
 
     `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used.
     """

@@ -38,8 +38,7 @@ class PackedReader:
     def __init__(self, policy: Policy, *, replays: bool = False) -> None:
         self.module = policy.module
         self.routers = routers_of(policy.module)
-        """The routers of a mixture of experts; None where the model is none, or where its routers are not understood.
-        """
+        """None where the model is no mixture of experts, or its routers are not understood."""
         self.replays = replays
         """Whether a token is computed by the experts that its sampler chose, where these are known."""
         self.routing: PackedRouting | None = None
@@ -58,7 +57,7 @@ class PackedReader:
     @property
     def computes_once(self) -> bool:
         """True where a beginning that several segments of a pass share is computed once, whatever its tokens are. In a
-        mixture of experts it is computed again where samplers chose different experts for it."""
+        mixture of experts samplers may have chosen different experts for it."""
         return isinstance(self._rows, Sharing) and self._rows.on and self.routers is None
 
     @property
@@ -68,10 +67,7 @@ class PackedReader:
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
-
-        Raises:
-            DataError: a segment is longer than the context, so it has positions that the model does not have.
-        """
+        DataError where a segment is longer than the context."""
         longest = int(packed.lengths_S.max())
         if longest > self.context:
             raise DataError(
@@ -85,10 +81,7 @@ class PackedReader:
         return self.routed(packed, at, PackedRouting(packed, choices, balanced) if recorded else None)
 
     def routed(self, packed: Packed, at: np.ndarray | None, routing: PackedRouting | None) -> Tensor:
-        """`hidden`, with a record that gives the routers their choices and keeps what they did.
-
-        `routing` is None where they choose for themselves and nothing is kept.
-        """
+        """`hidden`, with a record that gives the routers their choices and keeps what they did; None: neither."""
         self.routing = None if self.routers is None else routing
         return self._rows.hidden(packed, at, self.routing)
 
@@ -98,17 +91,10 @@ class PackedReader:
         if not self._proved and out.weight.dtype.itemsize < 4 and len(hidden):
             prove_logprobs(out, hidden, self.kernels)
             self._proved = True
-        return logprobs(
-            hidden,
-            # The node of the embedding's look-up where head and embedding
-            # share the weight, so that both have one gradient.
-            out.weight_to_read(),
-            out.bias,
-            device_ids(packed.target_M, hidden.device),
-            want_entropy=entropy,
-            kernels=self.kernels,
-            **self._contract(packed),
-        )
+        # The node of the embedding's look-up where head and embedding share the weight, so that both have one gradient.
+        weight, targets = out.weight_to_read(), device_ids(packed.target_M, hidden.device)
+        contract = self._contract(packed)
+        return logprobs(hidden, weight, out.bias, targets, want_entropy=entropy, kernels=self.kernels, **contract)
 
     def score(self, packed: Packed, dtype: torch.dtype = torch.float32) -> np.ndarray:
         """[M], forward only, in parts of at most `SCORE_TOKENS`."""
@@ -117,13 +103,12 @@ class PackedReader:
             return torch.cat(parts).to(dtype).cpu().numpy()
 
     def each(self, packed: Packed, functions: Mapping[str, Reading]) -> dict[str, np.ndarray]:
-        """float32 [M] of each function, forward only. The layers run once for all of them, so each has the bits that it
-        has alone."""
+        """float32 [M] of each function, forward only. The layers run once for all of them."""
         out: dict[str, list[Tensor]] = {name: [] for name in functions}
         with forward_only(self.module):
             for part in packed.split(SCORE_TOKENS):
                 hidden = self.hidden(part)
-                # Each function runs the head by itself, as it does when it is asked alone: hence the same bits.
+                # Each function runs the head by itself, so it has the bits that it has alone.
                 for name, function in functions.items():
                     out[name].append(function(part, hidden))
             return {name: joined(parts) for name, parts in out.items()}
@@ -180,12 +165,10 @@ class PackedReader:
 
     def _contract(self, packed: Packed) -> HeadContract:
         """What shapes the distribution of these tokens: the batch's contract, and the model's scale and soft-cap."""
-        out = self.out
+        out, kept = self.out, packed.kept
         # From the part itself, since rules speak of packed positions.
         rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
-        return HeadContract(
-            sampling=packed.sampling, kept=packed.kept, rules=rules, softcap=out.softcap, scale=out.scale
-        )
+        return HeadContract(sampling=packed.sampling, kept=kept, rules=rules, softcap=out.softcap, scale=out.scale)
 
 
 def device_ids(x: np.ndarray, device: torch.device) -> Tensor:
@@ -200,9 +183,8 @@ def joined(parts: list[Tensor]) -> np.ndarray:
 
 @contextmanager
 def forward_only(module: nn.Module) -> Iterator[None]:
-    """Inside: no gradient and no checkpointing. Afterwards training mode is as it was before."""
+    """Inside: no gradient, and no checkpointing, which transformers does in training mode only."""
     training = module.training
-    # transformers computes activations again only in training mode, so "eval" also switches checkpointing off.
     module.eval()
     try:
         with torch.no_grad():

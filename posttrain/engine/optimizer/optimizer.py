@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ from posttrain.engine.optimizer.optimizer_offload import OffloadedState, groups
 from posttrain.engine.optimizer.update_rules import Moments, Momentum, Orthogonal, UpdateRule
 from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 
+if TYPE_CHECKING:
+    from posttrain.engine.parallel.tensor_parallel import TensorLearner
+
 NOT_HIDDEN = ("embed*", "*_embed*", "wte", "wpe", "lm_head", "embed_out", "value_head", "reward_head")
-"""Patterns of matrices that Muon leaves to AdamW: they turn tokens or positions into vectors, or vectors into scores,
-and their singular directions mean nothing together. A pattern fits a word of a name: `embed*` fits
-`model.embed_tokens.weight`, `*_embed*` fits `word_embeddings.weight`, `wte` and `wpe` are GPT-2's."""
+"""Patterns of matrices that Muon leaves to AdamW: they turn tokens or positions into vectors, or vectors into scores.
+A pattern fits a word of a name: `embed*` fits `model.embed_tokens.weight`, `*_embed*` fits `word_embeddings.weight`."""
 
 ELEMENTWISE = ("adamw", "sgd")
 """The kinds whose update of a number depends on nothing but that number's gradient and state, and the clip."""
@@ -39,30 +41,16 @@ CLIP_EPS = 1e-6
 Rules = type[UpdateRule]
 
 
-class GradientParts(Protocol):
-    """A learner whose ranks split some weights and hold others whole. It reads gradients, by name, of both kinds."""
-
-    def norm(self, gradients: Mapping[str, Tensor]) -> float:
-        """Returns the norm of the gradients of all ranks together."""
-        ...
-
-    def agree(self, gradients: Mapping[str, Tensor]) -> None:
-        """Overwrite the gradients of weights that every rank holds whole with those of the first rank."""
-        ...
-
-
 class StageOptimizer:
     """Steps on the gradients that the parameters hold. Weight decay applies to every parameter that is not frozen.
 
     Args:
         parameters: by name, in a fixed order; float32, float64, or a narrower dtype with a master copy. A step does not
             change parameters without a gradient, nor those that `config` freezes.
-        kernels: the choice of kernels (`Model.kernels`).
         scaled: whether losses are scaled, because the model computes in float16.
         home: where moments and averages are between steps; None: on the device of their parameters.
         ranks: the processes that train together. The parameters are then this rank's parts of the weights.
-        parts: the learner of these tensors, where its ranks split some weights and hold others whole
-            (`tensor_parallel`); None: any other learner.
+        parts: the learner of these tensors, where its ranks split some weights and hold others whole.
     """
 
     def __init__(
@@ -73,7 +61,7 @@ class StageOptimizer:
         scaled: bool = False,
         home: torch.device | None = None,
         ranks: Ranks = ALONE,
-        parts: GradientParts | None = None,
+        parts: TensorLearner | None = None,
     ) -> None:
         self.parts = parts
         if (ranks.world > 1 or parts is not None) and config.kind not in ELEMENTWISE:
@@ -88,8 +76,7 @@ class StageOptimizer:
         """Optimizer steps taken."""
         self._frozen = [p for n, p in parameters.items() if config.frozen(n)]
         self._parameters = {n: p for n, p in parameters.items() if not config.frozen(n)}
-        # With a scaled loss float32 parameters are copied too: their gradients have to be divided before anything reads
-        # them, and `gather` does that on the way to a copy.
+        # With a scaled loss float32 parameters are copied too: `gather` divides their gradients on the way to a copy.
         copied = {n: p for n, p in self._parameters.items() if scaled or p.dtype.itemsize < 4}
         self._masters = {
             n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in copied.items()
@@ -149,21 +136,16 @@ class StageOptimizer:
         return "; ".join(out)
 
     def pending_bytes(self) -> int:
-        """Bytes of state that the next step will add on the device.
-
-        Before the first step that is the whole state, and then nothing. Where the state is elsewhere between steps, it
-        is the state of the largest group of parameters, in every step.
-        """
+        """Bytes of state that the next step will add on the device: the whole state before the first step, and then
+        nothing. Where it is elsewhere between steps, that of the largest group of parameters, in every step."""
         size: dict[UpdateRule, int] = {}
         for name, rule in self._rules.items():
             if self._home is not None or not rule.state(name):
-                # With a home each rule is one group of parameters, whose state is on the device in its turn alone.
                 size[rule] = size.get(rule, 0) + rule.bytes(name)
         return sum(size.values()) if self._home is None else max(size.values(), default=0)
 
     def trained(self) -> dict[str, Tensor]:
-        """The tensors that a step updates, by parameter: the float32 master where there is one,
-        else the parameter itself."""
+        """The tensors that a step updates, by parameter: its float32 master where there is one, else itself."""
         return dict(self._moved)
 
     def averaged(self) -> dict[str, Tensor]:
@@ -171,12 +153,8 @@ class StageOptimizer:
         return dict(self._average)
 
     def step(self, share: float = 1.0) -> float:
-        """Clip the gradients globally, update with this share of the learning rate, and clear them. Returns the
-        gradient norm before the clip.
-
-        If the norm is not finite, weights, moments and averages do not change, and the step is not counted. A scale of
-        the loss shrinks then.
-        """
+        """Clip the gradients globally, update with this share of the learning rate, and clear them. Returns the norm
+        before the clip. If it is not finite, nothing changes but a scale of the loss, and the step is not counted."""
         # Weights may have been loaded since the last step, and a stale master would bring the old ones back.
         self._follow_weights()
         self.gather()
@@ -212,8 +190,7 @@ class StageOptimizer:
         at: int | None = None,
         share: float = 1.0,
     ) -> ExpectedUpdate:
-        """The update of the parameter's rule with a global clip and the schedule, in float64; see
-        `role.trainer.WeightOptimizer`."""
+        """The update of the parameter's rule in float64; see `role.trainer.WeightOptimizer`."""
         if config.kind != self.config.kind:
             raise InvariantError(f"the stage asks for the optimizer {config.kind}, and {self.config.kind} was built")
         scale = min(1.0, config.clip / norm) if norm > 0 else 1.0
@@ -230,13 +207,9 @@ class StageOptimizer:
         return out | {f"ema.{name}": average for name, average in self._average.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from `state_tensors`, bit for bit. The weights themselves are loaded separately.
-
-        Raises:
-            RunFolderError: the state belongs to other parameters, or to another kind of optimizer.
-        """
-        # Every tensor that has a place is taken out of `left`, so what remains is foreign. All is checked before
-        # anything changes: a state that does not fit leaves the optimizer as it was.
+        """Continue from `state_tensors`, bit for bit. RunFolderError where the state belongs to other parameters, or to
+        another kind of optimizer: then nothing changes."""
+        # Every tensor that has a place is taken out of `left`, so what remains is foreign.
         left = dict(tensors)
         steps = left.pop("steps", None)
         scale = {word: left.pop(word) for word in WORDS if self._scale is not None and word in left}
@@ -272,12 +245,9 @@ class StageOptimizer:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Move the gradients of weights to their masters, without the scale of the loss, and add them there.
-
-        So the gradients of micro-batches are summed in float32. Gradients of frozen parameters are dropped. A gradient
-        that holds some rows alone becomes a whole one where its rule cannot read rows, or its state is elsewhere
-        between steps.
-        """
+        """Move the gradients of weights to their masters, without the scale of the loss, and add them there, in
+        float32. Gradients of frozen parameters are dropped. One of rows becomes whole where its rule cannot read rows,
+        or its state is elsewhere between steps."""
         for p in self._frozen:
             p.grad = None
         for name, master in self._masters.items():
@@ -307,12 +277,7 @@ class StageOptimizer:
         return {n: t.grad for n, t in self._moved.items() if t.grad is not None}
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """The norm of the gradients of all ranks together.
-
-        Raises:
-            InvariantError: the ranks have taken different numbers of steps, step at different learning rates, or copies
-                of the weights differ.
-        """
+        """The norm of the gradients of all ranks together. InvariantError where the ranks have gone different ways."""
         if self.parts is not None:
             return next(iter(self._moved.values())).new_tensor(self.parts.norm(self._gradients()))
         # The numbers of a gradient of rows are enough, since the rest is 0.
@@ -336,8 +301,8 @@ class StageOptimizer:
                 held(g).mul_(self.config.clip / (norm + CLIP_EPS))
 
     def _rules_of_parameters(self) -> Iterator[tuple[Rules, list[str]]]:
-        """Pairs of a kind of rule and the names of its parameters, in the order of the parameters. A kind comes once
-        for each group of parameters where their state is elsewhere between steps."""
+        """Pairs of a kind of rule and the names of its parameters, in their order. A kind comes once for each group of
+        parameters where their state is elsewhere between steps."""
         by_rule: dict[Rules, list[str]] = {}
         for name, tensor in self._moved.items():
             by_rule.setdefault(self.rule_of(name, tensor), []).append(name)
@@ -363,8 +328,7 @@ class StageOptimizer:
         """Copy weights that were replaced from outside to their masters."""
         for name, master in self._masters.items():
             p = self._parameters[name]
-            # A master that rounds to the weight has made it. Otherwise the weight came from elsewhere, and the digits
-            # that the master has beyond it belong to other weights.
+            # A master that rounds to the weight has made it. Otherwise the weight came from elsewhere.
             if not torch.equal(master.to(p.dtype), p):
                 master.copy_(p)
 
@@ -393,7 +357,5 @@ def hidden_matrix(name: str, tensor: Tensor) -> bool:
 
 def _foreign(name: str) -> str:
     """The message for a state with a tensor that does not belong to this optimizer, or without one that does."""
-    return (
-        f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run"
-        " was started with"
-    )
+    wrong = f"the optimizer state is of other parameters ({name!r} does not fit)"
+    return f"{wrong}: resume with the model and stage the run was started with"

@@ -1,9 +1,8 @@
 """The state of an optimizer in the memory of the CPU: some tensors at a time are copied to the device that steps.
 
 Between steps a tensor of state is at home, which is pinned memory of the CPU. A step visits its tensors in groups of
-similar size. It copies the state of one group to the device, updates, and copies the state back, so that the device
-holds the state of one group at a time. The arithmetic is that of the optimizer, on the same numbers on the same device.
-All copies follow each other on the device's stream. They do not overlap with the updates.
+similar size: it copies the state of one group to the device, updates, and copies it back. The arithmetic is that of the
+optimizer, on the same numbers on the same device. All copies follow each other on the device's stream.
 """
 
 from __future__ import annotations
@@ -38,32 +37,23 @@ def groups(tensors: Mapping[str, Tensor], most: int = GROUP) -> Iterator[list[st
 
 
 class OffloadedState:
-    """Moves tensors between their home and the device that computes.
-
-    Args:
-        home: where they are between steps. It may be the device that computes, which saves nothing; copies are made
-            all the same.
-    """
+    """Moves tensors between their home and the device that computes, which may be the same: that saves nothing."""
 
     def __init__(self, home: torch.device) -> None:
         self.home = home
 
     @contextmanager
     def fetched(self, state: Any, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside: the state of these tensors is on their device.
-
-        Args:
-            state: a torch optimizer's own, by tensor. The block may change it, and add to it.
-        """
-        # The memory at home is kept and written again afterwards:
-        # allocating pinned memory is slow, and a step should not do it.
+        """Inside: the state of these tensors is on their device. `state`: a torch optimizer's own, by tensor. The block
+        may change it, and add to it."""
+        # The memory at home is kept and written again afterwards: allocating pinned memory is slow.
         homes = {t: dict(state[t]) for t in tensors if t in state}
         for t, at_home in homes.items():
             state[t] = {word: self._on_device(part, t.device) for word, part in at_home.items()}
         try:
             yield
         finally:
-            # Also state that the block has made, on a first step: it gets its home here.
+            # Also state that the block has made, on a first step.
             for t in tensors:
                 if t in state:
                     at_home = homes.get(t, {})

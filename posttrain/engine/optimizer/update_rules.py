@@ -32,23 +32,16 @@ NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_EPS = 1e-7
 MATCHED_RMS = 0.2
 """An orthogonal update is scaled by this times the root of the longer side, so that its root mean square is that of a
-usual AdamW step and one learning rate serves both (2502.16982)."""
+usual AdamW step (2502.16982)."""
 PART, ROWS = 1 << 20, 16
-"""A weight with a gradient of rows is updated in parts. A part has about PART numbers, and its rows are a multiple of
-ROWS. So each part begins where a vector of the processor begins, and rounds as an update of the whole weight does."""
+"""A weight with a gradient of rows is updated in parts of about PART numbers, and a multiple of ROWS rows. So each part
+begins where a vector of the processor begins, and rounds as an update of the whole weight does."""
 EXACT_ELEMENTS = 1 << 20
 """Matrices with more elements are iterated in float32, on their device, when an expected update is computed."""
 
 
 class UpdateRule(ABC):
-    """One way to update tensors.
-
-    Args:
-        tensors: by parameter; at least one.
-        config: the stage's settings.
-        rates: the factor of the learning rate of each parameter.
-        kernels: the choice of kernels (`Model.kernels`).
-    """
+    """One way to update tensors, by parameter. `rates`: the factor of the learning rate of each."""
 
     takes_rows: ClassVar[bool] = False
     """Whether it reads gradients that hold some rows alone (`core.exchange.row_gradient`)."""
@@ -73,13 +66,8 @@ class UpdateRule(ABC):
     def expected(
         self, config: Optimizer, name: str, gradient: Tensor, scale: float, lr: float, at: int | None
     ) -> ExpectedUpdate:
-        """The next update by definition, in float64.
-
-        Args:
-            gradient: before the clip; `scale` is the factor of the clip.
-            lr: the learning rate of this parameter in the step.
-            at: see `role.trainer.WeightOptimizer.expected_update`.
-        """
+        """The next update by definition, in float64. `gradient` is that before the clip, `scale` the clip's factor,
+        `lr` this parameter's learning rate; `at`: see `role.trainer.WeightOptimizer.expected_update`."""
 
     def step(self, lr: float) -> None:
         """Update the tensors that have a gradient."""
@@ -107,14 +95,11 @@ class UpdateRule(ABC):
 
     def load(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Replace a tensor's state by copies of what `state` gave."""
-        tensor = self.tensors[name]
         # A step count keeps its own dtype, as torch makes it: float32 also beside float64 weights.
-        self.inner.state[tensor] = {
-            word: part.to(tensor.device, copy=True)
-            if word == "step"
-            else part.to(device=tensor.device, dtype=tensor.dtype, copy=True)
-            for word, part in parts.items()
-        }
+        tensor = self.tensors[name]
+        dtypes = {word: part.dtype if word == "step" else tensor.dtype for word, part in parts.items()}
+        state = {word: part.to(device=tensor.device, dtype=dtypes[word], copy=True) for word, part in parts.items()}
+        self.inner.state[tensor] = state
 
 
 class Moments(UpdateRule):
@@ -126,7 +111,7 @@ class Moments(UpdateRule):
     def build(self, groups: list[dict[str, Any]], config: Optimizer, kernels: KernelChoice) -> torch.optim.Optimizer:
         first = next(iter(self.tensors.values()))
         form = kernel("adamw", first.device, first.dtype, kernels).function
-        return form(groups, **_adam_options(config))
+        return form(groups, **adam_options(config))
 
     def expected(
         self, config: Optimizer, name: str, gradient: Tensor, scale: float, lr: float, at: int | None
@@ -138,11 +123,8 @@ class Moments(UpdateRule):
         return adamw_update(config, exact(self.tensors[name], at), g, (first, second), step, lr)
 
     def step(self, lr: float) -> None:
-        """Update the tensors, and those whose gradient holds only some rows in parts.
-
-        Each part gets a dense gradient of its own, which is zero in the other rows. The result is that of a whole dense
-        gradient, and no gradient of the weight's size is made.
-        """
+        """Update the tensors, and those whose gradient holds only some rows in parts, each with a dense gradient of its
+        own. The result is that of a whole dense gradient."""
         gradients_of_rows = {t: t.grad for t in self.tensors.values() if t.grad is not None and t.grad.is_sparse}
         # Hidden from torch's step, which takes dense gradients, and stepped by rows below.
         for tensor in gradients_of_rows:
@@ -161,16 +143,14 @@ class Moments(UpdateRule):
         state, groups = self.inner.state[weight], self.inner.param_groups
         group = next(g for g in groups if any(t is weight for t in g["params"]))
         rows, values = gradient.indices()[0], gradient.values()
-        # `size` is the number of rows of a part. `rows` are ascending, so the edges of the parts cut them by binary
-        # search: part i has the entries cuts[i] to cuts[i + 1] - 1 of `rows`.
+        # `rows` are ascending: part i, of `size` rows, has the entries cuts[i] to cuts[i + 1] - 1 of them.
         size = max(1, PART // (ROWS * weight.shape[1])) * ROWS
         edges = range(0, weight.shape[0], size)
         cuts = [*torch.searchsorted(rows, torch.tensor([*edges], device=rows.device)).tolist(), len(rows)]
         new_step = state["step"]
         try:
             for first, low, high in zip(edges, cuts[:-1], cuts[1:], strict=True):
-                # Parts without a row are visited too, because moments fade and weights decay without a gradient. `part`
-                # and its moments are views: the step changes the weight's own numbers.
+                # Parts without a row are visited too, because moments fade and weights decay without a gradient.
                 part = weight.detach()[first : first + size]
                 part.grad = torch.zeros_like(part)
                 part.grad[rows[low:high] - first] = values[low:high]
@@ -221,10 +201,10 @@ class Momentum(UpdateRule):
 class Orthogonal(UpdateRule):
     """Muon: momentum of a matrix, with all its singular values brought near 1 by Newton-Schulz in bfloat16.
 
-    The iteration amplifies directions without a gradient by up to 3.4 ** 5, and with them the rounding of bfloat16.
-    Where a gradient has a low rank, that noise is as large as the step itself, so only the part of a step along its
-    definition is checked. It is exact to 1 % for most gradients, and to some 20 % for matrices of few rows whose
-    singular values lie far apart, such as those of adapters. The momentum is exact to float32.
+    The iteration amplifies directions without a gradient by up to 3.4 ** 5, and with them the rounding of bfloat16. For
+    a gradient of low rank that noise is as large as the step itself, so only the part of a step along its definition is
+    checked. It is exact to 1 % for most gradients, and to some 20 % for matrices of few rows whose singular values lie
+    far apart, such as those of adapters. The momentum is exact to float32.
     """
 
     words = (BUFFER,)
@@ -262,8 +242,7 @@ class Orthogonal(UpdateRule):
 def orthogonal(x: Tensor) -> Tensor:
     """A matrix with its singular values brought near 1, in its own dtype."""
     a, b, c = NEWTON_SCHULZ
-    # The Gram matrix below then has the shorter side. Divided by the Frobenius norm, no singular value is above 1,
-    # where the polynomial brings them towards 1.
+    # With the shorter side for the Gram matrix. Divided by the Frobenius norm, no singular value is above 1.
     y = x.T if x.shape[0] > x.shape[1] else x
     y = y / y.norm().clamp(min=NEWTON_SCHULZ_EPS)
     for _ in range(NEWTON_SCHULZ_STEPS):
@@ -291,21 +270,16 @@ def exact(x: Tensor, at: int | None) -> Tensor:
 
 
 def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    """A moment after its `taken`-th number `now`, and the same moment with its bias toward 0 corrected. At the first
-    number the corrected moment equals `now`."""
+    """A moment after its `taken`-th number `now`, and the same moment with its bias toward 0 corrected."""
     # Divided before the sum: so for taken = 1 the factor of `now` is (1 - decay) / (1 - decay), which is 1 exactly.
     correction = 1 - decay**taken
     return decay * before + (1 - decay) * now, decay / correction * before + (1 - decay) / correction * now
 
 
-def _adam_options(config: Optimizer) -> dict[str, Any]:
+def adam_options(config: Optimizer) -> dict[str, Any]:
     """The settings of AdamW as torch's arguments."""
-    return {
-        "lr": config.lr,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }
+    betas = config.beta1, config.beta2
+    return {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
 
 
 add_forms(

@@ -1,10 +1,10 @@
 """A learner whose ranks hold whole experts, some of each layer (expert parallelism), by the plan that transformers has
 for the architecture (`base_model_ep_plan`) and its `apply_expert_parallelism`.
 
-Every rank computes every token. Attention, routers and norms are whole on each rank. Of the experts a rank computes
-only its own. Their outputs are summed over ranks once in each layer, and so are the gradients with respect to the
-experts' inputs. So all ranks are given the same micro-batches, as with columns and rows (`tensor_parallel`), and every
-other gradient is the same on each rank.
+Every rank computes every token. Attention, routers and norms are whole on each rank; of the experts it computes only
+its own. Their outputs are summed over ranks once in each layer, and so are the gradients of the experts' inputs. So all
+ranks are given the same micro-batches, as with columns and rows (`tensor_parallel`), and every other gradient is the
+same on each rank.
 """
 
 from __future__ import annotations
@@ -31,15 +31,7 @@ STYLES = ("grouped_gemm", "ep_dispatch_experts")
 
 class ExpertLearner(TensorLearner):
     """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the experts of
-    `policy.module` in place, so the policy is no longer of use to others.
-
-    Args:
-        replays: as in `HFLearner`.
-
-    Raises:
-        ConfigError: the architecture has no plan for its experts, they do not divide, or another part is not built.
-        InvariantError: the ranks begin with different weights.
-    """
+    `policy.module` in place."""
 
     every_part_is_used = False  # a rank's experts may compute no token
 
@@ -56,15 +48,11 @@ class ExpertLearner(TensorLearner):
         # Rank r has the experts r * per_rank to (r + 1) * per_rank - 1 of each layer, as transformers divides them.
         per_rank = all_routers.experts // self.holders.world
         begin = per_rank * self.holders.rank
-        return replace(all_routers, held=slice(begin, begin + per_rank), of_all=self._every_expert)
-
-    def _every_expert(self, own_experts: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks, joined along the experts."""
-        return np.concatenate(self.holders.every(own_experts))
+        every = self.holders.every
+        return replace(all_routers, held=slice(begin, begin + per_rank), of_all=lambda own: np.concatenate(every(own)))
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
-        # The plan's patterns name parameters (the experts' stacked weights) and modules (what holds them), so both are
-        # matched.
+        # The plan's patterns name parameters (the experts' stacked weights) and modules (what holds them).
         names = [*(n for n, _ in decoder.named_parameters()), *(n for n, _ in decoder.named_modules())]
         style_of_name = {n: style for n in names for pattern, style in plan.items() if fnmatch.fnmatch(n, pattern)}
         from posttrain.engine.parallel.joined_experts import divide  # not in every transformers that is used here
@@ -90,7 +78,7 @@ def whole_experts(policy: Policy, world: int) -> dict[str, str]:
             " --parallel experts, or train it in one process"
         )
     decoder: Any = policy.module.get_decoder()
-    # By the style grouped_gemm a plan names the stacked weights [experts, ...], so their first axis counts the experts.
+    # By the style grouped_gemm a plan names the stacked weights [experts, ...].
     counts = {
         int(p.shape[0])
         for name, p in decoder.named_parameters()

@@ -56,16 +56,8 @@ class BlankPolicy(Policy):
 
 
 def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankPolicy:
-    """The policy of the directory `model.path`, without its weights.
-
-    Args:
-        seed: of the adapter that `model.lora` asks for.
-        most: tokens of the longest sequence, where `model.context` is not set.
-
-    Raises:
-        ConfigError: `model.path` is no directory of a model, or asks for what is not offered this way.
-        DataError: its files cannot be read.
-    """
+    """The policy of the directory `model.path`, without its weights. `seed` is that of the adapter that `model.lora`
+    asks for, `most` the tokens of the longest sequence, where `model.context` is not set."""
     folder = Path(model.path or "").expanduser()
     if model.path is None or not folder.is_dir() or saved_adapter(model.path) is not None:
         raise ConfigError(
@@ -103,16 +95,11 @@ def read_rows(
 ) -> L:
     """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it. Every rank calls it.
 
-    Args:
-        arguments, options: what `make` takes after the policy, such as the ranks.
-        digest: the fingerprint of the model where it is known. All ranks together must have read that.
-
-    Raises:
-        InvariantError: the ranks see different files, or have read another model.
+    `digest` is the fingerprint of the model where it is known. InvariantError where the ranks see different files, or
+    have read another model.
     """
-    check_same(
-        ranks, policy.files.digest, "weight files", "Give every rank the same model: copy its directory to each machine"
-    )
+    advice = "Give every rank the same model: copy its directory to each machine"
+    check_same(ranks, policy.files.digest, "weight files", advice)
     with freed_at_once():  # what the passes of the checks free is several times a rank's rows
         learner = make(policy, *arguments, fill=policy.files.fill, prove=_prove, **options)
         if digest and learner.fingerprint() != digest:
@@ -131,8 +118,7 @@ def _prove(policy: Policy) -> None:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Inside, parameters of new modules are on `meta`. Their buffers are real."""
-    # torch.device("meta") would put buffers there too, such as the frequencies of a rope, and no file has those. So
-    # only parameters are caught, where modules register them.
+    # torch.device("meta") would put buffers there too, such as the frequencies of a rope, and no file has those.
     real = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -148,17 +134,13 @@ def without_memory() -> Iterator[None]:
 
 
 def _with_adapter(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
-    """The policy with a new adapter, whose numbers are those that one process would draw.
-
-    PEFT puts an adapter on the device of the weights beneath. So while it is attached, these weights get memory on the
-    CPU, to which nobody writes.
-    """
+    """The policy with a new adapter, whose numbers are those that one process would draw. PEFT puts it on the device of
+    the weights beneath, so while it is attached these get memory on the CPU, to which nobody writes."""
     assert model.lora is not None
     blanks = set[int]()
 
     def blank(p: nn.Parameter) -> nn.Parameter:
-        # The system gives memory to a page when it is first written. Nothing writes here, so these tensors cost
-        # addresses only.
+        # The system gives memory to a page when it is first written, so these tensors cost addresses only.
         new = nn.Parameter(torch.empty_like(p, device="cpu"))
         blanks.add(id(new))
         return new

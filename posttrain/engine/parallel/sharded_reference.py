@@ -29,8 +29,7 @@ class EmptyModule:
 
     def __init__(self, policy: Policy) -> None:
         module = policy.module
-        # The memo gives deepcopy a parameter without memory in place of each: the mould costs nothing, and ties stay
-        # ties.
+        # deepcopy puts a parameter without memory in place of each: the mould costs nothing, and ties stay ties.
         blank = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
         self._policy = replace(policy, module=copy.deepcopy(module, {**blank}), reward_head=None)
 
@@ -41,13 +40,12 @@ class EmptyModule:
 
 
 def rows_now(learner: ShardedLearner) -> Filler:
-    """Returns a filler that copies a rank's rows from the learner, as they are now, in the type that they are computed
-    in."""
+    """Returns a filler that copies a rank's rows from the learner, in the type that they are computed in."""
     learner_tensors = dict(named_tensors(learner.policy.module))
 
     def fill(module: Any, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
         tensor = learner_tensors[name]
-        # `begin` is not needed: the reference is cut as the learner is, so the rank's rows are the same ones.
+        # The reference is cut as the learner is, so the rank's rows are the same ones, whatever `begin` says.
         into.copy_((rows_of(tensor) if isinstance(tensor, DTensor) else tensor).to(learner.narrow or into.dtype))
 
     return fill
@@ -75,8 +73,7 @@ def frozen_rows(learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks
 
 
 class TensorReference(ShardedReference):
-    """`core.ports.Reference` of one rank of a `TensorLearner`. Every rank calls it, and holds the whole copy until it
-    is cut."""
+    """`core.ports.Reference` of one rank of a `TensorLearner`. Every rank holds the whole copy until it is cut."""
 
     def __init__(self, learner: TensorLearner, mould: EmptyModule) -> None:
         policy, learner_tensors = mould.blank(), dict(named_tensors(learner.policy.module))

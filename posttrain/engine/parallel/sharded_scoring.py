@@ -24,19 +24,17 @@ def divided(
     per: Literal["token", "segment"] = "token",
 ) -> R:
     """`compute(packed)` by all ranks together. Each computes whole units, balanced by tokens (`Packed.shares`), in as
-    many passes as the rank with the most has, so that weights come together for all at the same time.
+    many passes as the rank with the most has, so that weights come together for all at the same time. InvariantError
+    on every rank, where the ranks were given other tokens.
 
     Args:
         room: packed tokens of one pass.
         compute: makes one pass. It returns an array, or a dataclass or mapping of arrays. Their first axis is the
             spoken tokens of the batch that it is given, or its segments (`per`).
-
-    Raises:
-        InvariantError: on every rank, where the ranks were given other tokens.
     """
     if ranks.world == 1:
         return compute(packed)
-    # Every rank has the whole batch and makes the same shares of it, so no rank has to be told its share.
+    # Every rank makes the same shares of the batch, so none has to be told its own.
     shares = packed.shares(ranks.world)
     own_share = packed.select(shares[ranks.rank])
     parts = own_share.split(room) if own_share.episodes else []
@@ -48,21 +46,13 @@ def divided(
             " the whole batch, packed once"
         )
     results = [compute(part) for part in parts]
-    # Weights come together in exchanges of all ranks, so each makes as many passes as the one with the most.
     for _ in range(max(n for _, n in table) - len(parts)):
         compute(_smallest(packed))  # so that others can compute theirs
-    places = [_places(packed, share, per) for share in shares]
-    pieces = [piece for of_rank in ranks.every(results) for piece in of_rank]
-    # The pieces come in the order of the ranks. places[i] is where result i belongs in the batch, so sorting by it puts
-    # the results into the order of the batch.
-    order = np.argsort(np.concatenate(places), kind="stable")
-    return _joined(pieces, order)
-
-
-def _places(packed: Packed, episodes: np.ndarray, per: str) -> np.ndarray:
-    """Returns the places of the results of these episodes in the results of the whole batch."""
+    # The results of each share in the results of the whole batch. The pieces come in the order of the ranks.
     episode_of_result = packed.sequence_M if per == "token" else packed.sequence_S
-    return np.flatnonzero(np.isin(episode_of_result, episodes))
+    places = [np.flatnonzero(np.isin(episode_of_result, share)) for share in shares]
+    pieces = [piece for of_rank in ranks.every(results) for piece in of_rank]
+    return _joined(pieces, np.argsort(np.concatenate(places), kind="stable"))
 
 
 def _joined(pieces: list[R], order: np.ndarray) -> R:

@@ -4,8 +4,7 @@ for the architecture (`base_model_tp_plan`) and PyTorch's `parallelize_module`.
 Every rank computes every token, with its attention heads and its part of the feed-forward layers; their results are
 summed over ranks twice in a layer. So all ranks are given the same micro-batches, and each has the trainer of a single
 process. Embedding, norms and the output head are whole on each rank. Beside the sums ranks exchange the gradients of
-what is whole (`agree` gives all of them those of rank 0) and the squares of the gradient's norm
-(`StageOptimizer(parts=...)`).
+what is whole (`agree`) and the squares of the gradient's norm (`StageOptimizer(parts=...)`).
 """
 
 from __future__ import annotations
@@ -33,29 +32,21 @@ from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.shard_modules import giving
+from posttrain.engine.parallel.shard_modules import RankLearner, cut_like, giving
 from posttrain.system.errors import ConfigError, InvariantError
 
 WHOLE = ("replicated_with_grad_allreduce",)
 """Styles of a plan whose weights are whole on each rank and read by its own heads, so their gradients are summed."""
-
 
 ROUNDING, NOISE = 1e-3, 1e-6
 """Largest distance between two ranks' gradients of the same weights that counts as rounding: ROUNDING times their norm,
 plus NOISE, for gradients that are nothing but rounding."""
 
 
-class TensorLearner(HFLearner):
+class TensorLearner(RankLearner):
     """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the layers of `policy.module`
-    in place, so the policy is no longer of use to others. Beginnings that segments share are computed for each of them.
+    in place. Beginnings that segments share are computed for each of them."""
 
-    Raises:
-        ConfigError: the architecture has no plan of columns and rows, its heads do not divide, or another part is not
-            built.
-        InvariantError: the ranks begin with different weights.
-    """
-
-    row_gradients = False  # `agree` sends the embedding's gradient, and `norm` measures it, as one dense tensor
     every_part_is_used = True  # by each token
 
     def __init__(
@@ -74,7 +65,7 @@ class TensorLearner(HFLearner):
         check_same(ranks, super().fingerprint(), "weights at the start", "Load one checkpoint on every rank")
         self._frozen = None
         self._cut(policy.module.get_decoder(), plan)
-        self._held: dict[str, nn.Parameter] = super().parameters()
+        self._held: dict[str, nn.Parameter] = HFLearner.parameters(self)
         # A cut parameter's own part, over the same memory; what is whole is the parameter itself.
         self._own = {n: nn.Parameter(_local(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
         for name, p in self._held.items():
@@ -93,8 +84,7 @@ class TensorLearner(HFLearner):
         """Cut the weights that the plan names, in place."""
         styles = {name: ColwiseParallel() if style == "colwise" else RowwiseParallel() for name, style in plan.items()}
         parallelize_module(decoder, self.holders.mesh, {n: s for n, s in styles.items() if plan[n] not in WHOLE})
-        # Weights such as the norms of queries and keys are whole on each rank and read by its own heads only, so each
-        # rank has a part of their gradient.
+        # Of weights that are whole and read by a rank's own heads only, each rank has a part of the gradient.
         shared = [n for n, style in plan.items() if style in WHOLE]
         for name, p in decoder.named_parameters():
             if p.requires_grad and any(fnmatch.fnmatch(name.rpartition(".")[0], pattern) for pattern in shared):
@@ -107,10 +97,6 @@ class TensorLearner(HFLearner):
         dist.all_reduce(out, group=self.holders.group)
         return out
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's own part of every trainable parameter: columns, rows, or all of it."""
-        return dict(self._own)
-
     def rounded_rows(self) -> dict[str, Tensor]:
         """`parameters()` as tensors, in the type that the model has."""
         return {name: part.detach() for name, part in self._own.items()}
@@ -121,49 +107,32 @@ class TensorLearner(HFLearner):
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """The norm of the whole gradient. Weights that every rank holds whole count once, with the first rank's
-        gradients.
-
-        Raises:
-            InvariantError: gradients of weights that every rank holds whole differ by more than rounding: the ranks
-                have gone different ways.
-        """
+        gradients. InvariantError where these differ by more than rounding."""
         cut = [g for n, g in gradients.items() if self._is_cut(n)]
         uncut = [g for n, g in gradients.items() if not self._is_cut(n)]
-        # Squares of the cut parts add up over ranks. Each rank has the gradients of the whole weights, so only the
-        # first rank's are added.
+        # Squares of the cut parts add up over ranks. Of the whole weights only the first rank's are added.
         cut_norm, whole_norm = (float(torch.nn.utils.get_total_norm(part)) for part in (cut, uncut))
         table = self.holders.every((cut_norm, whole_norm))
         self._of_one_way(table[0][1], [abs(w - table[0][1]) for _, w in table])
         return joint_norm([*(x for x, _ in table), table[0][1]])
 
     def agree(self, gradients: Mapping[str, Tensor]) -> None:
-        """Overwrite the gradients of weights that every rank holds whole with those of the first rank.
-
-        Every rank computes them, and rounding may differ between processes and processors. Without this the copies of
-        these weights would drift apart.
-
-        Raises:
-            InvariantError: they differ by more than rounding.
-        """
+        """Overwrite the gradients of weights that every rank holds whole with those of the first rank: rounding may
+        differ between processes, and the copies would drift apart. InvariantError where they differ by more."""
         apart = size = 0.0
         for name, gradient in gradients.items():
             if not self._is_cut(name):
                 first = gradient.clone()
                 dist.broadcast(first, group=self.holders.group, group_src=0)
                 size = math.hypot(size, float(torch.linalg.vector_norm(first)))
-                # sub_ overwrites this rank's gradient, which is replaced by the first rank's on the next line, so no
-                # memory is needed for the difference.
+                # sub_ overwrites this rank's gradient, which the next line replaces.
                 apart = math.hypot(apart, float(torch.linalg.vector_norm(gradient.sub_(first))))
                 gradient.copy_(first)
         self._of_one_way(size, self.holders.every(apart))
 
     def _of_one_way(self, size: float, apart: Sequence[float]) -> None:
-        """InvariantError where gradients of weights that every rank holds whole differ between ranks.
-
-        Args:
-            size: the norm of the first rank's gradients.
-            apart: for each rank, the distance of its gradients from the first rank's.
-        """
+        """InvariantError where gradients of weights that every rank holds whole differ between ranks: `size` is the
+        norm of the first rank's, and `apart` the distance of each rank's from these."""
         far = int(np.argmax(apart))  # argmax finds a NaN where there is one
         # Where the first rank's norm is not finite, the optimizer's own check reports it.
         if math.isfinite(size) and not apart[far] <= ROUNDING * size + NOISE:
@@ -198,16 +167,7 @@ class TensorLearner(HFLearner):
     def like(self, name: str, part: Tensor) -> Tensor:
         """`part` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`."""
         parameter: Any = self._held[name]
-        if not isinstance(parameter, DTensor):
-            return part
-        whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, **whole_size)
-
-    def exact(self, packed: Any) -> None:
-        """Returns None: no rank makes a whole copy of the weights."""
-
-    def compile(self, packed: Any) -> str:
-        raise ConfigError("model.compile=true is not built for several ranks. Set it to false")
+        return cut_like(part, parameter) if isinstance(parameter, DTensor) else part
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
@@ -226,8 +186,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def refuse_whole_batches(policy: Policy, cutting: str) -> None:
-    """ConfigError for a policy that learners whose ranks compute every token cannot train. `cutting` names the way
-    of cutting, for the message."""
+    """ConfigError for a policy that learners whose ranks compute every token cannot train, cut by `cutting`."""
     name = type(policy.module).__name__
     if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
         raise ConfigError(f"{cutting} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")

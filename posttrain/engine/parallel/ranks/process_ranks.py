@@ -20,13 +20,9 @@ SECONDS = 600.0
 
 
 class ProcessRanks:
-    """`core.exchange.ranks.Ranks` over a group of processes on CPU.
-
-    Args:
-        group: of these processes, this one among them; None: all of them.
-        mesh: of the same processes, with one axis, or two where there are copies of the weights; None: one axis.
-        seconds: how long groups made of these wait in an exchange.
-    """
+    """`core.exchange.ranks.Ranks` over a group of processes on CPU, this one among them (None: all of them), and a mesh
+    of the same processes, with two axes where there are copies of the weights. Groups made of these wait `seconds` in
+    an exchange."""
 
     def __init__(
         self, group: ProcessGroup | None = None, mesh: DeviceMesh | None = None, seconds: float = SECONDS
@@ -61,10 +57,7 @@ class ProcessRanks:
 
     def part(self, members: Sequence[int], replicas: int = 1) -> ProcessRanks | None:
         """These ranks as a group of their own; None on a rank that is not among them. Every process calls it.
-
-        Args:
-            replicas: copies of the weights (HSDP): ranks 0 to n - 1 hold the first one, the next n the second one.
-        """
+        `replicas`: copies of the weights (HSDP): ranks 0 to n - 1 hold the first one, the next n the second one."""
         if replicas < 1 or len(members) % replicas:
             raise ConfigError(
                 f"replicas={replicas} of {len(members)} ranks: each copy of the weights is cut over the same number of"
@@ -106,7 +99,6 @@ def joined(
     Args:
         rank, world: both or neither; None: from the environment, as torchrun sets it.
         address: where the ranks meet, such as `tcp://127.0.0.1:29500`, `file:///tmp/meet`, or the environment.
-        replicas: copies of the weights; see `ProcessRanks.part`.
     """
     told: dict[str, Any] = {} if rank is None or world is None else {"rank": rank, "world_size": world}
     with signed(users_key()):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -59,24 +60,19 @@ def met(
     local: bool = False,
     gone: Callable[[], str] = str,
 ) -> Iterator[ProcessRanks]:
-    """Inside, this process is one of `world` ranks that share a store.
+    """Inside, this process is one of `world` ranks that share a store. RankLost where they did not meet.
 
     Args:
         seconds: how long an exchange may wait for a rank.
-        replicas: copies of the weights; see `ProcessRanks.part`.
         key: with which ranks sign what they send each other as pickles.
         local: all ranks are on this machine: listen at its loopback address alone.
         gone: returns which rank has ended, in words; '' while all live, as its default, `str`, always does.
-
-    Raises:
-        RankLost: the ranks did not meet.
     """
     with signed(key):
         # Only while they meet, which is when gloo reads the variable.
         with _loopback() if local else contextlib.nullcontext():
-            ranks = _meet_watched(
-                lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone
-            )
+            meet = partial(_meet, store, rank, world, seconds, replicas)
+            ranks = _meet_watched(meet, max(seconds, MEET_SECONDS), gone)
         try:
             yield ranks
         finally:
@@ -85,26 +81,20 @@ def met(
 
 def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) -> ProcessRanks:
     """Meet the other ranks in the store, and make a group with them."""
-    # torch's own meeting waits for each rank in turn and cannot be interrupted. All say that they are here first, so it
-    # begins only when none is missing.
+    # torch's own meeting waits for each rank in turn and cannot be interrupted, so it begins when none is missing.
     store.set(HERE.format(rank), "1")
     store.wait([HERE.format(r) for r in range(world)], timedelta(seconds=max(seconds, MEET_SECONDS)))
     # A prefix, so that torch's keys and the keys of the orders do not meet in the same store.
-    exchange_store = PrefixStore("exchange", store)
+    exchange_store, limit = PrefixStore("exchange", store), timedelta(seconds=seconds)
     # torch names groups by this count. A process that met before, or failed to, would name them otherwise than others.
     c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
-    dist.init_process_group(
-        "gloo", store=exchange_store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
-    )
+    dist.init_process_group("gloo", store=exchange_store, rank=rank, world_size=world, timeout=limit)
     return in_copies(seconds, replicas)
 
 
 def _meet_watched(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
-    """Returns the result of `work`, which a thread runs. RankLost where it takes too long or a rank is gone.
-
-    While torch connects ranks, it can be interrupted neither by a signal nor by the end of a rank, and it waits for
-    each rank in turn. So this thread looks for both.
-    """
+    """Returns the result of `work`, which a thread runs. RankLost where it takes too long or a rank is gone: while
+    torch connects ranks, neither a signal nor the end of a rank interrupts it."""
     future = in_thread(work)
     deadline = time.monotonic() + seconds
     try:
@@ -154,12 +144,10 @@ class RankOrders:
         if self.ranks.world == 1:
             return
         self.number += 1
-        # The key first, then the broadcast. A rank waits at the store without a time-out; the key tells it to come to
-        # the exchange, which has one.
+        # The key first, then the broadcast: a rank waits at the store without a time-out, and the exchange has one.
         self._store.set(_key(self.number), what)
         dist.broadcast_object_list([work], group_src=0, group=self.ranks.group)
-        # Every rank was in the broadcast of this order, so none can still want the key of the one before. The store
-        # does not grow with the steps of a run.
+        # Every rank was in this broadcast, so none can still want the key of the order before.
         if self.number > 1:
             self._store.delete_key(_key(self.number - 1))
 
@@ -190,11 +178,7 @@ class RankOrders:
     # --- the others ---------------------------------------------------------------------------------------------------
 
     def next(self) -> Any:
-        """Wait for the next order and return its work.
-
-        Raises:
-            OrdersEnded: there is none.
-        """
+        """Wait for the next order and return its work. OrdersEnded where there is none."""
         key = _key(self.number + 1)
         try:
             self._store.wait([key], LONG)
@@ -204,8 +188,7 @@ class RankOrders:
         if what.decode() == END:
             raise OrdersEnded
         self.number += 1
-        # Noted before the broadcast, so that rank 0 can tell a rank that never came from one that came and then stood
-        # still.
+        # Before the broadcast, so that rank 0 can tell a rank that never came from one that stood still.
         self._note(f"began order {self.number} ({what.decode()})")
         box: list[Any] = [None]
         dist.broadcast_object_list(box, group_src=0, group=self.ranks.group)

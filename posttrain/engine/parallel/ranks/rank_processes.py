@@ -31,18 +31,15 @@ END_SECONDS = 20.0
 
 
 class RankProcesses:
-    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, path, **told)`.
-
-    All ranks meet in `store`, a file at `path`. `told` is passed on, with `seconds` added to it.
-    """
+    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, path, **told)`, with `seconds` added. All meet in
+    `store`, a file at `path`."""
 
     def __init__(self, world: int, module: str, threads: int, seconds: float, told: Mapping[str, Any]) -> None:
         self.key = fresh_key()
         self._temporary = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
         self.folder = Path(self._temporary.name)
         """Nobody else can read it (mode 0700)."""
-        # The ranks' key is in the store's file too, and the folder's mode is what protects it. -1: any number of
-        # processes.
+        # It has the ranks' key, which the folder's mode protects. -1: any number of processes.
         self.store = FileStore(path := str(self.folder / "store"), -1)
         self.store.set(KEY, self.key.decode())
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -92,8 +89,7 @@ class RankProcesses:
         atexit.unregister(self._kill_at_exit)
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes.values():
-            # One deadline for all of them, not one for each. A process without any time left still gets a tenth of a
-            # second, so that its end can be seen.
+            # One deadline for all. Without any time left a process gets a tenth of a second, so that its end is seen.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if not kill:
                     process.wait(max(0.1, deadline - time.monotonic()))

@@ -38,11 +38,8 @@ def fresh_key() -> bytes:
 
 def users_key() -> bytes:
     """The key of ranks that somebody else starts, such as torchrun: of `POSTTRAIN_RANKS_KEY`, or of a file in the
-    user's home that nobody else can read. The first rank that looks for the file makes it.
-
-    Raises:
-        ConfigError: the key is too short, or there is no such file and none can be made.
-    """
+    user's home that nobody else can read, which the first rank that looks for it makes. ConfigError where the key is
+    too short, or no file can be made."""
     try:
         key = os.environ.get(VARIABLE, "").encode() or _key_of_file(notes_folder().parent / FILE)
         if len(key) < SHORTEST:
@@ -59,14 +56,13 @@ def _key_of_file(path: Path) -> bytes:
     """The key in a file, which is made where it is not there. PermissionError where others can read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
-        # Written beside under another name and linked when it is whole: several ranks may start at once, the first link
-        # wins, and the others read that file. No rank ever reads half a key.
+        # Written beside and linked when it is whole: several ranks may start at once, and the first link wins.
         with tempfile.NamedTemporaryFile(dir=path.parent) as part, suppress(FileExistsError):
             part.write(fresh_key())
             part.flush()
             os.link(part.name, path)
-    # Checked on the open file, so that it cannot be exchanged between the check and the reading. A link is not
-    # followed, and a pipe does not block.
+    # Checked on the open file, so that it cannot be exchanged before the reading. A link is not followed, and a pipe
+    # does not block.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
@@ -77,17 +73,13 @@ def _key_of_file(path: Path) -> bytes:
 @contextmanager
 def signed(key: bytes) -> Iterator[None]:
     """Inside, torch.distributed signs each pickle that it sends, and reads none without the signature of this key.
-
-    Raises:
-        EngineError: torch does not write pickles as this expects.
-    """
+    EngineError where torch does not write pickles as this expects."""
     # torch has no setting for this: all its exchanges of Python objects go through these two names.
     before: Any = c10d._pickler, c10d._unpickler  # pyright: ignore[reportPrivateUsage]
     ours: Any = partial(_Writer, key), partial(_Reader, key)
     c10d._pickler, c10d._unpickler = ours  # pyright: ignore[reportPrivateUsage]
     try:
-        # A trial, because the names are private: with a torch that does not use them, pickles would go unsigned without
-        # a word.
+        # A trial, because the names are private: without it pickles might go unsigned without a word.
         written, _ = c10d._object_to_tensor(None, torch.device("cpu"), None)  # pyright: ignore[reportPrivateUsage]
         if bytes(written.numpy())[:SIGNED] != _signature(key, bytes(written.numpy())[SIGNED:]):
             raise EngineError(f"torch {torch.__version__} does not sign what ranks send each other: take torch 2.13")
@@ -111,8 +103,8 @@ class _Writer:
 class _Reader(_Writer):
     def load(self) -> Any:
         with self._file.getbuffer() as data:
-            # The signature is checked over all bytes before the unpickler sees the first of them. compare_digest takes
-            # the same time wherever the bytes differ, so that timing tells nothing about the right signature.
+            # Checked over all bytes before the unpickler sees the first. compare_digest takes the same time wherever
+            # the bytes differ.
             genuine = hmac.compare_digest(data[:SIGNED], _signature(self._key, data[SIGNED:]))
         if not genuine:
             raise EngineError(
