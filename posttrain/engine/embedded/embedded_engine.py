@@ -200,7 +200,11 @@ class EmbeddedEngine:
             # Again, because another load may have come while this one waited.
             self._check_newer(version)
             self._served.load(tensors)
-            self._renew(version)
+            stale = self._update == "stale"
+            self._scheduler.renew(version, stale=stale)
+            self._version = version
+            if stale:
+                self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
         finally:
             # New requests were not admitted meanwhile, and no step may be running that would take them now.
             self._loading -= 1
@@ -280,14 +284,6 @@ class EmbeddedEngine:
         """EngineError where the version is not newer than the served one."""
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
-
-    def _renew(self, version: int) -> None:
-        """Prepare the scheduler for the weights that were just copied."""
-        stale = self._update == "stale"
-        self._scheduler.renew(version, stale=stale)
-        self._version = version
-        if stale:
-            self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
 
     def _make_proposer(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
         """The proposer of drafts; None without speculation. EngineError where drafts do not fit the engine."""

@@ -31,22 +31,16 @@ NOTHING = np.zeros(0, np.int64)
 
 @dataclass(eq=False)
 class Contracts:
-    """The contracts of B rows as columns."""
+    """The contracts of B rows as columns. `beta` is 1 / temperature, a `top_k` of 0 keeps all, and `top` is the number
+    of most probable tokens to return with each draw."""
 
     beta: np.ndarray
-    """float32: 1 / temperature."""
     top_k: np.ndarray
-    """int64; 0 keeps all."""
     top_p: np.ndarray
-    """float64"""
     min_p: np.ndarray
-    """float64"""
     greedy: np.ndarray
-    """bool"""
     truncated: np.ndarray
-    """bool"""
     top: np.ndarray
-    """int64: number of most probable tokens to return with each draw."""
     rules: SlotRules | None = None
     """The steps before the temperature; None where no row has any."""
     slots: np.ndarray | None = None

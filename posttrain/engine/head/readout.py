@@ -26,7 +26,7 @@ SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": Fa
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Config fields by which architectures cap their logits (Gemma 2, RecurrentGemma)."""
 CANARY = 24
-"""Tokens of the sequence on which a read-out is compared with the module's own logits; fewer in a shorter context."""
+"""Tokens of the sequence on which two computations of a model are compared; fewer in a shorter context."""
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 """Config fields in which architectures store their number of positions."""
 
@@ -88,6 +88,13 @@ class ReadOut:
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] in float32 (float64 for a float64 model), by the same function as the learner's head."""
         return head_logits(hidden, self.weight, self.bias, self.scale, self.softcap)
+
+
+def canary(weight: Tensor, length: int = CANARY) -> tuple[Tensor, Tensor]:
+    """(ids, positions) of a sequence: multiples of a prime, so tokens from all over the vocabulary, without a random
+    generator. `weight`: of the head."""
+    at = torch.arange(length, device=weight.device)
+    return at * 7919 % weight.shape[0], at
 
 
 def takes_positions(module: nn.Module, positions: Tensor) -> dict[str, Tensor]:
@@ -158,10 +165,7 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
 
     The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
     """
-    device = out.weight.device
-    # Multiples of a prime as ids: tokens from all over the vocabulary, without a random generator.
-    at = torch.arange(min(CANARY, positions(module) or CANARY), device=device)
-    ids = at * 7919 % out.weight.shape[0]
+    ids, at = canary(out.weight, min(CANARY, positions(module) or CANARY))
     layout = _WindowProbe([len(at)])
     try:
         # Both sides run the same decoder with the same attention: only what comes after it may differ.

@@ -123,18 +123,8 @@ def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor
     return part.zero_() if grad.dtype == dtype else torch.zeros_like(part, dtype=dtype)
 
 
-def _torch_head(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The head by tiles, with torch's operations."""
-    return TiledHead.apply(*inputs, TORCH)  # pyright: ignore[reportReturnType]
-
-
-def _native_head(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The same, with compiled code, which is compared with torch's operations before it is first used."""
-    return TiledHead.apply(*inputs, native())  # pyright: ignore[reportReturnType]
-
-
 def _triton_head(hidden: Tensor, weight: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """The same, with Triton's kernels, which are compared too."""
+    """The head by Triton's kernels, which are compared with torch's operations before they are first used."""
     from posttrain.engine.head.triton_tiles import proved
 
     return TiledHead.apply(hidden, weight, *inputs, proved(hidden.device, logit_dtype(weight.dtype)))
@@ -148,8 +138,8 @@ def _no_triton() -> str:
 _BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 add_forms(
     "head",
-    in_c(_native_head, NATIVE_BOUND),
+    in_c(lambda *inputs: TiledHead.apply(*inputs, native()), NATIVE_BOUND),
     Kernel("compiled", _triton_head, devices=("cuda",), bounds=_BOUNDS, missing=_no_triton),
-    Kernel("torch", _torch_head, bounds=_BOUNDS),
+    Kernel("torch", lambda *inputs: TiledHead.apply(*inputs, TORCH), bounds=_BOUNDS),
     Kernel("reference", reference_ops.head),
 )

@@ -113,7 +113,8 @@ def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[.
 def register() -> None:
     """Make `NAME` an attention implementation of transformers. Calling it again changes nothing."""
     AttentionInterface.register(NAME, _registered[0])
-    AttentionMaskInterface.register(NAME, no_mask)
+    # No mask: the layout says the same.
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def stay_outside_graphs() -> None:
@@ -121,10 +122,6 @@ def stay_outside_graphs() -> None:
     # Kept in the list, so that a later `register` does not bring the traced form back.
     _registered[0] = torch.compiler.disable(attend)
     register()
-
-
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: the layout says the same."""
 
 
 def attend(

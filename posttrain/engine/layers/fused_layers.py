@@ -29,7 +29,7 @@ from posttrain.config.engines import KernelChoice
 from posttrain.engine.cpu.compile_native import addresses, library
 from posttrain.engine.embedded.cache.fused_decoder import FAMILIES, window_of
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
-from posttrain.engine.head.readout import ReadOut, read_out
+from posttrain.engine.head.readout import CANARY, ReadOut, canary, read_out
 from posttrain.engine.layers import attention
 from posttrain.engine.layers.attention import Layout, PackedLayout
 from posttrain.engine.layers.embedding_gradient import SelectRows, rows_at
@@ -43,10 +43,8 @@ BOUND = 1e-4
 ROUNDINGS = 8
 """A difference above `BOUND` is accepted where the fused layers are off from float64 by at most this many times what
 the plain layers are."""
-CANARY = 24
-"""Tokens of the sequence on which fused and plain layers are compared."""
 READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
-"""Positions of that sequence which are read once more by `hidden_at`. One of them stands twice."""
+"""Positions of the canary which are read once more by `hidden_at`. One of them stands twice."""
 
 
 def _chunks(rows: int) -> int:
@@ -233,9 +231,12 @@ class FusedReadOut(ReadOut):
             return super()._run(ids, positions, layout)
 
     def _uses_methods(self) -> bool:
-        """Returns whether a pass runs with these methods."""
+        """Returns whether a pass runs with these methods: of float32 layers that run in `_run` alone, neither compiled
+        nor computed again in the backward."""
         weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
-        return all(w.dtype == torch.float32 for w in weights) and not any(map(_bypasses_replacement, self.layers))
+        again = (layer.training and getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
+        compiled = (layer._compiled_call_impl is not None for layer in self.layers)
+        return all(w.dtype == torch.float32 for w in weights) and not any(again) and not any(compiled)
 
     @property
     def layers(self) -> Any:
@@ -253,11 +254,6 @@ class FusedReadOut(ReadOut):
         finally:
             for part, _ in self.methods:
                 del part.__dict__["forward"]
-
-
-def _bypasses_replacement(layer: Any) -> bool:
-    """Returns whether a layer's forward runs outside of `_run`: compiled, or computed again in the backward."""
-    return layer._compiled_call_impl is not None or (layer.training and getattr(layer, "gradient_checkpointing", False))
 
 
 def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
@@ -307,9 +303,7 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
 
 def sample_states(out: ReadOut) -> Tensor:
     """Hidden states of one sequence: of all its positions, and once more of the positions `READ`."""
-    # Multiples of a prime as ids: tokens from all over the vocabulary, without a random generator.
-    at = torch.arange(CANARY, device=out.weight.device)
-    inputs = at * 7919 % out.weight.shape[0], at, PackedLayout([CANARY])
+    inputs = *canary(out.weight), PackedLayout([CANARY])
     return torch.cat([out.hidden(*inputs), out.hidden_at(*inputs, READ)])
 
 

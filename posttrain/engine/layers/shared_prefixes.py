@@ -65,7 +65,9 @@ class Sharing:
         # Cut before the tree is made, so that positions that are not read are neither shared nor computed.
         if not self._every:
             ids, lengths, at = _until_read(ids, lengths, at)
-        tree = self._tree(ids, lengths) if self.on else None
+        tree = SharedTree.of(ids, lengths) if self.on and len(lengths) > 1 else None
+        if tree is not None and tree.saving < WORTH:
+            tree = None
         # The sampler may have sent positions of one place to different experts: then nothing is shared.
         if tree is not None and routing is not None and not routing.fold(tree.place_N):
             tree = None
@@ -83,13 +85,6 @@ class Sharing:
             return self._plain(packed.ids_N, packed.lengths_S, packed.source_M)
         tree = SharedTree.of(packed.ids_N, packed.lengths_S)
         return self._shared(packed.ids_N, positions(packed.lengths_S), tree, tree.place_N[packed.source_M])
-
-    def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
-        """The tree of these segments; None where sharing saves too little (`WORTH`)."""
-        if len(lengths_S) < 2:
-            return None
-        tree = SharedTree.of(ids_N, lengths_S)
-        return tree if tree.saving >= WORTH else None
 
     def _plain(
         self, ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray | None, routing: Routed = None

@@ -15,7 +15,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.ports import Reference
 from posttrain.engine.adapters.adapter_modules import adapter_tensors, switched_off, without_adapters
 from posttrain.engine.files.fingerprint import fingerprint
-from posttrain.engine.head.readout import CANARY, read_out
+from posttrain.engine.head.readout import CANARY, canary, read_out
 from posttrain.engine.layers.attention import PackedLayout
 from posttrain.engine.learner.learner import FrozenScorer, FrozenScores, HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
@@ -91,5 +91,5 @@ def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = la
 def _canary_logits(policy: Policy) -> Tensor:
     """Logits [T, V] of a short sequence of ids from all over the vocabulary."""
     out = read_out(policy.module)
-    at = torch.arange(min(CANARY, policy.context), device=policy.device)
-    return out.logits(out.hidden(at * 7919 % out.weight.shape[0], at, PackedLayout([len(at)])))
+    ids, at = canary(out.weight, min(CANARY, policy.context))
+    return out.logits(out.hidden(ids, at, PackedLayout([len(at)])))

@@ -118,21 +118,13 @@ class HFLearner:
             # and 0 + x is x.
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)
         ids_MK = None if reads.candidates_MK is None else device_ids(reads.candidates_MK, hidden.device)
-        return TokenScores(
-            logp_M,
-            entropy_M,
-            # With `head_only` the states are detached: the loss of the values trains their head, and not the model.
-            self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None,
-            None if ids_MK is None else reader.candidates(packed, hidden, ids_MK),
-            rewards,
-            None if heard is None else self._heard(heard, heard_states, logp_M),
-            computed,
-            balance,
-        )
-
-    def _heard(self, heard: Packed, hidden: Tensor, like: Tensor) -> Tensor:
-        """Log-probs of the tokens that the policy heard and did not say; an empty tensor where there are none."""
-        return self._reader.head(heard, hidden, False)[0] if heard.spoken else like.new_zeros(0)
+        # With `head_only` the states are detached: the loss of the values trains their head, and not the model.
+        values_M = self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None
+        candidates_MK = None if ids_MK is None else reader.candidates(packed, hidden, ids_MK)
+        heard_M = None
+        if heard is not None:
+            heard_M = reader.head(heard, heard_states, False)[0] if heard.spoken else logp_M.new_zeros(0)
+        return TokenScores(logp_M, entropy_M, values_M, candidates_MK, rewards, heard_M, computed, balance)
 
     def rewards(self, packed: Packed) -> np.ndarray:
         """float32 [S]: the reward head's score of each segment, without gradient."""

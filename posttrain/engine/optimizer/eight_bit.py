@@ -59,7 +59,8 @@ class QuantisedMoments(UpdateRule):
     ) -> ExpectedUpdate:
         state = self.inner.state.get(self.tensors[name], {})
         g = exact(gradient, at) * scale
-        first, second = (exact(_numbers(state[m]), at) if m in state else torch.zeros_like(g) for m in MOMENTS)
+        numbers = {m: x.dequantize() if hasattr(x, "codes") else x for m, x in state.items() if m in MOMENTS}
+        first, second = (exact(numbers[m], at) if m in numbers else torch.zeros_like(g) for m in MOMENTS)
         step = float(state["step"]) + 1 if state else 1.0
         exact_update = adamw_update(config, exact(self.tensors[name], at), g, (first, second), step, lr)
         # The code of one number needs the scale of its whole block. So for a single index no codes are given.
@@ -134,11 +135,6 @@ def rounding(signed: bool) -> float:
 def _is_quantised(tensor: Tensor) -> bool:
     """Returns whether the moments of a parameter are held in 8 bits."""
     return tensor.numel() >= SMALLEST and tensor.numel() % BLOCK == 0
-
-
-def _numbers(moment: Any) -> Tensor:
-    """A stored moment as numbers."""
-    return moment.dequantize() if hasattr(moment, "codes") else moment
 
 
 def _quantised(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

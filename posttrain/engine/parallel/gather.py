@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain.core.exchange.ranks import check_same
 from posttrain.core.exchange.shards import Shard
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.system.errors import ConfigError, InvariantError
+from posttrain.system.errors import InvariantError
 
 BUCKET = 64 << 20
 """Most bytes of a bucket, of all ranks together. A larger weight is a bucket of its own."""
@@ -37,10 +37,8 @@ class _Label:
     """Bytes that the rank sends for it, filled up to a multiple of `ALIGNED`; 0 where it sends none."""
 
 
-def gathered(
-    shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, to: int = 0, bucket: int = 0
-) -> Iterator[Shard]:
-    """The parts of all ranks on rank `to`; nothing on the others, which must read it to its end as well.
+def gathered(shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, bucket: int = 0) -> Iterator[Shard]:
+    """The parts of all ranks on rank 0; nothing on the others, which must read it to its end as well.
 
     A part is valid until the next one is asked for, so copy what is kept (`role.sync.whole_tensors` does). A weight
     that comes in one part stays valid. A weight that every rank holds whole comes once, from rank 0. Of several copies
@@ -48,7 +46,6 @@ def gathered(
 
     Args:
         version: of the weights of this rank. InvariantError where another rank has another one, or other weights.
-        to: one of the ranks that hold the first copy.
         bucket: most bytes of a bucket; 0: `BUCKET`. That of rank 0 counts.
     """
     advice = "A rank left out an update, so its part is stale: nothing made of it could be trusted"
@@ -65,8 +62,6 @@ def gathered(
                 f"rank {rank} has other weights than rank 0: build the same model, in the same dtype, on every rank"
             )
     copy_ranks = ranks.world // ranks.replicas
-    if to >= copy_ranks:
-        raise ConfigError(f"to={to}: ranks 0 to {copy_ranks - 1} hold the first copy of the weights. Name one of them")
     # Ranks of the other copies have taken part in the checks, and send nothing.
     if ranks.rank >= copy_ranks:
         return
@@ -75,7 +70,7 @@ def gathered(
     runs = [(run, max(sum(labels[i].sent for i in run) for labels in table)) for run in _runs(table, bucket)]
     # The same memory serves all buckets, since what is freed for each one would stay with the C library. Row 0 is what
     # this rank sends. On the receiving rank a row for each rank follows.
-    rows, widest = 1 + len(table) * (ranks.rank == to), max((width for _, width in runs), default=0)
+    rows, widest = 1 + len(table) * (ranks.rank == 0), max((width for _, width in runs), default=0)
     memory = torch.zeros(rows, widest, dtype=torch.uint8)
     for run, width in runs:
         sent_row, at = memory[0, :width], 0
@@ -84,8 +79,8 @@ def gathered(
                 raw = own_shards[i].tensor.detach().contiguous().view(-1).view(torch.uint8)
                 sent_row[at : at + raw.numel()] = raw
                 at += sent
-        received = [part[:width] for part in memory[1:]] if ranks.rank == to else None
-        dist.gather(sent_row, received, group=group, group_dst=to)
+        received = [part[:width] for part in memory[1:]] if ranks.rank == 0 else None
+        dist.gather(sent_row, received, group=group, group_dst=0)
         for rank, part in enumerate(received or ()):
             yield from _read(part, [table[rank][i] for i in run], rank)
 

@@ -55,9 +55,8 @@ class BlankPolicy(Policy):
         return (first.replace(" on meta", ", of which each rank reads its rows"), *others)
 
 
-def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankPolicy:
-    """The policy of the directory `model.path`, without its weights. `seed` is that of the adapter that `model.lora`
-    asks for, `most` the tokens of the longest sequence, where `model.context` is not set."""
+def blank_policy(model: Model, seed: int = 0) -> BlankPolicy:
+    """The policy of the directory `model.path`, without its weights; `seed` is that of a new adapter."""
     folder = Path(model.path or "").expanduser()
     if model.path is None or not folder.is_dir() or saved_adapter(model.path) is not None:
         raise ConfigError(
@@ -85,7 +84,7 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
         raise unreadable(str(folder), error) from error
     module.generation_config = read_generation(str(folder)) or module.generation_config
     stops = resolve_stops(tokenizer, module.generation_config)
-    parts_of_policy = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
+    parts_of_policy = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, None)
     policy = BlankPolicy(files=files, **{f.name: getattr(parts_of_policy, f.name) for f in fields(Policy)})
     return policy if model.lora is None else _with_adapter(policy, model, seed)
 

@@ -23,9 +23,9 @@ from posttrain.core.exchange.ranks import Ranks
 from posttrain.core.exchange.row_gradient import square_sum
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
-from posttrain.engine.head.readout import ReadOut, read_out
+from posttrain.engine.head.readout import CANARY, ReadOut, read_out
 from posttrain.engine.layers.attention import PackedLayout, using
-from posttrain.engine.layers.fused_layers import BOUND, CANARY, FusedReadOut, sample_states
+from posttrain.engine.layers.fused_layers import BOUND, FusedReadOut, sample_states
 from posttrain.engine.layers.shared_prefixes import BOUNDS, SCALES, Sharing, ratio, refusal
 from posttrain.system.errors import EngineError, InvariantError
 

@@ -27,7 +27,7 @@ from posttrain.engine.adapters.adapter_modules import effective, is_adapted, lay
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.key_value_cache import CachedLayout
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c
-from posttrain.engine.head.readout import ReadOut
+from posttrain.engine.head.readout import CANARY, ReadOut, canary
 from posttrain.engine.layers.attention import AttentionCall, Layout, PackedLayout
 from posttrain.system.errors import EngineError
 
@@ -38,8 +38,6 @@ FAMILIES = {
     "Qwen3ForCausalLM": "Qwen3",
 }
 """Architectures whose layers are exactly the one below, and the prefix of their classes in transformers."""
-CANARY = 24
-"""Tokens of the sequence on which both decoders are compared."""
 BOUND = 1e-4
 """Largest relative difference allowed between fused and original hidden states."""
 
@@ -202,6 +200,7 @@ class FusedDecoder:
         """The joined weights of a layer."""
         a, m = layer.self_attn, layer.mlp
         qkv = [a.q_proj, a.k_proj, a.v_proj]
+        biases = [getattr(layer, "base_layer", layer).bias for layer in qkv]  # no adapter changes a bias
         return _Layer(
             attention=a,
             index=a.layer_idx,
@@ -209,7 +208,7 @@ class FusedDecoder:
             window=window_of(a),
             before=layer.input_layernorm,
             qkv=self._join_weights(qkv),
-            qkv_bias=_biases(qkv),
+            qkv_bias=None if biases[0] is None else _joined(biases),
             q_norm=getattr(a, "q_norm", None),
             k_norm=getattr(a, "k_norm", None),
             out=self._plain(a.o_proj),
@@ -238,9 +237,7 @@ class FusedDecoder:
     @torch.no_grad()
     def _check(self, read_out: ReadOut, length: int) -> None:
         """EngineError where the hidden states of a sequence differ from the original decoder's by more than `BOUND`."""
-        at = torch.arange(length, device=read_out.weight.device)
-        # Multiples of a prime: ids from all over the vocabulary, without a random generator.
-        ids = at * 7919 % read_out.weight.shape[0]
+        ids, at = canary(read_out.weight, length)
         theirs = read_out.hidden(ids, at, PackedLayout([length]))
         gap = float((self.hidden(ids, at, PackedLayout([length])) - theirs).abs().max() / theirs.abs().max())
         # Written as `not <=`, so that NaN is refused as well.
@@ -274,12 +271,6 @@ def window_of(layer: Any) -> int | None:
     """The sliding window of an attention layer; None: it sees everything."""
     of_config = type(layer).__name__ == "MistralAttention"
     return layer.config.sliding_window if of_config else getattr(layer, "sliding_window", None)
-
-
-def _biases(layers: list[Any]) -> Tensor | None:
-    """The biases of several layers as one. No adapter changes a bias."""
-    parts = [getattr(layer, "base_layer", layer).bias for layer in layers]
-    return None if parts[0] is None else _joined(parts)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

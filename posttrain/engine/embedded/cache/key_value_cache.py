@@ -318,14 +318,10 @@ class CachedLayout:
         return (weights[..., None, :] @ v_HBTD)[:, :, 0].transpose(0, 1).unsqueeze(0).to(query.dtype)
 
     def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
-        """The indices for all layers of one shape. They are made once per forward pass."""
-        at = (heads, kv_heads, window)
-        if at not in self._patterns:
-            self._patterns[at] = self._build(*at)
-        return self._patterns[at]
-
-    def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
-        """The indices by which the sparse product and the embedding bag find their rows in the pool."""
+        """The indices by which the sparse product and the embedding bag find their rows in the pool, made once per
+        forward pass for all layers of one shape."""
+        if (heads, kv_heads, window) in self._patterns:
+            return self._patterns[heads, kv_heads, window]
         # With a window a query sees its last rows only: fewer of them, from a later place on.
         lengths_B = self._lengths_B if window is None else np.minimum(self._lengths_B, window)
         before_B = self._starts_B + self._lengths_B - lengths_B
@@ -350,7 +346,8 @@ class CachedLayout:
         csr = torch.sparse_csr_tensor(
             crow_, rows, values, size=(heads * count, self.pool.rows * kv_heads), check_invariants=False
         )
-        return _Pattern(csr, rows, crow_[:-1], places, width)
+        self._patterns[heads, kv_heads, window] = pattern = _Pattern(csr, rows, crow_[:-1], places, width)
+        return pattern
 
 
 add_forms(

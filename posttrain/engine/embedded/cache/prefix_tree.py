@@ -140,7 +140,10 @@ class PrefixTree:
                     node.parent.children -= 1
         for node in gone:
             del self._nodes[node.edge], self._order[node.serial]
-            self._forget(node)
+            siblings = node.edge[0], int(np.frombuffer(node.edge[1], np.int32)[0])
+            self._below[siblings].remove(node)
+            if not self._below[siblings]:
+                del self._below[siblings]
         if gone:
             self._blocks.uncache(np.array([g.block for g in gone], np.int64))
         return len(gone)
@@ -153,13 +156,6 @@ class PrefixTree:
         self._below.clear()
         self._order.clear()
         self._root = -1 - version
-
-    def _forget(self, node: _Node) -> None:
-        """Take an evicted node from the list of its siblings."""
-        key = (node.edge[0], int(np.frombuffer(node.edge[1], np.int32)[0]))
-        self._below[key].remove(node)
-        if not self._below[key]:
-            del self._below[key]
 
     def _walk(self, ids: np.ndarray, most: int) -> tuple[list[_Node], int]:
         """(nodes of the cached full blocks of `ids`, at most `most`; serial of the last one or of the root)."""
