@@ -97,11 +97,13 @@ class EmbeddedEngine:
         self._served = served_model(module, context, mixture, device=device, rows=self._rows, kernels=kernels)
         self._module, self._pool = self._served.module, self._served.pool
         self.context, self._slots = context, slots
-        self._most_blocks = cache_bytes // (BLOCK * self._pool.row_bytes)
+        self._pools = (self._pool, *self._served.others)
+        self._row_bytes = sum(pool.row_bytes for pool in self._pools)
+        self._most_blocks = cache_bytes // (BLOCK * self._row_bytes)
         # One block for a sequence, and one for the copy of a last block that it shares (`Admission.request`).
         if self._most_blocks < 2:
             raise EngineError(
-                f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it"
+                f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._row_bytes} bytes: raise it"
             )
         if budget < 1:
             raise EngineError(f"budget={budget}: a forward pass needs at least one position")
@@ -113,14 +115,15 @@ class EmbeddedEngine:
         self._counters = EngineCounters(slots)
         proposer = self._make_proposer(speculate, device)
         # A draft model's cache has the same rows, so both grow and are freed together.
-        self._pools = (self._pool, proposer.served.pool) if isinstance(proposer, DraftModel) else (self._pool,)
+        self._pools += (proposer.served.pool,) if isinstance(proposer, DraftModel) else ()
         self.draws_by_place = not isinstance(proposer, DraftModel)
         """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
         self.timeline = Timeline() if timeline else None
         """When each request was queued, admitted and finished; None where the engine does not record it."""
         self.fused = self._served.fused
         """Whether the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
-        self._stepper = Stepper(self._served, self._new_scheduler(), self._counters, proposer, self.timeline)
+        scheduler, others = self._new_scheduler(), self._pools[1:]
+        self._stepper = Stepper(self._served, scheduler, self._counters, proposer, self.timeline, others)
         self._loading = 0
         """Calls of `load` that have not ended. No new turn is admitted meanwhile."""
         self._slept = 0
@@ -278,7 +281,7 @@ class EmbeddedEngine:
     @property
     def cache_size(self) -> int:
         """Bytes of the key-value cache now, without that of a draft model."""
-        return self._pool.rows * self._pool.row_bytes
+        return self._pool.rows * self._row_bytes
 
     def _check_newer(self, version: int) -> None:
         """EngineError where the version is not newer than the served one."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.core.types import SampledTurn
 from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Drafts, Plan
-from posttrain.engine.embedded.cache.key_value_cache import ragged_arange
+from posttrain.engine.embedded.cache.key_value_cache import CachePool, ragged_arange
 from posttrain.engine.embedded.schedule.engine_counters import EngineCounters
 from posttrain.engine.embedded.schedule.scheduler import Scheduler
 from posttrain.engine.embedded.schedule.slot_rules import NoDraw, NothingLeft
@@ -32,6 +32,8 @@ class Stepper:
     counters: EngineCounters
     proposer: Proposer | None = None
     timeline: Timeline | None = None
+    others: tuple[CachePool, ...] = ()
+    """Pools beside the served model's, with the same rows."""
 
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
@@ -100,9 +102,8 @@ class Stepper:
             # All as one copy, which reads every source before it writes a row: a block that was matched in part is not
             # held, so the same admission may have evicted it and made it a target.
             source, to = (np.concatenate(x) for x in zip(*copies, strict=True))
-            self.served.pool.copy(source, to)
-            if isinstance(self.proposer, DraftModel):
-                self.proposer.served.pool.copy(source, to)
+            for pool in (self.served.pool, *self.others):
+                pool.copy(source, to)
             self.scheduler.copies = []
 
     def _propose(self, at: np.ndarray) -> Drafts | None:

@@ -24,7 +24,6 @@ from posttrain.config.engines import KernelChoice
 from posttrain.core.gauge import Gauge
 from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Plan
-from posttrain.engine.embedded.cache.key_value_cache import CachePool
 from posttrain.engine.embedded.cache.recurrent_recompute import RecomputedModel
 from posttrain.engine.embedded.schedule.slots import Slots
 from posttrain.engine.layers.attention import PackedLayout
@@ -62,39 +61,6 @@ def served_model(
     return form(module, context, device=device, rows=rows, kernels=kernels)
 
 
-class TwoPools:
-    """The caches of both models as one: a row of it is one row in each.
-
-    It has what an engine and its stepper use of a `CachePool`; each model reads and writes its own.
-    """
-
-    def __init__(self, first: CachePool, second: CachePool) -> None:
-        self._both = first, second
-        self.kernels: KernelChoice = first.kernels
-        self.kernel, self.dtype, self.device = first.kernel, first.dtype, first.device
-
-    @property
-    def rows(self) -> int:
-        return self._both[0].rows
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token in both models."""
-        return sum(pool.row_bytes for pool in self._both)
-
-    def grow(self, blocks: int) -> None:
-        for pool in self._both:
-            pool.grow(blocks)
-
-    def release(self) -> None:
-        for pool in self._both:
-            pool.release()
-
-    def copy(self, source: np.ndarray, to: np.ndarray) -> None:
-        for pool in self._both:
-            pool.copy(source, to)
-
-
 class MixedModel(CachedModel):
     """`CachedModel` of a model and a second one that it is mixed with. Both compute every position, and a hidden state
     is the states of both side by side. New weights, scores and fingerprints are those of the first model alone."""
@@ -126,7 +92,7 @@ class MixedModel(CachedModel):
             )
         self.module, self.read_out = self._own.module, self._own.read_out
         self.kernels, self.fused, self.lanes = kernels, self._own.fused, self._own.lanes
-        self.pool = TwoPools(self._own.pool, self._other.pool)  # type: ignore[assignment]  # what an engine uses of one
+        self.pool, self.others = self._own.pool, (self._other.pool,)
         self._share, self._width = mixture.share, weight.shape[1]
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -136,6 +102,9 @@ class MixedModel(CachedModel):
         """(hidden states [N, H] of a plan's positions; layout of the first model's dense pieces)."""
         hidden, dense = self._own.run(plan)
         return torch.cat([hidden, self._other.run(plan)[0]], 1), dense
+
+    def routed(self, rows: np.ndarray) -> None:
+        """None: the tokens are drawn from both models."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V]: (1 - share) of the first model's and share of the other's."""

@@ -22,7 +22,7 @@ from posttrain.engine.head.kernel_table import kernel
 from posttrain.engine.layers.attention import PackedLayout
 from posttrain.engine.layers.expert_routing import Routing, routers_of
 from posttrain.engine.model.architecture_kinds import refuse_same_bits
-from posttrain.engine.model.supported_models import accept
+from posttrain.engine.model.supported_models import LayerShape, accept
 from posttrain.system.errors import EngineError
 
 PREFILL_WASTE = 0.01
@@ -33,6 +33,9 @@ class CachedModel:
     """`module` with its key-value cache. `rows`: compute logits on this many rows in every pass, so that their bits do
     not depend on other requests; None: on as many as needed."""
 
+    others: tuple[CachePool, ...] = ()
+    """Pools of other models, with the same rows as `pool`."""
+
     def __init__(
         self,
         module: PreTrainedModel,
@@ -42,28 +45,32 @@ class CachedModel:
         rows: int | None = None,
         kernels: KernelChoice = "auto",
     ) -> None:
+        if rows is not None:
+            refuse_same_bits(module.config.to_dict())
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, shapes = accept(module, context)
         prove_logits(self.read_out)
+        self.kernels: KernelChoice = kernels
+        self._rows = rows
+        self._serve(shapes, context)
+
+    def _serve(self, shapes: list[LayerShape], context: int) -> None:
+        """Make the pool, for layers of these shapes, and the decoder."""
+        module, device = self.module, self.read_out.weight.device
         # Only a draft model comes here: an engine samples from a `RecomputedModel` of it (`served_model`).
         if not shapes:
             raise EngineError(
                 f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"
             )
-        if rows is not None:
-            refuse_same_bits(module.config.to_dict())
-        weight_device = self.read_out.weight.device
-        self.kernels: KernelChoice = kernels
         has_experts = routers_of(module) is not None
-        self.pool = (RoutedPool if has_experts else CachePool)(shapes, module.dtype, weight_device, kernels)
+        self.pool = (RoutedPool if has_experts else CachePool)(shapes, module.dtype, device, self.kernels)
         # A model of another family runs its own decoder, which is the reference form here.
-        form = kernel("decoder", weight_device, module.dtype, kernels if fusable(module) else "reference")
+        form = kernel("decoder", device, module.dtype, self.kernels if fusable(module) else "reference")
         self._decoder = decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
         self.fused = isinstance(decoder, FusedDecoder)
         """Whether the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
         self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
-        self._rows = rows
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Copy new weights into the module, all of them or none."""

@@ -14,19 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from posttrain.config.engines import KernelChoice
 from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Plan
 from posttrain.engine.embedded.cache.key_value_cache import CachePool, ragged_arange
 from posttrain.engine.embedded.load_weights import replace_weights
 from posttrain.engine.embedded.schedule.slots import Slots
-from posttrain.engine.head.float32_head import prove_logits
 from posttrain.engine.layers.attention import PackedLayout
-from posttrain.engine.model.architecture_kinds import refuse_same_bits
 from posttrain.engine.model.recurrent_state import BATCH, RowLayout, rows_alone
-from posttrain.engine.model.supported_models import LayerShape, accept
+from posttrain.engine.model.supported_models import LayerShape
 from posttrain.system.errors import EngineError
 
 TOKEN = LayerShape(1, 1, 1)
@@ -38,27 +34,13 @@ MOST_IDS = 1 << 24
 class RecomputedModel(CachedModel):
     """`CachedModel` of a model with a recurrent state."""
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        context: int,
-        *,
-        device: str,
-        rows: int | None = None,
-        kernels: KernelChoice = "auto",
-    ) -> None:
-        if rows is not None:
-            refuse_same_bits(module.config.to_dict())
-        self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
-        self.read_out, _ = accept(module, context)
-        prove_logits(self.read_out)
+    def _serve(self, shapes: list[LayerShape], context: int) -> None:
         if self.vocabulary > MOST_IDS:
             raise EngineError(f"a vocabulary of {self.vocabulary:,} ids: at most {MOST_IDS:,} can be cached")
-        self.kernels = kernels
         # No attention runs over this pool, so it needs no compiled kernels.
         self.pool = CachePool([TOKEN], torch.float32, self.read_out.weight.device, "torch")
         self.fused, self.lanes, self._rows = False, 1, None
-        self._layout = RowLayout(kernels)
+        self._layout = RowLayout(self.kernels)
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
         replace_weights(self.module, tensors)
