@@ -41,44 +41,36 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-share
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+def _fields(pointers: str = "", ints: str = "", floats: str = "") -> list[tuple[str, Any]]:
+    """The fields of a C structure, whose names are words."""
+    kinds = (pointers, POINTER), (ints, INT), (floats, FLOAT)
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
 class Sizes(ctypes.Structure):
     """E hidden width, F feed-forward width, H query heads, K key-value heads, D head width."""
 
-    _fields_ = [(name, INT) for name in ("E", "F", "H", "K", "D")]
+    _fields_ = _fields(ints="E F H K D")
 
 
 class Layer(ctypes.Structure):
     """Addresses of a layer's weights; None where the layer has no such bias or norm."""
 
-    _fields_ = [
-        *(
-            (x, POINTER)
-            for x in ("before", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "after", "gate_up", "down")
-        ),
-        *((name, FLOAT) for name in ("before_eps", "head_eps", "after_eps")),
-    ]
+    _fields_ = _fields(
+        "before qkv qkv_bias q_norm k_norm out out_bias after gate_up down", floats="before_eps head_eps after_eps"
+    )
 
 
 class Pass(ctypes.Structure):
     """Addresses of the memory of one forward pass, the number N of its positions, and the floats `ld` between rows."""
 
-    _fields_ = [
-        *(
-            (x, POINTER)
-            for x in ("x", "normed", "qkv", "seen", "both", "inner", "heads", "cosine", "sine", "ids", "positions")
-        ),
-        *((x, INT) for x in ("N", "ld")),
-    ]
+    _fields_ = _fields("x normed qkv seen both inner heads cosine sine ids positions", "N ld")
 
 
 class Segments(ctypes.Structure):
     """Addresses of the arrays of runs, and the sizes, of `segments.h`."""
 
-    _fields_ = [
-        *((name, POINTER) for name in ("start", "length", "begin", "deep", "above", "first")),
-        *((name, INT) for name in ("R", "C", "N", "H", "K", "Dk", "Dv", "window")),
-        ("scale", FLOAT),
-    ]
+    _fields_ = _fields("start length begin deep above first", "R C N H K Dk Dv window", "scale")
 
 
 # The C types of each function's arguments.

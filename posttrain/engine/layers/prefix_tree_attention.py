@@ -190,6 +190,13 @@ class _Bucket:
         """The rows of this bucket's unique positions, out of rows [U, ...]."""
         return rows[self.begin : self.begin + self.own]
 
+    def collect(self, out: Tensor, padded: Tensor, deep: int) -> None:
+        """Write the rows of its runs, which come after `deep` others in `padded`, to `out` [U, ...]."""
+        if self.whole:
+            self.of_rows(out).unflatten(0, (self.count, self.longest)).copy_(padded[:, deep:])
+        else:
+            self.of_rows(out).copy_(padded.flatten(0, 1).index_select(0, self.real_below if deep else self.real))
+
 
 class _Padded(torch.autograd.Function):
     """Rows [U, ...] to the padded rows of every bucket, [B, L, ...] each. With `above` the rows above each run come
@@ -216,11 +223,7 @@ class _Padded(torch.autograd.Function):
         # First every position gets the gradient of its own run, which writes all of `out`: buckets partition it.
         out = grads[0].new_empty(ctx.rows, *grads[0].shape[2:])
         for b, grad in zip(ctx.of, grads, strict=True):
-            deep = b.deep if ctx.above else 0
-            if b.whole:
-                b.of_rows(out).unflatten(0, (b.count, b.longest)).copy_(grad[:, deep:])
-            else:
-                b.of_rows(out).copy_(grad.flatten(0, 1).index_select(0, b.real_below if deep else b.real))
+            b.collect(out, grad, b.deep if ctx.above else 0)
         for b, grad in zip(ctx.of, grads, strict=True):
             if not (ctx.above and b.deep):
                 continue
@@ -245,10 +248,7 @@ class _Joined(torch.autograd.Function):
         ctx.of = of
         out = parts[0].new_empty(sum(b.own for b in of), *parts[0].shape[2:])
         for b, part in zip(of, parts, strict=True):
-            if b.whole:
-                b.of_rows(out).unflatten(0, (b.count, b.longest)).copy_(part)
-            else:
-                b.of_rows(out).copy_(part.flatten(0, 1).index_select(0, b.real))
+            b.collect(out, part, 0)
         return out
 
     @staticmethod

@@ -70,7 +70,7 @@ class StageOptimizer:
                 f" several ranks. Set it to {' or '.join(ELEMENTWISE)}, or train in one process"
             )
         self.config, self.ranks = config, ranks
-        self._home = None if home is None else OffloadedState(home)
+        self._home = OffloadedState(home)
         self._scale = LossScale() if scaled else None
         self.steps = 0
         """Optimizer steps taken."""
@@ -88,7 +88,7 @@ class StageOptimizer:
             built = rule({n: self._moved[n] for n in names}, config, {n: config.rate(n) for n in names}, kernels)
             self._rules |= dict.fromkeys(names, built)
         averaged_tensors = self._moved.items() if config.ema is not None else ()
-        self._average = {n: self._stored(t.detach().clone()) for n, t in averaged_tensors}
+        self._average = {n: self._home.stored(t.detach().clone()) for n, t in averaged_tensors}
 
     def rule_of(self, name: str, tensor: Tensor) -> Rules:
         """Returns the rule that updates a parameter."""
@@ -131,8 +131,8 @@ class StageOptimizer:
             out.append(f"the loss is scaled by {self._scale.value:g} at first")
         if self.config.ema is not None:
             out.append(f"a moving average of the weights is kept (decay {self.config.ema:g})")
-        if self._home is not None:
-            out.append(f"its state is in the memory of the {self._home.home.type.upper()} between steps")
+        if self._home.device is not None:
+            out.append(f"its state is in the memory of the {self._home.device.type.upper()} between steps")
         return "; ".join(out)
 
     def pending_bytes(self) -> int:
@@ -140,9 +140,9 @@ class StageOptimizer:
         nothing. Where it is elsewhere between steps, that of the largest group of parameters, in every step."""
         size: dict[UpdateRule, int] = {}
         for name, rule in self._rules.items():
-            if self._home is not None or not rule.state(name):
+            if self._home.device is not None or not rule.state(name):
                 size[rule] = size.get(rule, 0) + rule.bytes(name)
-        return sum(size.values()) if self._home is None else max(size.values(), default=0)
+        return sum(size.values()) if self._home.device is None else max(size.values(), default=0)
 
     def trained(self) -> dict[str, Tensor]:
         """The tensors that a step updates, by parameter: its float32 master where there is one, else itself."""
@@ -168,13 +168,13 @@ class StageOptimizer:
             lr = self.lr * share
             # Each rule once, in order: many parameters share one.
             for rule in dict.fromkeys(self._rules.values()):
-                self._step(rule, lr)
+                with self._home.fetched(rule.inner.state, [t for t in rule.tensors.values() if t.grad is not None]):
+                    rule.step(lr)
             self.steps += 1
             self._publish_masters()
             self._follow_average()
-            if self._home is not None:
-                # Copies to pinned memory return before they are done, and a checkpoint may read it next.
-                self._home.wait(norm.device)
+            # Copies to pinned memory return before they are done, and a checkpoint may read it next.
+            self._home.wait(norm.device)
         if self._scale is not None:
             self._scale.after(size)
         for t in (*self._moved.values(), *self._parameters.values()):
@@ -238,7 +238,7 @@ class StageOptimizer:
             if new[name]:
                 rule.load(name, new[name])
                 tensor = rule.tensors[name]
-                rule.inner.state[tensor] = {word: self._stored(x) for word, x in rule.inner.state[tensor].items()}
+                rule.inner.state[tensor] = {word: self._home.stored(x) for word, x in rule.inner.state[tensor].items()}
         for name, tensor in stored.items():
             if tensor is not None:
                 copies[name].copy_(tensor)
@@ -265,7 +265,7 @@ class StageOptimizer:
         for name, t in self._moved.items():
             if t.grad is not None and t.grad.is_sparse:
                 # Rows of several micro-batches may repeat; joined, each row stands once, in order.
-                t.grad = joined(t.grad) if self._rules[name].takes_rows and self._home is None else whole(t.grad)
+                t.grad = joined(t.grad) if self._rules[name].takes_rows and self._home.device is None else whole(t.grad)
 
     def agree(self) -> None:
         """Give weights that every rank holds whole the gradients of the first rank, so that their copies stay equal."""
@@ -308,20 +308,8 @@ class StageOptimizer:
             by_rule.setdefault(self.rule_of(name, tensor), []).append(name)
         for rule, names in by_rule.items():
             of_rule = {n: self._moved[n] for n in names}
-            for group in [names] if self._home is None else groups(of_rule):
+            for group in [names] if self._home.device is None else groups(of_rule):
                 yield rule, group
-
-    def _step(self, rule: UpdateRule, lr: float) -> None:
-        """Let one rule step. Where its state is elsewhere, the state is on the device meanwhile."""
-        if self._home is None:
-            rule.step(lr)
-            return
-        with self._home.fetched(rule.inner.state, [t for t in rule.tensors.values() if t.grad is not None]):
-            rule.step(lr)
-
-    def _stored(self, part: Tensor) -> Tensor:
-        """A tensor of state where it is between steps."""
-        return part if self._home is None else self._home.stored(part)
 
     @torch.no_grad()
     def _follow_weights(self) -> None:
@@ -344,10 +332,7 @@ class StageOptimizer:
         if self.config.ema is None:
             return
         for name, average in self._average.items():
-            if self._home is None:
-                average.lerp_(self._moved[name], 1 - self.config.ema)
-            else:
-                self._home.average(average, self._moved[name], 1 - self.config.ema)
+            self._home.average(average, self._moved[name], 1 - self.config.ema)
 
 
 def hidden_matrix(name: str, tensor: Tensor) -> bool:

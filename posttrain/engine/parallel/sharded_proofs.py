@@ -54,8 +54,21 @@ def prove_layers(
             results = [[inside(lambda read=read: sample_states(read))] for read in (out, read_out(module))]
     finally:
         hook.remove()
-    for parts, replaced in zip(results, (True, False), strict=True):
-        parts += _gradients(out, inside, rank_parts, first_layer_input, replaced)
+
+    def first_layer() -> Tensor:
+        output = out.layers[0](*first_layer_input["given"], **first_layer_input["named"])
+        return output[0] if isinstance(output, tuple) else output
+
+    # A pass of all layers would need memory for the gradients of all.
+    for parts, replaced in zip(results, (out.replaced, nullcontext), strict=True):
+        with torch.enable_grad():
+            with using(PackedLayout([CANARY])), replaced():
+                output = inside(first_layer)
+            if output.requires_grad:
+                # A sum with different factors: by a plain sum, errors that cancel would not be seen.
+                factors = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
+                (output * factors).sum().backward()
+        parts += [output.detach(), *_take_gradients(rank_parts)]
     # A rank may have no row of a weight, and max of nothing is an error.
     gaps = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*results, strict=True)]
     sizes = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
@@ -76,30 +89,6 @@ def prove_layers(
 def _badness(x: float) -> float:
     """The number to compare by: NaN, which `max` may pass over, counts as infinity."""
     return x if math.isfinite(x) else math.inf
-
-
-def _gradients(
-    out: FusedReadOut,
-    inside: Inside,
-    rank_parts: dict[str, nn.Parameter],
-    layer_input: dict[str, Any],
-    replaced: bool,
-) -> list[Tensor]:
-    """Returns the output of the first layer for the recorded input, and this rank's parts of the gradients of one
-    weighted sum of it. A pass of all layers would need memory for the gradients of all."""
-
-    def layer() -> Tensor:
-        with using(PackedLayout([CANARY])), out.replaced() if replaced else nullcontext():
-            output = out.layers[0](*layer_input["given"], **layer_input["named"])
-        return output[0] if isinstance(output, tuple) else output
-
-    with torch.enable_grad():
-        output = inside(layer)
-        if output.requires_grad:
-            # A sum with different factors: by a plain sum, errors that cancel would not be seen.
-            factors = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
-            (output * factors).sum().backward()
-    return [output.detach(), *_take_gradients(rank_parts)]
 
 
 def _take_gradients(rank_parts: dict[str, nn.Parameter]) -> list[Tensor]:
@@ -127,9 +116,19 @@ def prove_sharing(
     """Compare hidden states and gradients of two segments with sharing and without. On every rank InvariantError where
     they differ by more than rounding. Leaves no gradient."""
     packed = _two_segments(vocabulary, context)
+
+    def states_and_gradients(shared: bool, scale: float) -> list[Tensor]:
+        """Hidden states, and the gradients of one weighted sum of them: this rank's parts."""
+        with torch.enable_grad():
+            hidden = inside(lambda: rows.either(packed, shared))
+            weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+            if hidden.requires_grad:
+                (hidden * (weights * scale)).sum().backward()
+        return [hidden.detach(), *_take_gradients(rank_parts)]
+
     gap, dtype = float("inf"), torch.float32
     for scale in SCALES:
-        results = [_states_and_gradients(rows, inside, rank_parts, packed, shared, scale) for shared in (True, False)]
+        results = [states_and_gradients(shared, scale) for shared in (True, False)]
         apart = [square_sum(a - b) for a, b in zip(*results, strict=True)]
         size = [square_sum(b) for b in results[1]]
         # Hidden states are whole on each rank. Gradients are cut: their squares are added before the ratio is taken.
@@ -152,20 +151,3 @@ def _two_segments(vocabulary: int, context: int) -> Packed:
     mask = np.arange(shared + OWN) >= shared
     logp, versions = np.where(mask, 0.0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
     return Packed.of([Segment((x % vocabulary).astype(np.int32), mask, logp, versions, Sampling()) for x in ids])
-
-
-def _states_and_gradients(
-    rows: Sharing,
-    inside: Inside,
-    rank_parts: dict[str, nn.Parameter],
-    packed: Packed,
-    shared: bool,
-    scale: float,
-) -> list[Tensor]:
-    """Hidden states, and the gradients of one weighted sum of them: this rank's parts."""
-    with torch.enable_grad():
-        hidden = inside(lambda: rows.either(packed, shared))
-        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
-        if hidden.requires_grad:
-            (hidden * (weights * scale)).sum().backward()
-    return [hidden.detach(), *_take_gradients(rank_parts)]

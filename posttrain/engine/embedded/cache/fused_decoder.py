@@ -17,6 +17,7 @@ import ctypes
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,21 +57,10 @@ class _Layer:
     qkv_bias: Tensor | None
     q_norm: Any | None
     k_norm: Any | None
-    out: Plain
+    out: Any
     after: Any
     gate_up: Tensor
-    down: Plain
-
-
-@dataclass(frozen=True, eq=False)
-class MergedLinear:
-    """The plain layer that computes what a layer with an adapter does."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-Plain = nn.Linear | MergedLinear
+    down: Any
 
 
 class FusedDecoder:
@@ -226,13 +216,13 @@ class FusedDecoder:
         self._merged += zip(layers, joined_weight.split([len(w) for w in weights]), strict=True)
         return joined_weight
 
-    def _plain(self, layer: Any) -> Plain:
+    def _plain(self, layer: Any) -> Any:
         """The layer, or what stands for one with an adapter."""
         if not is_adapted(layer):
             return layer
         weight, bias = effective(layer)
         self._merged.append((layer, weight))
-        return MergedLinear(weight, bias)
+        return SimpleNamespace(weight=weight, bias=bias)
 
     @torch.no_grad()
     def _check(self, read_out: ReadOut, length: int) -> None:
@@ -293,7 +283,7 @@ def _norm(x_NE: Tensor, module: Any) -> Tensor:
     return (x_NE * _inverse_rms(x_NE, module.variance_epsilon)).mul_(module.weight)
 
 
-def _add(x_NE: Tensor, inner: Tensor, linear: Plain) -> Tensor:
+def _add(x_NE: Tensor, inner: Tensor, linear: Any) -> Tensor:
     """x + linear(inner)"""
     out = torch.addmm(x_NE, inner, linear.weight.t())
     return out if linear.bias is None else out.add_(linear.bias)

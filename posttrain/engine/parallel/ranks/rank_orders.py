@@ -158,22 +158,20 @@ class RankOrders:
 
     def failed(self) -> dict[int, str]:
         """Returns the reasons why ranks failed, by rank, of those that said so."""
-        reasons: dict[int, str] = {}
-        with contextlib.suppress(RuntimeError):
-            # `check` first, because `get` of a key that is not there would wait for it.
-            for rank in range(1, self.ranks.world):
-                if self._store.check([key := f"failed/{rank}"]):
-                    reasons[rank] = self._store.get(key).decode()
-        return reasons
+        return {rank: why for rank, why in self._said("failed/{}") if why is not None}
 
     def standing(self) -> dict[int, str]:
         """Returns the state of each other rank: the words of its last note."""
-        states: dict[int, str] = {}
+        unheard = "has not begun any order"
+        return {rank: unheard if note is None else note for rank, note in self._said("at/{}")}
+
+    def _said(self, key: str) -> Iterator[tuple[int, str | None]]:
+        """(rank, what it stored under this key, or None) of each other rank, while the store is there."""
         with contextlib.suppress(RuntimeError):
             for rank in range(1, self.ranks.world):
-                noted = self._store.check([key := f"at/{rank}"])
-                states[rank] = self._store.get(key).decode() if noted else "has not begun any order"
-        return states
+                # `check` first, because `get` of a key that is not there would wait for it.
+                there = self._store.check([key.format(rank)])
+                yield rank, self._store.get(key.format(rank)).decode() if there else None
 
     # --- the others ---------------------------------------------------------------------------------------------------
 
