@@ -238,6 +238,7 @@ class RunsLayout:
     def __init__(self, tokens: int, kernels: KernelChoice) -> None:
         self.tokens = tokens
         self._kernels: KernelChoice = kernels
+        self._masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
 
     @cached_property
     def runs(self) -> Runs:
@@ -264,6 +265,18 @@ class RunsLayout:
             raise EngineError(f"{wanted} met queries of shape {tuple(query.shape)}, not [1, H, N, D]")
         return kernel("packed_attention", query.device, query.dtype, self._kernels).function(self, call)
 
+    def _mask(self, longest: int, deep: int, window: int | None, device: torch.device) -> Tensor | None:
+        """bool [L, A + L]: key j, at depth j, is seen by query i, at depth A + i; None: plainly causal."""
+        window = window if window is not None and window < deep + longest else None
+        if not deep and window is None:
+            return None
+        if (longest, deep, window, device) not in self._masks:
+            depth = torch.arange(deep + longest, device=device)
+            # Depth is the place in the sequence, so a window counts through what is shared.
+            distance = depth[deep:, None] - depth
+            self._masks[longest, deep, window, device] = (distance >= 0) & (distance < (window or deep + longest))
+        return self._masks[longest, deep, window, device]
+
 
 class PackedLayout(RunsLayout):
     """Causal attention within segments that are packed back to back. It is differentiable, and no position sees another
@@ -286,7 +299,6 @@ class PackedLayout(RunsLayout):
         """(B, L) of each bucket."""
         # Made by the first layer that asks for them. Compiled code asks for neither.
         self._placed: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
-        self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
 
     @cached_property
     def runs(self) -> Runs:
@@ -294,7 +306,7 @@ class PackedLayout(RunsLayout):
 
     def by_buckets(self, call: AttentionCall) -> Tensor:
         """Segments of similar length by one call of dense attention each."""
-        query, window = call.query, call.window
+        query = call.query
         places = self._places(query.device)
         q, k, v = (self._spread(x[0].transpose(0, 1), places) for x in (query, call.key, call.value))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
@@ -302,7 +314,7 @@ class PackedLayout(RunsLayout):
         parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
         for (count, longest), *rows_qkv in zip(self.shapes, *parts, strict=True):
             q_BHLD, k_BKLD, v_BKLD = (x.unflatten(0, (count, longest)).transpose(1, 2) for x in rows_qkv)
-            mask = None if window is None or window >= longest else self._mask(query.device, longest, window)
+            mask = self._mask(longest, 0, call.window, query.device)
             attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, call.scaling, call.softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
         rows = out[0] if len(out) == 1 else torch.cat(out)
@@ -331,14 +343,6 @@ class PackedLayout(RunsLayout):
         places = (torch.from_numpy(np.concatenate(to)).to(device), torch.from_numpy(back).to(device)) if moved else None
         self._placed[device] = places
         return places
-
-    def _mask(self, device: torch.device, longest: int, window: int) -> Tensor:
-        """bool [L, L]: key j is seen by query i where 0 <= i - j < window."""
-        if (device, longest, window) not in self._masks:
-            at = torch.arange(longest, device=device)
-            distance = at[:, None] - at
-            self._masks[device, longest, window] = (distance >= 0) & (distance < window)
-        return self._masks[device, longest, window]
 
 
 def dense_attention(

@@ -272,7 +272,6 @@ class TreeLayout(RunsLayout):
         super().__init__(len(tree.first_U), kernels)
         self._runs, self._waste = tree.runs, waste
         self._device = torch.device("cpu")
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     @cached_property
     def runs(self) -> Runs:
@@ -287,7 +286,7 @@ class TreeLayout(RunsLayout):
         """Runs of similar length below equally many positions by one call of dense attention each."""
         query = call.query
         if self._device != query.device:
-            self._device, self._masks = query.device, {}
+            self._device = query.device
             for bucket in self._buckets:
                 bucket.to(query.device)
         # Queries are a run's own positions; keys and values are those above it too. Each is one node for all buckets.
@@ -299,21 +298,9 @@ class TreeLayout(RunsLayout):
         out = list[Tensor]()
         for b, *rows_qkv in zip(self._buckets, q, k, v, strict=True):
             q_BHLD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in rows_qkv)
-            mask = self._mask(b.longest, b.deep, call.window)
+            mask = self._mask(b.longest, b.deep, call.window, query.device)
             out.append(attention(q_BHLD, k_BKTD, v_BKTD, mask, call.scaling, call.softcap).transpose(1, 2))
         return _Joined.apply(self._buckets, *out).unsqueeze(0)
-
-    def _mask(self, longest: int, deep: int, window: int | None) -> Tensor | None:
-        """bool [L, A + L]: key j, at depth j, is seen by query i, at depth A + i; None: plainly causal."""
-        window = window if window is not None and window < deep + longest else None
-        if not deep and window is None:
-            return None
-        if (longest, deep, window) not in self._masks:
-            depth = torch.arange(deep + longest, device=self._device)
-            # Depth is the place in the sequence, so a window counts through what is shared.
-            distance = depth[deep:, None] - depth
-            self._masks[longest, deep, window] = (distance >= 0) & (distance < (window or deep + longest))
-        return self._masks[longest, deep, window]
 
 
 def _alike_runs(runs: Sequence[TreeRun], waste: float) -> Iterator[list[TreeRun]]:
