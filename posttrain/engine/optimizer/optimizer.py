@@ -168,8 +168,7 @@ class StageOptimizer:
             lr = self.lr * share
             # Each rule once, in order: many parameters share one.
             for rule in dict.fromkeys(self._rules.values()):
-                with self._home.fetched(rule.inner.state, [t for t in rule.tensors.values() if t.grad is not None]):
-                    rule.step(lr)
+                self._step(rule, lr)
             self.steps += 1
             self._publish_masters()
             self._follow_average()
@@ -310,6 +309,11 @@ class StageOptimizer:
             of_rule = {n: self._moved[n] for n in names}
             for group in [names] if self._home.device is None else groups(of_rule):
                 yield rule, group
+
+    def _step(self, rule: UpdateRule, lr: float) -> None:
+        """Let one rule step, while its state is on the device."""
+        with self._home.fetched(rule.inner.state, [t for t in rule.tensors.values() if t.grad is not None]):
+            rule.step(lr)
 
     @torch.no_grad()
     def _follow_weights(self) -> None:
