@@ -199,15 +199,15 @@ def loud(module: nn.Module) -> Iterator[None]:
                 tensor.copy_(before[name])
 
 
-def _norm(weight: Tensor) -> float:
-    """The Frobenius norm."""
-    return float(weight.double().norm())
-
-
 def loud_numbers(
-    layer: Any, generator: torch.Generator, norm: Callable[[Tensor], float] = _norm
+    layer: Any, generator: torch.Generator, whole: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> Iterator[tuple[str, Any, Tensor]]:
-    """(name, layer B, numbers for it) of each adapter of a layer: with them |scale B A x| is about |W x| / 2."""
+    """(name, layer B, numbers for it) of each adapter of a layer: with them |scale B A x| is about |W x| / 2. `whole`:
+    the whole of a weight, of which each rank may hold a part."""
+
+    def norm(weight: Tensor) -> float:
+        return float(whole(weight).double().norm())
+
     # For inputs x with independent entries of size 1, |A x| is about the Frobenius norm of A, and |B y| about size *
     # sqrt(out) * |y| where B [out, r] has entries of that size. |W x| is about the norm of W.
     base = norm(float_layer(layer.get_base_layer(), torch.float32).weight)

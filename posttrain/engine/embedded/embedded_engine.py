@@ -111,8 +111,7 @@ class EmbeddedEngine:
         kept_blocks = min(slots * blocks_for(context) // 2, self._most_blocks // 8)
         self._retain = kept_blocks if retain is None else blocks_for(retain)
         self._admission = Admission(context, self._served.vocabulary, self._most_blocks, text)
-        self._version = version
-        self._counters = EngineCounters(slots)
+        self._version, self._counters = version, EngineCounters(slots)
         proposer = self._make_proposer(speculate, device)
         # A draft model's cache has the same rows, so both grow and are freed together.
         self._pools += (proposer.served.pool,) if isinstance(proposer, DraftModel) else ()

@@ -308,7 +308,9 @@ class PackedLayout(RunsLayout):
         """Segments of similar length by one call of dense attention each."""
         query = call.query
         places = self._places(query.device)
-        q, k, v = (self._spread(x[0].transpose(0, 1), places) for x in (query, call.key, call.value))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, call.key, call.value))
+        if places is not None:
+            q, k, v = (SpreadRows.apply(x, *places) for x in (q, k, v))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out: list[Tensor] = []
         parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
@@ -319,10 +321,6 @@ class PackedLayout(RunsLayout):
             out.append(attended.transpose(1, 2).flatten(0, 1))
         rows = out[0] if len(out) == 1 else torch.cat(out)
         return (rows if places is None else CollectRows.apply(rows, places[1])).unsqueeze(0)
-
-    def _spread(self, rows: Tensor, places: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The padded rows of all buckets; the rows themselves where nothing has to be moved."""
-        return rows if places is None else SpreadRows.apply(rows, *places)  # pyright: ignore[reportReturnType]
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """(position that each padded row copies, padded row of each position); None where nothing has to be moved."""

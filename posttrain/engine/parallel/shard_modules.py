@@ -156,9 +156,9 @@ def first_row(tensor: DTensor) -> int:
 
 
 def rows_of(tensor: Any) -> Tensor:
-    """This rank's own part, in the same memory."""
+    """This rank's own part of a cut tensor, in the same memory; the tensor itself where it is not cut."""
     with torch.no_grad():
-        return tensor.to_local().detach()
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # --- a loud adapter over ranks: each rank does to its rows what `adapter_modules.loud` does in one process -----------
@@ -172,7 +172,8 @@ def loud_rows(learner: RankLearner) -> dict[str, Tensor]:
     before = {name: p.detach().clone() for name, p in own_rows.items()}
     for name, layer in layers(learner.policy.module).items():
         # Every rank draws the numbers of the whole matrix from one seed and keeps its own rows.
-        for word, b, numbers in loud_numbers(layer, generator, _whole_norm):
+        # The whole of a weight is an exchange: every rank comes here for the same weights in the same order.
+        for word, b, numbers in loud_numbers(layer, generator, learner.whole):
             place, begin = own_rows[f"{name}.lora_B.{word}.weight"], first_row(b.weight)
             place.copy_(numbers[begin : begin + len(place)])
     return before
@@ -183,10 +184,3 @@ def put_rows(learner: HFLearner, kept: Mapping[str, Tensor]) -> None:
     """Put a copy of the rank's own rows back."""
     for name, p in learner.parameters().items():
         p.copy_(kept[name])
-
-
-def _whole_norm(weight: Any) -> float:
-    """The Frobenius norm of a whole weight, of which each rank holds a part."""
-    # full_tensor is an exchange: every rank comes here for the same weights in the same order.
-    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    return float(whole.double().norm())

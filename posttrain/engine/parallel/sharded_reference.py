@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from posttrain.core.ports import Reference
 from posttrain.engine.learner.frozen_reference import AdapterOff, begins
@@ -46,7 +45,7 @@ def rows_now(learner: ShardedLearner) -> Filler:
     def fill(module: Any, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
         tensor = learner_tensors[name]
         # The reference is cut as the learner is, so the rank's rows are the same ones, whatever `begin` says.
-        into.copy_((rows_of(tensor) if isinstance(tensor, DTensor) else tensor).to(learner.narrow or into.dtype))
+        into.copy_(rows_of(tensor).to(learner.narrow or into.dtype))
 
     return fill
 

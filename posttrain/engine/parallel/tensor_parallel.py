@@ -32,7 +32,7 @@ from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.shard_modules import RankLearner, cut_like, giving
+from posttrain.engine.parallel.shard_modules import RankLearner, cut_like, giving, rows_of
 from posttrain.system.errors import ConfigError, InvariantError
 
 WHOLE = ("replicated_with_grad_allreduce",)
@@ -67,7 +67,7 @@ class TensorLearner(RankLearner):
         self._cut(policy.module.get_decoder(), plan)
         self._held: dict[str, nn.Parameter] = HFLearner.parameters(self)
         # A cut parameter's own part, over the same memory; what is whole is the parameter itself.
-        self._own = {n: nn.Parameter(_local(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
+        self._own = {n: nn.Parameter(rows_of(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
         for name, p in self._held.items():
             if isinstance(p, DTensor):
                 p.register_post_accumulate_grad_hook(giving(self._own[name], _own_gradient))
@@ -149,7 +149,7 @@ class TensorLearner(RankLearner):
 
     def shards(self) -> Iterator[Shard]:
         """This rank's parts of the policy's weights. `engine.parallel.gather` joins the parts of all ranks."""
-        return (self._placed(n, _local(t), t) for n, t in named_tensors(self.policy.module))
+        return (self._placed(n, rows_of(t), t) for n, t in named_tensors(self.policy.module))
 
     def _placed(self, name: str, part: Tensor, like: Any) -> Shard:
         """A part with its place in the whole tensor, which is cut as `like` is."""
@@ -176,13 +176,7 @@ class TensorLearner(RankLearner):
 def _own_gradient(p: Any) -> Tensor:
     """This rank's part of a cut parameter's gradient."""
     # torch may leave a gradient as parts that are still to be summed; redistributing it as the weight is does that.
-    return _local(p.grad.redistribute(placements=p.placements)).clone()
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's part of a cut tensor, in the same memory; the tensor itself where it is not cut."""
-    with torch.no_grad():
-        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return rows_of(p.grad.redistribute(placements=p.placements)).clone()
 
 
 def refuse_whole_batches(policy: Policy, cutting: str) -> None:

@@ -182,9 +182,8 @@ class FusedDecoder:
         q, k = layer.q_norm, layer.k_norm
         attention = layer.before.weight, layer.qkv, layer.qkv_bias, q and q.weight, k and k.weight
         products = layer.out.weight, layer.out.bias, layer.after.weight, layer.gate_up, layer.down.weight
-        every = (*attention, *products)
         eps = layer.before.variance_epsilon, q.variance_epsilon if q else 0.0, layer.after.variance_epsilon
-        return compile_native.Layer(*(None if w is None else w.data_ptr() for w in every), *eps)
+        return compile_native.Layer(*compile_native.addresses(*attention, *products), *eps)
 
     def _join(self, layer: Any) -> _Layer:
         """The joined weights of a layer."""
