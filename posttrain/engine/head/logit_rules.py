@@ -34,8 +34,8 @@ class Ragged:
         # All runs laid end to end have sum(count) entries. Entry e belongs to the token m with before[m] <= e <
         # before[m + 1], and reads ids[e - before[m] + start[m]]: one number a token, the shift, leads from e to its id.
         self._before = np.append(0, np.cumsum(count_M, dtype=np.int64))
-        self._ids, self._count = _to(ids, device), _to(count_M, device)
-        self._shift = _to(start_M - self._before[:-1], device)
+        self._ids, self._count = device_ids(ids, device), device_ids(count_M, device)
+        self._shift = device_ids(start_M - self._before[:-1], device)
         self._last = int(ids.max(initial=-1))
 
     def places(self, a: int, b: int, width: int, first_id: int = 0) -> Tensor:
@@ -81,7 +81,7 @@ class LogitRules:
         s = packed.sampling
         if not s.rules:
             return None
-        ids = _to(np.array([i for i, _ in s.logit_bias], np.int64), device) if s.logit_bias else None
+        ids = device_ids(np.array([i for i, _ in s.logit_bias], np.int64), device) if s.logit_bias else None
         bias = torch.tensor([x for _, x in s.logit_bias], dtype=torch.float64, device=device) if s.logit_bias else None
         seen = Ragged(*seen_before(packed, vocabulary), device) if s.repetition_penalty != 1 else None
         if packed.kept is not None:
@@ -190,6 +190,6 @@ def _check_said(packed: Packed, never_V: np.ndarray | None, rows: np.ndarray, id
         )
 
 
-def _to(x: np.ndarray, device: torch.device) -> Tensor:
+def device_ids(x: np.ndarray, device: torch.device) -> Tensor:
     """Integers as int64 on the device."""
     return torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(device)

@@ -26,19 +26,13 @@ from posttrain.core.types import Top
 from posttrain.engine.adapters.adapter_modules import loud, switched_off
 from posttrain.engine.adapters.quantise import make_float
 from posttrain.engine.files.fingerprint import digest_of, fingerprint, fingerprints
+from posttrain.engine.head.logit_rules import device_ids
 from posttrain.engine.head.logit_transform import logit_dtype
 from posttrain.engine.head.value_heads import REWARD_HEAD, RewardHead, value_head
 from posttrain.engine.layers.activation_memory import keep_less, kept_on_the_cpu
 from posttrain.engine.layers.compiled_layers import warmed_up
 from posttrain.engine.learner.learner_routers import LearnerRouters, refuse_replay
-from posttrain.engine.learner.packed_reader import (
-    SCORE_TOKENS,
-    PackedReader,
-    Reading,
-    device_ids,
-    forward_only,
-    joined,
-)
+from posttrain.engine.learner.packed_reader import SCORE_TOKENS, PackedReader, Reading, forward_only, joined
 from posttrain.engine.model.policy_model import Policy, named_tensors, served_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.system.errors import ConfigError, InvariantError

@@ -17,7 +17,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.exchange.scores import Odds
 from posttrain.core.types import Top
 from posttrain.engine.head.float32_head import prove_logprobs
-from posttrain.engine.head.logit_rules import LogitRules
+from posttrain.engine.head.logit_rules import LogitRules, device_ids
 from posttrain.engine.head.logprob import HeadContract, candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.layers.expert_routing import PackedRouting, routers_of
 from posttrain.engine.layers.fused_layers import training_read_out
@@ -169,11 +169,6 @@ class PackedReader:
         # From the part itself, since rules speak of packed positions.
         rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
         return HeadContract(sampling=packed.sampling, kept=kept, rules=rules, softcap=out.softcap, scale=out.scale)
-
-
-def device_ids(x: np.ndarray, device: torch.device) -> Tensor:
-    """Token ids as int64 on the device."""
-    return torch.from_numpy(x.astype(np.int64)).to(device)
 
 
 def joined(parts: list[Tensor]) -> np.ndarray:
