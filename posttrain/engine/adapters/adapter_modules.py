@@ -51,8 +51,7 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
                 f"model.lora.targets={','.join(lora.targets)}: PEFT puts no such adapters into {type(module).__name__}"
                 f" ({first_line(error)}). Its linear layers are {', '.join(names)}"
             ) from error
-    # PEFT's ParamWrapper is an adapter over a bare parameter, the form in which experts are stored. all-linear promises
-    # all layers.
+    # PEFT's ParamWrapper adapts a bare parameter, the form in which experts are stored. all-linear promises all layers.
     kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
     without_adapter = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
     if refused := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or without_adapter:
@@ -69,8 +68,7 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
             "model.lora.targets: the language-model head can have no adapter, because log-probs are computed from its"
             f" weight. Name other layers: {', '.join(names)}"
         )
-    # In a 16-bit type most updates of a small learning rate would be rounded away, so adapters train in float32, as
-    # with PEFT's own get_peft_model.
+    # In 16 bits most small updates would be rounded away: adapters train in float32, as with PEFT's get_peft_model.
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < 4:
             parameter.data = parameter.data.float()
@@ -103,8 +101,7 @@ def linear_names(module: PreTrainedModel) -> list[str]:
 
 
 def _linear(module: PreTrainedModel) -> list[str]:
-    """Full names of the decoder's linear layers but the head. Their last words are not enough for PEFT: parts of a
-    mixture's experts may have the same ones."""
+    """Full names of the decoder's linear layers but the head: parts of experts may have the same last words."""
     head = read_out(module).head
     return [n for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
 
@@ -149,12 +146,10 @@ def base_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def target_names(module: nn.Module) -> list[str]:
-    """The names by which PEFT finds the layers with an adapter: their last words where these name no other layer, else
-    their full names."""
+    """The names by which PEFT finds the adapted layers: last words where these name no other layer, else full names."""
     adapted = layers(module)
     last_words = sorted({name.rpartition(".")[2] for name in adapted})
-    # PEFT takes every layer whose name ends in a listed word: a reader of the export would attach adapters that were
-    # never trained.
+    # PEFT takes every layer whose name ends in a listed word: a reader would attach adapters that were never trained.
     named = [n for n, part in module.named_modules() if n.rpartition(".")[2] in last_words]
     return last_words if len(named) == len(adapted) else sorted(adapted)
 
@@ -248,8 +243,7 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
     x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
     with torch.no_grad():
         apart = (adapted(x) - merged_layer(x)).abs()
-        # Where the adapter cancels most of a weight, the rounding error is as large as for the weight beneath. So the
-        # sizes of both are in the bound.
+        # Where the adapter cancels most of a weight, rounding is as large as for it: both sizes are in the bound.
         squares = merged_layer.weight**2 + adapted.get_base_layer().weight ** 2
         size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
         allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
@@ -281,8 +275,7 @@ def beside(module: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
 
 
 def merged(module: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module with every adapter merged into the copy's weights. 8-bit layers become float ones of the
-    module's dtype."""
+    """A copy of the module with its adapters merged into the weights, and 8-bit layers as float ones of its dtype."""
     copied = copy.deepcopy(module)
     for name in layers(copied):
         put(copied, name, _merged_layer(copied.get_submodule(name), module.dtype))

@@ -107,8 +107,7 @@ Attend = Callable[[Tensor, Tensor, float, int | None], None]
 
 
 class Kernels:
-    """The compiled functions, under their names in C. All tensors must be float32, or int64 for `digest_rows`, and on
-    the CPU; the caller ensures both."""
+    """The compiled functions, by their names in C. Tensors must be on the CPU, float32 (`digest_rows`: int64)."""
 
     if TYPE_CHECKING:
 
@@ -158,8 +157,7 @@ class Kernels:
         return attend
 
     def pick(self, logp: Tensor, uniform: np.ndarray) -> Tensor | None:
-        """int64 [B]: a token for each row of log-probs [B, V], by one float64 uniform; None where a sum is not
-        finite."""
+        """int64 [B]: a token for each row of log-probs [B, V], by a float64 uniform; None where a sum is not finite."""
         logp, uniform = logp.contiguous(), np.ascontiguousarray(uniform, np.float64)
         ids = torch.empty(len(logp), dtype=torch.int64)
         failed = self._pick(logp.data_ptr(), uniform.ctypes.data, ids.data_ptr(), *logp.shape)
@@ -223,8 +221,7 @@ def find() -> Kernels | str:
 def own_cache() -> Path | None:
     """The folder of compiled code in the user's cache folder; None where somebody else may have written there."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is ignored, as the XDG specification says. Links are resolved first, so that what is judged
-    # is the folder that will be read.
+    # The XDG specification ignores a relative path. Links are resolved first: the folder that is read is judged.
     try:
         base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
         folder = base.resolve() / "posttrain"

@@ -215,8 +215,7 @@ class EmbeddedEngine:
 
     async def idle(self) -> None:
         """Wait until no turn can be said: each episode has ended, or waits for something else."""
-        # An ended task does not mean that all is said: an episode whose turn has just ended asks for its next one some
-        # turns of the event loop later.
+        # With an ended task not all is said: an episode may ask for its next turn some rounds of the event loop later.
         quiet = 0
         while quiet < SETTLED:
             if self._task is None or self._task.done() or self._paused:

@@ -35,8 +35,7 @@ def fixed_rows(slots: int) -> int:
 
 
 class SamplerReplay:
-    """Scores tokens as a deterministic engine with `slots` slots does. It holds a copy of the policy's weights and
-    brings it up to date at each call."""
+    """Scores tokens as a deterministic engine with `slots` slots does, by a copy of the weights that follows them."""
 
     def __init__(self, policy: Policy, slots: int) -> None:
         self._learner: nn.Module = policy.module

@@ -101,8 +101,7 @@ class PromptLookup:
     def _after(self, slots: Slots, s: int) -> list[int]:
         """The tokens that followed the last occurrence of the sequence's end, for the longest end that occurred."""
         request = slots.of(s)
-        # For another request than at the last call all begins anew. Otherwise only the tokens said since are looked at,
-        # so a turn costs time in proportion to its length.
+        # Another request begins anew. Otherwise only new tokens are looked at: time in proportion to the turn's length.
         whose, tokens, known = self._known.get(s, (None, [], {}))
         if whose is not request:
             tokens, known = request.ids.tolist(), {}
@@ -124,8 +123,7 @@ class PromptLookup:
 
 
 class DraftModel:
-    """The proposer of `Draft`: a second model whose cache pool has the same rows, so that both use the slots' tables.
-    `vocabulary` is the target's."""
+    """The proposer of `Draft`: a model whose cache has the same rows. `vocabulary` is the target's."""
 
     def __init__(
         self, options: Draft, context: int, vocabulary: int, slots: int, device: str, kernels: KernelChoice
@@ -195,8 +193,7 @@ def verify(
         drawn = spread.draw(uniform)
     else:
         drawn = spread.say(_residual(spread, drafts.q, uniform, accept_at, slot, step, draft))
-    # How many drafts of a slot are accepted is the index of its first row that drew something else. -1 is no token, so
-    # every slot has such a row.
+    # The first row of a slot that drew something else than its draft: the last row has no draft, so there is one.
     differing_row = np.where(drawn.ids == draft, len(slot), np.arange(len(slot)))
     starts = np.cumsum(widths) - widths
     return drawn, np.minimum.reduceat(differing_row, starts) - starts

@@ -31,8 +31,7 @@ NOTHING = np.zeros(0, np.int64)
 
 @dataclass(eq=False)
 class Contracts:
-    """The contracts of B rows as columns. `beta` is 1 / temperature, a `top_k` of 0 keeps all, and `top` is the number
-    of most probable tokens to return with each draw."""
+    """The contracts of B rows as columns. `beta`: 1 / temperature; `top_k` 0: all; `top`: best tokens to return."""
 
     beta: np.ndarray
     top_k: np.ndarray
@@ -111,8 +110,7 @@ class Contracts:
             self.rules.record(rows, ids)
 
     def at(self, rows: np.ndarray, ahead: np.ndarray | None = None) -> Contracts:
-        """The contracts of some rows, which may repeat. `ahead` [B, D], filled up with -1: tokens that each treats as
-        already said."""
+        """The contracts of some rows, which may repeat. `ahead` [B, D]: tokens taken as said; -1 fills it up."""
         if self.easy:
             return EASY
         slots = rows if self.slots is None else self.slots[rows]
@@ -220,8 +218,7 @@ class DrawDistributions:
 
 
 def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, kernels: KernelChoice = "auto") -> DrawnTokens:
-    """Draw one token per row. logits: float32 [B, V], overwritten. uniform: float64 [B] in [0, 1). NoDraw where nothing
-    can be drawn in some rows."""
+    """Draw a token for each row of logits [B, V], overwritten, by uniform [B] in [0, 1). NoDraw where some cannot."""
     return DrawDistributions.of(logits, contracts, kernels).draw(uniform)
 
 

@@ -21,8 +21,7 @@ TOKENS = 64
 BLOCK = 8192
 """The float64 logits of at most this many ids exist at once."""
 BOUND = 5e-5
-"""Largest difference that counts as float32's rounding, relative to the largest logit. Logits that are rounded to
-float16 differ by about 2e-4, and by 2e-3 in bfloat16."""
+"""Largest difference of float32's rounding, relative to the largest logit. float16 has about 2e-4, bfloat16 2e-3."""
 
 
 @torch.no_grad()

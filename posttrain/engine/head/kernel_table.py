@@ -17,8 +17,7 @@ from posttrain.engine.cpu import compile_native
 from posttrain.system.errors import EngineError
 
 FORMS = ("compiled", "torch", "reference")
-"""In order of preference. compiled: code that is compiled on this machine, by its C compiler or by Triton. torch:
-torch's fast operations. reference: the plain definition."""
+"""In order of preference: code compiled on this machine (C, Triton), torch's fast operations, the definition."""
 
 
 @dataclass(frozen=True, eq=False)

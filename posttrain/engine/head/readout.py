@@ -91,8 +91,7 @@ class ReadOut:
 
 
 def canary(weight: Tensor, length: int = CANARY) -> tuple[Tensor, Tensor]:
-    """(ids, positions) of a sequence: multiples of a prime, so tokens from all over the vocabulary, without a random
-    generator. `weight`: of the head."""
+    """(ids, positions) of a sequence for this head: multiples of a prime, so tokens from all over the vocabulary."""
     at = torch.arange(length, device=weight.device)
     return at * 7919 % weight.shape[0], at
 
@@ -145,8 +144,7 @@ def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> 
     kinds = getattr(config, "layer_types", None)
     for field, kind in (("sliding_window", "sliding"), ("attention_chunk_size", "chunked")):
         size = getattr(config, field, None)
-        # A limit matters if the config switches it on, a layer type uses it, no layer told our attention of it, and a
-        # sequence can be longer than it.
+        # A limit matters if it is on, a layer type uses it, no layer told it, and a sequence can be longer than it.
         used = getattr(config, f"use_{field}", None) is not False and (not kinds or any(kind in k for k in kinds))
         layer_told = seen and kind == "sliding"
         if isinstance(size, int) and size > 0 and used and not layer_told and (context is None or size < context):

@@ -32,8 +32,7 @@ def picked(x: Tensor, named: Tensor) -> Tensor:
 
 
 class TiledHead(torch.autograd.Function):
-    """The head's autograd function. It saves its inputs, the normaliser and the entropy [M], and the backward computes
-    each tile's scores again unless they were kept."""
+    """The head's autograd function. The backward computes each tile's scores again unless they were kept."""
 
     @staticmethod
     def forward(
@@ -48,8 +47,7 @@ class TiledHead(torch.autograd.Function):
         form: TileForm,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs in the shape of `named`, [M] or [M, K], and the entropy [M]; empty where it is not wanted."""
-        # The vocabulary is the outer loop: a block of a bfloat16 head is converted once and serves all tokens, and the
-        # running softmax of M tokens is three numbers each.
+        # The vocabulary is the outer loop: a block of a bfloat16 head is converted once, and serves all tokens.
         dtype, scores = logit_dtype(weight.dtype), list[Tensor]()
         named_MK = named if named.ndim == 2 else named[:, None]
         named_logits = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
@@ -83,8 +81,7 @@ class TiledHead(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
         grad_bias = torch.empty_like(bias) if bias is not None and need_bias else None
-        # The same tiles in the same order, so that kept scores come as they are needed. Where none are kept, the
-        # gradient is written over the scores (`to`).
+        # The same tiles in the same order as kept scores come. Where none are kept, `to` is written over the scores.
         for first in range(0, weight.shape[0], tile.ids):
             w, b = block_of(weight, bias, first, tile.ids, dtype)
             sum_w = None if grad_weight is None else _sum_for(grad_weight, first, tile.ids, dtype)

@@ -69,8 +69,7 @@ def cotangent(
     masked: bool,
     out: Tensor,
 ) -> Tensor:
-    """See `TileForm.cotangent`. With p the distribution and H its entropy: d logp_t / dz = onehot(t) - p, and
-    d H / dz_i = -p_i (log p_i + H)."""
+    """See `TileForm.cotangent`. d logp_t / dz = onehot(t) - p, and d H / dz_i = -p_i (log p_i + H)."""
     # Each of the K named ids takes p away in proportion to its own gradient, so the dense part needs their sum alone.
     q, total = torch.sub(z, norm[:, None], out=out), by_logp.sum(1, keepdim=True)
     if by_entropy is None:
@@ -105,8 +104,7 @@ def _form_results(
 def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:
     """Returns the largest difference between a form and torch's operations, relative to the largest number, on a small
     tile of `width` ids, with banned ids, a row without any id, and large scores. nan where one has nan."""
-    # One row for each hard case. 500 overflows exp unless the largest score is subtracted. It stands last, so that what
-    # was summed before has to be rescaled.
+    # One row for each hard case. 500 overflows exp unless the largest score is subtracted; last, so that sums rescale.
     rows, draws = 5, torch.Generator().manual_seed(0)
     z = torch.randn(rows, width, generator=draws, dtype=torch.float64) * 3
     z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0

@@ -115,8 +115,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
 
 @cache
 def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
-    """The Triton form, after it agreed with torch's operations on a small case on this device. EngineError where it
-    does not, or cannot be compiled here."""
+    """The Triton form, after it agreed with torch's operations on a small case on this device, or EngineError."""
     try:
         # More than one piece of columns and a ragged last one, so that the loop and the masks are compared too.
         gap = tiles.largest_gap(TRITON, device, dtype, COLUMNS + 37)

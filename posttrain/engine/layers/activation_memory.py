@@ -36,8 +36,7 @@ SMALL = 1 << 14
 
 
 def keep_less(module: Any, setting: Checkpointing) -> None:
-    """Make the layers of a model compute again, in training mode, what the setting does not keep. ConfigError where the
-    architecture, or this version of transformers, cannot."""
+    """Make layers compute again, in training, what the setting does not keep. ConfigError where they cannot."""
     if setting == "none":
         return
     if not hasattr(module, "activation_checkpointing_enable"):
@@ -49,8 +48,7 @@ def keep_less(module: Any, setting: Checkpointing) -> None:
     contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if setting == "selective" else {}
     try:
         module.activation_checkpointing_enable({"use_reentrant": False, **contexts})
-        # Only reentrant checkpoints need inputs with gradients. Every copy of the module would have that hook, and the
-        # engine's fused decoder takes no model with hooks.
+        # Only reentrant checkpoints need inputs with gradients, and the fused decoder takes no model with hooks.
         module.disable_input_require_grads()
         attention.keep_layout_in_recomputation(module)
     except ValueError as error:
@@ -73,8 +71,7 @@ def _kept(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def kept_on_the_cpu() -> AbstractContextManager[Any]:
-    """Inside: what a forward pass keeps for its backward is kept in pinned memory of the CPU and copied back when it is
-    needed. Weights and small tensors stay where they are."""
+    """Inside: what is kept for the backward is kept in the CPU's pinned memory, but for weights and small tensors."""
     return torch.autograd.graph.saved_tensors_hooks(_move_to_cpu, _move_back)
 
 

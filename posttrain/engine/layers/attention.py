@@ -89,8 +89,7 @@ def layout_in_use() -> Layout | None:
 
 
 def keep_layout_in_recomputation(module: nn.Module) -> None:
-    """Make layers that are computed again in the backward pass (activation checkpointing) attend by the layout of their
-    forward pass."""
+    """Make layers that are computed again in the backward pass attend by the layout of their forward pass."""
     for part in module.modules():
         checkpoint = part.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
@@ -136,8 +135,7 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with transformers' signature. The layout computes it. Returns ([1, N, H, D], None). EngineError for
-    what a layout would silently ignore."""
+    """Attention with transformers' signature, by the layout in use. EngineError for what that would silently ignore."""
     layout = _IN_USE.get()
     if layout is None:
         raise EngineError(
@@ -169,8 +167,7 @@ _registered: list[Callable[..., Any]] = [attend]
 
 
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
-    """Segment indices grouped by similar length, longest first. At most `waste` of each group, padded to its longest,
-    is padding.
+    """Segment indices grouped by similar length, longest first. At most `waste` of each padded group is padding.
 
     >>> [b.tolist() for b in buckets(np.array([10, 3, 9, 10]))]
     [[0, 3, 2], [1]]
@@ -191,11 +188,9 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
 
 
 class SpreadRows(torch.autograd.Function):
-    """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the row that each padded row copies, `back` [N] the padded row
-    of each row.
+    """Rows [N, ...] to padded rows [R, ...]: `to` [R] is the row that each copies, and `back` [N] its inverse.
 
-    Under a causal mask no real position reads padding, so its gradient is exactly zero: the backward is the plain
-    inverse gather, and no slow scatter-add.
+    No real position reads padding, so its gradient is exactly zero: the backward is a gather, no slow scatter-add.
     """
 
     @staticmethod

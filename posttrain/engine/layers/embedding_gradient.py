@@ -37,8 +37,7 @@ class SelectRows(torch.autograd.Function):
         out = grad.new_zeros(ctx.rows, grad.shape[1])
         if again is None:
             return out.index_copy_(0, at, grad), None, None
-        # `index_copy_` may not meet a row twice. Firsts are copied, which is quicker than adding to zeros, and only
-        # repeats are added.
+        # `index_copy_` may not meet a row twice. Firsts are copied, which is quicker than to add; repeats are added.
         is_first = torch.ones(len(at), dtype=torch.bool, device=at.device)
         is_first[again] = False
         out.index_copy_(0, at[is_first], grad[is_first])

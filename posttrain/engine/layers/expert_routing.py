@@ -33,8 +33,7 @@ SPREAD = 4.0
 TRIED = 8
 """Hidden states in that trial."""
 SAME = {torch.float32: 1e-5, torch.float64: 1e-5}
-"""Largest difference of a weight that counts as rounding; 0.02 in narrower types. Routers of transformers compute their
-softmax in float32 also in float64 models."""
+"""Largest difference of a weight that counts as rounding; 0.02 in narrower types. Routers' softmax is in float32."""
 
 
 def weights_of(logits: Tensor, chosen: Tensor, normalised: bool, dtype: torch.dtype) -> Tensor:
@@ -86,8 +85,7 @@ class Routing:
         return torch.stack([of[r] for r in sorted(of)], 1)
 
     def regret(self) -> tuple[Tensor, float]:
-        """(score of the best expert that was not used minus that of the worst used one [N, R], largest |score|). The
-        pass must have kept the scores."""
+        """(score of the best unused expert minus the worst used one's [N, R], largest |score|) of kept scores."""
         used, logits = self.stacked(self.used), self.stacked(self.logits)
         # At most 0 where a router used its own best; above 0 the used experts are not the best ones.
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
@@ -130,8 +128,7 @@ class RouterModules:
 
 
 def routers_of(module: PreTrainedModel) -> RouterModules | None:
-    """The routers of a model, which from now on follow the `Routing` of a pass; None where it has none that is
-    understood (`why_not`)."""
+    """The routers of a model, which then follow the `Routing` of a pass; None where none is understood (`why_not`)."""
     routers = list(_candidates(module))
     if not routers or why_not(module):
         return None
@@ -179,8 +176,7 @@ def _candidates(module: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def _normalised(router: Any) -> bool | None:
-    """Returns whether the weights of a token's experts sum to 1, by a trial; None where the router computes something
-    else than `weights_of` its largest logits."""
+    """Returns whether a token's weights sum to 1, by a trial; None where they are not `weights_of` its best experts."""
     weight: Tensor = router.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIED, weight.shape[-1], generator=generator).to(weight)
@@ -258,8 +254,7 @@ class PackedRouting:
         return torch.softmax(logits.float(), -1).cpu().numpy()[self._place_N]
 
     def balance(self, packed: Packed) -> Tensor:
-        """The load-balance loss of these positions: the routers' probabilities times `packed.balance_E`, over the
-        tokens whose experts are known."""
+        """The load-balance loss: the routers' probabilities times `packed.balance_E`, over tokens of known experts."""
         assert packed.balance_E is not None and packed.routed_N is not None
         # A place that is computed once counts once for each of its positions whose experts are known.
         times_C = np.bincount(self._place_N, known_rows(packed.routed_N), int(self._place_N.max()) + 1)

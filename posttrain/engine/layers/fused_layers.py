@@ -41,8 +41,7 @@ CHUNK = 256
 BOUND = 1e-4
 """Largest difference from the plain layers that counts as rounding, relative to the largest number."""
 ROUNDINGS = 8
-"""A difference above `BOUND` is accepted where the fused layers are off from float64 by at most this many times what
-the plain layers are."""
+"""A larger difference is accepted where fused layers are at most this many times as far from float64 as plain ones."""
 READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
 """Positions of the canary which are read once more by `hidden_at`. One of them stands twice."""
 
@@ -74,8 +73,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 class Heads(torch.autograd.Function):
-    """Heads [..., H, D], each divided by its root mean square and multiplied by the weight where there is one, then
-    rotated by cosine and sine [..., D]."""
+    """Heads [..., H, D] by their root mean square, times the weight if there is one, rotated by cosine and sine."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -211,8 +209,7 @@ class FusedReadOut(ReadOut):
         # Segments that begin alike read one position several times: it is computed once, and repeated at the end.
         read_R, place_M = np.unique(at_M, return_inverse=True)
         last = self.layers[-1]
-        # The plain pass runs where these methods do not, where somebody else has replaced the last layer's forward, and
-        # where there is nothing to leave out.
+        # The plain pass runs also where somebody replaced the last layer's forward, or nothing can be left out.
         if not self._uses_methods() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
             return super().hidden_at(input_ids, position_ids, layout, at_M)
         read = torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
@@ -231,8 +228,7 @@ class FusedReadOut(ReadOut):
             return super()._run(ids, positions, layout)
 
     def _uses_methods(self) -> bool:
-        """Returns whether a pass runs with these methods: of float32 layers that run in `_run` alone, neither compiled
-        nor computed again in the backward."""
+        """Returns whether a pass runs with these methods: of float32 layers, not compiled, and not computed again."""
         weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
         again = (layer.training and getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
         compiled = (layer._compiled_call_impl is not None for layer in self.layers)

@@ -80,8 +80,7 @@ def summed(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
     """g.T @ x of each of these gradients g: [N, F] and [N, E] -> [F, E]."""
     if not ONE_DNN or len(x) < MANY or min(t.shape[1] for t in (x, *grads)) < WIDE or compile_native.missing():
         return [g.t() @ x for g in grads]
-    # The narrower side is transposed: g.T @ x is `linear` of g.T and x.T, or (x.T @ g).T, where x.T serves all of them
-    # and each small result is transposed back.
+    # The narrower side is transposed: g.T @ x is `linear` of g.T and x.T, or (x.T @ g).T, transposed back.
     if x.shape[1] >= sum(g.shape[1] for g in grads):
         return [linear(transposed(g), x.t()) for g in grads]
     transposed_x = transposed(x)

@@ -86,8 +86,7 @@ class _Attention(torch.autograd.Function):
         runs, scaling, window = ctx.of
         (count, heads, _), kv_heads = query.shape, key.shape[1]
         dquery = torch.empty_like(query)
-        # One gradient for each query head: several heads read the same keys and may be in several threads. They are
-        # summed below, in a fixed order.
+        # One gradient for each query head, since threads may share the keys; they are summed below, in a fixed order.
         dkey, dvalue = (x.new_zeros(count, heads, x.shape[2]) for x in (key, value))
         arguments, grad = runs.told(query, key, value, scaling, window), grad.contiguous()
         rows = addresses(*saved, grad, dquery, dkey, dvalue)

@@ -58,8 +58,7 @@ class SharedTree:
     @staticmethod
     def of(ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree:
         """The tree of these segments. The order of the segments changes only the order of the unique positions."""
-        # Sorted as byte strings of their ids, what a segment shares with any one before it, it shares with the one just
-        # before. So one comparison per segment finds the tree.
+        # Sorted as byte strings: what a segment shares with any one before it, it shares with the one just before.
         ends = np.cumsum(lengths_S)
         starts = ends - lengths_S
         parts = [ids_N[a:b] for a, b in zip(starts, ends, strict=True)]
@@ -67,8 +66,7 @@ class SharedTree:
         place_N, first, runs = np.empty(len(ids_N), np.int64), list[np.ndarray](), list[TreeRun]()
         count, before = 0, -1
         for s, shared in zip(order, _shared_lengths([parts[s] for s in order]), strict=True):
-            # The shared tokens have places, those of the segment before it in this order. It may have shared some of
-            # them in turn, so `above` reaches up to the root of the tree.
+            # Shared tokens have the places of the segment before, which may have shared some: `above` reaches the root.
             above = place_N[starts[before] : starts[before] + shared] if shared else np.zeros(0, np.int64)
             added = int(lengths_S[s]) - shared
             place_N[starts[s] : starts[s] + shared] = above
@@ -96,8 +94,7 @@ def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
     (`_cluster_lengths`); 0 where they are so few that sharing is not worth it."""
     shared_lengths = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
-    # `tree` gathers the shared lengths of one tree. A segment that shares too little ends it and begins the next one;
-    # the 0 at the end closes the last.
+    # `tree` gathers the shared lengths of one tree. A segment that shares too little begins the next one.
     for i, shared in enumerate([*shared_lengths, 0]):
         if shared < LEAST:
             out += _cluster_lengths(tree, parts[i - len(tree) : i])
@@ -157,8 +154,7 @@ class _Bucket:
         # Rows behind a run's end repeat its last position.
         read_BL = np.array([r.start for r in runs])[:, None] + np.minimum(np.arange(longest), length_B[:, None] - 1)
         row, column = np.nonzero(np.arange(longest) < length_B[:, None])
-        # Siblings lie below the same positions: P distinct lists of positions above, and a matrix [P, B] of who lies
-        # below which.
+        # Siblings lie below the same positions: P distinct lists of them, and a matrix [P, B] of who is below which.
         places, list_of_run = np.unique(above_BA, axis=0, return_inverse=True)
         parents = (np.arange(len(places))[:, None] == list_of_run.reshape(1, -1)).astype(np.float32)
         return cls(
@@ -229,8 +225,7 @@ class _Padded(torch.autograd.Function):
                 continue
             # [P, B] @ [B, A * K * D]: gradients of all runs below one list, summed by one product.
             summed = (b.parents.to(grad.dtype) @ grad[:, : b.deep].flatten(1)).view(-1, b.deep, *grad.shape[2:])
-            # No position twice: all lists are written by one copy. Lists that overlap go one by one, because one
-            # `index_put` over all would lose what a position gets twice.
+            # No position twice: one copy writes all lists. Others go one by one, or `index_put` would lose a part.
             if b.apart:
                 flat = b.places.flatten()
                 out.index_copy_(0, flat, out.index_select(0, flat) + summed.flatten(0, 1))
@@ -265,8 +260,7 @@ class _Joined(torch.autograd.Function):
 
 
 class TreeLayout(RunsLayout):
-    """An attention layout over the unique positions of a `SharedTree`: each run attends to what is above it, and to
-    itself causally."""
+    """Attention over the unique positions of a `SharedTree`: each run sees what is above it, and itself causally."""
 
     def __init__(self, tree: SharedTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
         super().__init__(len(tree.first_U), kernels)

@@ -120,8 +120,7 @@ class Sharing:
         return self._out.hidden(*inputs) if at_M is None else self._out.hidden_at(*inputs, at_M)
 
     def _prove(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> None:
-        """Compare hidden states and gradients of a few segments, with sharing and without. InvariantError where they
-        differ by more than rounding."""
+        """Compare hidden states and gradients of a few segments, shared or not. InvariantError beyond rounding."""
         ids, lengths = _proof_segments(ids_N, lengths_S)
         tree, positions_N = SharedTree.of(ids, lengths), positions(lengths)
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
@@ -129,8 +128,7 @@ class Sharing:
             shared_routing, plain_routing = self._choices(ids, lengths, tree)
             shared = self._shared(ids, positions_N, tree, None, shared_routing)[self._to(tree.place_N)]
             alone = self._plain(ids, lengths, None, plain_routing)
-            # Both passes follow the same choices, so that a choice near a tie makes no difference. `lead` says whether
-            # the routers would have chosen so themselves.
+            # Both passes follow the same choices, near ties too. `lead`: whether the routers would have chosen so.
             lead = 0.0 if shared_routing is None else shared_routing.chosen_by_more(alone.dtype)
             gap = relative_gap([shared.detach()], [alone.detach()])
             # Without trained weights, as in a reference, there is no gradient to compare.
@@ -147,8 +145,7 @@ class Sharing:
 
     @torch.no_grad()
     def _choices(self, ids: np.ndarray, lengths: np.ndarray, tree: SharedTree) -> tuple[Routing | None, Routing | None]:
-        """The experts that both passes of the proof follow: for the one that computes a shared beginning once, and for
-        the other; None where there is no router."""
+        """The experts that the two passes of the proof follow, shared and plain; None where there is no router."""
         recorded = Routing()
         self._plain(ids, lengths, None, recorded)
         if not recorded.used:

@@ -1,5 +1,4 @@
-"""The frozen model a policy is compared with. It is the policy's own model without its adapter where that computes
-the same, else a copy."""
+"""The frozen model a policy is compared with: the policy's own without its adapter, or else a copy."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ MAX_EXACT_PARAMETERS = 1 << 24
 
 
 class HFLearner:
-    """`core.ports.Learner` over a policy's own module. It shares the weights of `policy.module`, so an optimizer step
-    changes both.
+    """`core.ports.Learner` over a policy's own module, whose weights it shares: an optimizer step changes both.
 
     Args:
         gradient_checkpointing: which activations the backward computes again, and does not keep (`activation_memory`).
@@ -88,8 +87,7 @@ class HFLearner:
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
-        # Whatever is asked for is read from one pass of the layers, run once for the positions of all readers, back to
-        # back. So shared beginnings are shared by all of them.
+        # All is read from one pass over the positions of all readers, so shared beginnings are shared by all of them.
         before, reader = self._reader.computed, self._reader
         reward_head = self._reward_head() if reads.rewards else None
         heard = packed.heard() if reads.heard else None
@@ -108,8 +106,7 @@ class HFLearner:
         logp_M, entropy_M = reader.head(packed, hidden, reads.entropy)
         # A batch without MU holds words that no sampler of this run drew, so there is nothing to be equal to.
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
-            # The value is the sampler's, bit for bit, and the gradient that of this pass: logp - logp.detach() is 0,
-            # and 0 + x is x.
+            # The sampler's value, bit for bit, with this pass's gradient: logp - logp.detach() is 0, and 0 + x is x.
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)
         ids_MK = None if reads.candidates_MK is None else device_ids(reads.candidates_MK, hidden.device)
         # With `head_only` the states are detached: the loss of the values trains their head, and not the model.
@@ -226,15 +223,12 @@ class HFLearner:
         return policy | {f"{name}.{n}": p for name, head in heads.items() for n, p in head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
-        """The policy's weights under their state-dict names, or only its adapter's where it has one, each whole. Each
-        tied tensor comes once."""
+        """The policy's weights by state-dict name, or only its adapter's, each whole. A tied one comes once."""
         return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
-        """Exact digest of the weights under their state-dict names. InvariantError where a frozen weight has other bits
-        than at the first call."""
-        # Samplers get the adapter alone, and a reference may be this model without it: both take the frozen weights to
-        # be what they were.
+        """Exact digest of the weights by name. InvariantError where a frozen one has other bits than at first."""
+        # Samplers get the adapter alone, and a reference may be this model without it: both rely on frozen weights.
         tensors = dict(named_tensors(self.policy.module))
         digests = fingerprints((name, self.whole(tensor)) for name, tensor in tensors.items())
         frozen = {n: digests[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
@@ -256,8 +250,7 @@ class HFLearner:
         return None if self.policy.lora is None else TrialOfAdapter(self)
 
     def routers(self) -> LearnerRouters | None:
-        """Returns the routers; None where the model is no mixture of experts, or its routers are not understood
-        (`expert_routing.why_not`)."""
+        """Returns the routers; None where there are none, or they are not understood (`expert_routing.why_not`)."""
         reader, modules = self._reader, self._reader.routers
         if modules is None or is_stateful(reader.module):  # passes with a recurrent state are padded
             return None
@@ -273,8 +266,7 @@ class HFLearner:
         return follower
 
     def train_mode(self, on: bool) -> None:
-        """Switch training mode. Activations are checkpointed only while it is on. It adds no noise: `silence` has
-        switched noise off at load."""
+        """Switch training mode, in which activations are checkpointed. It adds no noise: `silence` has taken that."""
         self.policy.module.train(on)
 
     def _values(self, hidden: Tensor) -> Tensor:

@@ -66,8 +66,7 @@ class PackedReader:
         return self._rows.computed
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
-        DataError where a segment is longer than the context."""
+        """[M, H]: the states that predict spoken tokens, or those `at` positions. DataError for too long a segment."""
         longest = int(packed.lengths_S.max())
         if longest > self.context:
             raise DataError(

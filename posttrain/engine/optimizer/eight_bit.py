@@ -112,10 +112,8 @@ def check_installed() -> None:
 
 
 def values(signed: bool) -> Tensor:
-    """float64 [256]: the numbers that a code stands for, in units of the scale, ascending. Each decade towards 0 has
-    half the numbers of the one above it."""
-    # With 0 and 1 these are 256: seven decades of 1, 2, 4, ... 64 intervals with both signs, or of twice as many with
-    # one. Each interval is held by its middle.
+    """float64 [256]: what codes stand for, in units of the scale, ascending. A decade has half of the next one's."""
+    # With 0 and 1: the middles of 1, 2, 4, ... 64 intervals in seven decades with both signs, or of twice as many.
     out = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float64)

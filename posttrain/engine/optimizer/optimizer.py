@@ -206,8 +206,7 @@ class StageOptimizer:
         return out | {f"ema.{name}": average for name, average in self._average.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from `state_tensors`, bit for bit. RunFolderError where the state belongs to other parameters, or to
-        another kind of optimizer: then nothing changes."""
+        """Continue from `state_tensors`, bit for bit. RunFolderError, without a change, where they do not fit."""
         # Every tensor that has a place is taken out of `left`, so what remains is foreign.
         left = dict(tensors)
         steps = left.pop("steps", None)
@@ -300,8 +299,7 @@ class StageOptimizer:
                 held(g).mul_(self.config.clip / (norm + CLIP_EPS))
 
     def _rules_of_parameters(self) -> Iterator[tuple[Rules, list[str]]]:
-        """Pairs of a kind of rule and the names of its parameters, in their order. A kind comes once for each group of
-        parameters where their state is elsewhere between steps."""
+        """Each kind of rule with the names of its parameters; once per group where state is elsewhere between steps."""
         by_rule: dict[Rules, list[str]] = {}
         for name, tensor in self._moved.items():
             by_rule.setdefault(self.rule_of(name, tensor), []).append(name)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 GROUP = 1 << 24
-"""Most numbers of the parameters of a group; a larger parameter is a group of its own. Two float32 moments of a group
-are 128 MiB."""
+"""Most numbers of a group's parameters, or one larger parameter. Two float32 moments of a group are 128 MiB."""
 
 
 def groups(tensors: Mapping[str, Tensor], most: int = GROUP) -> Iterator[list[str]]:
@@ -44,8 +43,7 @@ class OffloadedState:
 
     @contextmanager
     def fetched(self, state: Any, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside: the state of these tensors is on their device. `state`: a torch optimizer's own, by tensor. The block
-        may change it, and add to it."""
+        """Inside: the state of these tensors, out of a torch optimizer's, is on their device, and may be changed."""
         # The memory at home is kept and written again afterwards: allocating pinned memory is slow.
         if self.device is None:
             yield
@@ -63,8 +61,7 @@ class OffloadedState:
                     state[t] = {word: self.stored(part, at_home.get(word)) for word, part in state[t].items()}
 
     def stored(self, part: Any, home: Any = None) -> Any:
-        """A tensor at home: copied into `home` where there is one, else into new memory. Single numbers, and what is no
-        tensor, stay as they are."""
+        """A tensor at home: in `home` where it is given, else in new memory. Single numbers and no tensors stay."""
         if self.device is None or not isinstance(part, Tensor) or part.numel() < 2:
             return part
         if hasattr(part, "__tensor_flatten__"):  # a tensor made of several, such as codes and scales

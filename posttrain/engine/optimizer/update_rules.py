@@ -31,8 +31,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_EPS = 1e-7
 MATCHED_RMS = 0.2
-"""An orthogonal update is scaled by this times the root of the longer side, so that its root mean square is that of a
-usual AdamW step (2502.16982)."""
+"""An orthogonal update times this and the root of the longer side has AdamW's usual root mean square (2502.16982)."""
 PART, ROWS = 1 << 20, 16
 """A weight with a gradient of rows is updated in parts of about PART numbers, and a multiple of ROWS rows. So each part
 begins where a vector of the processor begins, and rounds as an update of the whole weight does."""
@@ -123,8 +122,7 @@ class Moments(UpdateRule):
         return adamw_update(config, exact(self.tensors[name], at), g, (first, second), step, lr)
 
     def step(self, lr: float) -> None:
-        """Update the tensors, and those whose gradient holds only some rows in parts, each with a dense gradient of its
-        own. The result is that of a whole dense gradient."""
+        """Update the tensors; those whose gradient holds some rows in parts, with the result of a dense gradient."""
         gradients_of_rows = {t: t.grad for t in self.tensors.values() if t.grad is not None and t.grad.is_sparse}
         # Hidden from torch's step, which takes dense gradients, and stepped by rows below.
         for tensor in gradients_of_rows:

@@ -30,8 +30,7 @@ STYLES = ("grouped_gemm", "ep_dispatch_experts")
 
 
 class ExpertLearner(TensorLearner):
-    """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the experts of
-    `policy.module` in place."""
+    """`core.ports.Learner` of one rank, given what one process would be. It cuts the experts in place."""
 
     every_part_is_used = False  # a rank's experts may compute no token
 

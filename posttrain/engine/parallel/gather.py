@@ -51,8 +51,7 @@ def gathered(shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, buck
     advice = "A rank left out an update, so its part is stale: nothing made of it could be trusted"
     check_same(ranks, version, "version of the weights", advice)
     own_shards = list(shards)
-    # Everybody's labels go to everybody first. From one table each rank makes the same buckets, so afterwards only
-    # bytes are exchanged.
+    # Everybody's labels go to everybody first, so each rank makes the same buckets, and then only bytes are exchanged.
     answers: list[tuple[int, list[_Label]]] = ranks.every((bucket or BUCKET, [_label(s, ranks) for s in own_shards]))
     bucket, table = answers[0][0], [labels for _, labels in answers]
     for rank, labels in enumerate(table):

@@ -88,8 +88,7 @@ def cut(
 
 def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None]) -> None:
     """Put other parameters in the place of those for which `make` returns one. Ties stay ties."""
-    # By identity, so that a tied parameter is made once. The old one is kept in the table too: were it freed, its id
-    # could be that of a new parameter.
+    # By identity, so that ties are made once. The old ones are kept: a freed one's id could come back as a new one's.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
     for submodule in module.modules():
         for name, p in submodule._parameters.items():
@@ -102,8 +101,7 @@ def remade(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter | None
 
 
 def with_memory(outermost: OutermostModule) -> set[str]:
-    """Give each cut parameter that has no memory the memory of this rank's part. Returns the names of those that had
-    none."""
+    """Give each cut parameter without memory that of this rank's part. Returns the names of those that had none."""
     blank = {n for n, p in outermost.named_parameters() if p.is_meta}
 
     def make(p: nn.Parameter) -> nn.Parameter | None:
@@ -126,8 +124,7 @@ def cut_like(part: Tensor, like: Any) -> DTensor:
 
 
 def giving(part: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any], None]:
-    """Returns a hook that moves a gradient of FSDP's parameter to `part`, the rank's own tensor of that parameter.
-    `local`: gives this rank's part of the gradient."""
+    """Returns a hook that moves FSDP's gradient of a parameter, whose own part `local` gives, to the rank's `part`."""
 
     def give(p: Any) -> None:
         # The gradient moves: the optimizer sees `part` alone, and one that stays would be added to in the next pass.

@@ -60,8 +60,7 @@ Filler = Callable[[Any, str, Tensor, int, torch.dtype], None]
 
 
 def _shared(method: Callable[..., Any], per: Literal["token", "segment"] = "token") -> Any:
-    """The method, done by all ranks together and without gradient: each computes a share of the tokens, and gets the
-    results of all."""
+    """The method, done by all ranks together without gradient: each computes a share, and gets the results of all."""
 
     def scored(self: ShardedLearner, packed: Packed, *arguments: Any) -> Any:
         def share(part: Packed) -> Any:
@@ -133,8 +132,7 @@ class ShardedLearner(RankLearner):
     # --- with gradient ------------------------------------------------------------------------------------------------
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
-        """Differentiable scores of one micro-batch of this rank. All ranks call it together, each with its own, and
-        then backward()."""
+        """Differentiable scores of a micro-batch of this rank. All ranks call it together, and then backward()."""
         self._prove_sharing()
         return self.inside(lambda: super(ShardedLearner, self).forward(packed, reads))
 

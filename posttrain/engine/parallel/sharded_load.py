@@ -39,8 +39,7 @@ L = TypeVar("L", bound=HFLearner)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlankPolicy(Policy):
-    """A policy whose weights are on `meta`: they have no memory, and their values are in `files`. A new adapter has
-    memory and values."""
+    """A policy whose weights are on `meta`, without memory; their values are in `files`. A new adapter has both."""
 
     files: RowFiles
 

@@ -113,8 +113,7 @@ def prove_sharing(
     vocabulary: int,
     context: int,
 ) -> None:
-    """Compare hidden states and gradients of two segments with sharing and without. On every rank InvariantError where
-    they differ by more than rounding. Leaves no gradient."""
+    """Compare hidden states and gradients, shared or not. On every rank InvariantError beyond rounding."""
     packed = _two_segments(vocabulary, context)
 
     def states_and_gradients(shared: bool, scale: float) -> list[Tensor]:

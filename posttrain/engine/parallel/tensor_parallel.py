@@ -39,8 +39,7 @@ WHOLE = ("replicated_with_grad_allreduce",)
 """Styles of a plan whose weights are whole on each rank and read by its own heads, so their gradients are summed."""
 
 ROUNDING, NOISE = 1e-3, 1e-6
-"""Largest distance between two ranks' gradients of the same weights that counts as rounding: ROUNDING times their norm,
-plus NOISE, for gradients that are nothing but rounding."""
+"""Two ranks' gradients of the same weights may differ by ROUNDING times their norm, plus NOISE."""
 
 
 class TensorLearner(RankLearner):

@@ -30,8 +30,7 @@ PREFILL_WASTE = 0.01
 
 
 class CachedModel:
-    """`module` with its key-value cache. `rows`: compute logits on this many rows in every pass, so that their bits do
-    not depend on other requests; None: on as many as needed."""
+    """`module` with its key-value cache. `rows`: rows of logits in every pass, for fixed bits; None: as needed."""
 
     others: tuple[CachePool, ...] = ()
     """Pools of other models, with the same rows as `pool`."""
@@ -127,8 +126,7 @@ class CachedModel:
         """Expected |difference| of the next token's log-prob between cached and fresh keys and values, per slot."""
         if not len(at):
             return Gauge(0, 0)
-        # The new weights compute the pending token twice: over keys and values of the old ones, as the next draw will,
-        # and with its whole sequence computed anew.
+        # The new weights compute the pending token over the old keys and values, and with all tokens computed anew.
         stale = self.read_out.logits(self.ahead(slots, at, slots.pending[at], slots.cached[at])).log_softmax(-1)
         sequences = [np.append(slots.sequence(i), slots.pending[i]).astype(np.int64) for i in at.tolist()]
         lengths = np.array([len(w) for w in sequences])

@@ -44,8 +44,7 @@ class PrefillPieces:
 
 @dataclass(eq=False)
 class Plan:
-    """One forward pass. Its positions in order: ragged ones (generating slots, then short pieces), starts of prompts,
-    later chunks, idle ones."""
+    """One forward pass. Its positions: generating slots and short pieces (ragged), starts of prompts, chunks, idle."""
 
     generating: np.ndarray
     """Slots whose pending token is computed."""
@@ -71,8 +70,7 @@ class Plan:
 
 
 def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPieces, least: int) -> Plan:
-    """The pass over the pending tokens of the slots `at`, their drafts and these pieces. It has at least `least`
-    positions; idle ones fill it up."""
+    """The pass over the pending tokens of the slots `at`, drafts and pieces, filled up to `least` positions."""
     # `each` has the slot of every position at the front: once for its pending token, and once for each of its drafts.
     each, tokens = at, s.pending[at]
     position = s.cached[at]

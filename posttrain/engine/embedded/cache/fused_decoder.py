@@ -45,8 +45,7 @@ BOUND = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Weights of one decoder layer. `before` and `after` are the norms before its attention and before its feed-forward
-    part; `out` and `down` are the last products of these two."""
+    """Weights of a decoder layer. Its two parts begin with the norms `before`, `after` and end with `out`, `down`."""
 
     attention: nn.Module
     index: int
@@ -89,8 +88,7 @@ class FusedDecoder:
         self._structures = [self._address(layer) for layer in self._layers]
         self._addresses = [ctypes.addressof(x) for x in self._structures]
         half = self._width // 2
-        # transformers rotates by x cos + [-x2, x1] sin, where x1 and x2 are the halves of a head. With the sign in the
-        # table, [x2, x1] is a plain roll by half a head.
+        # transformers rotates by x cos + [-x2, x1] sin of a head's halves. With the sign in the table it is a roll.
         self._cos = cos[0, :, None].contiguous()
         self._sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
         self._check(read_out, min(CANARY, context))
@@ -160,8 +158,7 @@ class FusedDecoder:
         return out
 
     def _head_room(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Memory [N, heads, D] for all heads of a pass, and views of queries, keys and values [1, heads, N, D]. It is
-        reused where the last pass had as many positions."""
+        """Memory [N, heads, D], reused if it fits, and views of queries, keys and values [1, heads, N, D]."""
         if len(self._head_memory[0]) != count:
             h, k, d = self._heads, self._kv_heads, self._width
             heads = torch.empty(count, h + 2 * k, d)

@@ -34,8 +34,7 @@ from posttrain.system.errors import EngineError
 LANES = 64
 """The width of the score matrix is padded to a multiple of this, so that a row is always summed in the same way."""
 RESERVE = 2
-"""On a CPU the pool reserves this many rows of address space for each row that is asked for. Growth within them copies
-nothing, and memory is taken only when it is first written."""
+"""Rows of address space that a pool on a CPU reserves for each row asked for: so it seldom copies when it grows."""
 
 
 class CachePool:
@@ -59,8 +58,7 @@ class CachePool:
         self.kernel = kernel("paged_attention", device, self.dtype, kernels)
         self.device = device
         self.release()
-        # torch warns once a process, at its first CSR tensor. That first one is made here, where the warning can be
-        # dropped without hiding others.
+        # torch warns once a process, at its first CSR tensor. It is made here, where that hides no other warning.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             none, two = torch.zeros(0), torch.zeros(2, dtype=torch.int32)
@@ -127,8 +125,7 @@ class CachePool:
 class RoutedPool(CachePool):
     """`CachePool` of a mixture of experts, which also keeps the experts that computed each cached token.
 
-    The choices lie in the rows of the pool. So they are shared, copied and kept with the keys and values that they
-    made, for other requests and later turns too.
+    They lie in the rows of the pool, so they are shared, copied and kept with the keys and values that they made.
     """
 
     _routed = np.zeros((0, 0, 0), np.int16)
@@ -147,8 +144,7 @@ class RoutedPool(CachePool):
         self._routed[to] = self._routed[source]
 
     def keep(self, rows: np.ndarray, routing: Routing) -> None:
-        """Store what the routers chose for the positions of a pass, which are cached in these rows. Idle positions
-        come after them."""
+        """Store what the routers chose for the positions cached in these rows. Idle positions come after them."""
         chosen = as_array(routing.stacked(routing.used))[: len(rows)]
         # How many routers and experts there are is seen at the first pass.
         if self._routed.shape[1:] != chosen.shape[1:]:
@@ -318,8 +314,7 @@ class CachedLayout:
         return (weights[..., None, :] @ v_HBTD)[:, :, 0].transpose(0, 1).unsqueeze(0).to(query.dtype)
 
     def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
-        """The indices by which the sparse product and the embedding bag find their rows in the pool, made once per
-        forward pass for all layers of one shape."""
+        """The indices by which sparse product and embedding bag find their rows, made once a pass for layers alike."""
         if (heads, kv_heads, window) in self._patterns:
             return self._patterns[heads, kv_heads, window]
         # With a window a query sees its last rows only: fewer of them, from a later place on.

@@ -71,8 +71,7 @@ class PrefixTree:
         """The longest cached beginning of int32 `ids`, at most `most` tokens of it."""
         if not self._nodes:
             return Match(np.zeros(0, np.int64))
-        # Whole blocks first. Then the best partly equal block, whose rows are copied: it cannot be shared, since two
-        # sequences write behind its rows.
+        # Whole blocks, then the best partly equal one. Its rows are copied, since two sequences write behind them.
         path, at = self._walk(ids, most // BLOCK)
         done = len(path) * BLOCK
         partial = self._partial_match(at, ids[done : min(most, done + BLOCK)])

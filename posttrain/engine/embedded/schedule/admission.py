@@ -71,8 +71,7 @@ class Admission:
         limit = min(sampling.max_tokens, room)
         # The smaller one of both limits ends the turn, and is its stop reason.
         end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
-        # One more than it can fill, for the copy of a shared last block. So any one request fits an empty cache, and
-        # preempting others always makes enough room for the oldest.
+        # One more, for the copy of a shared last block: so any request fits an empty cache, and the oldest gets room.
         if blocks_for(len(ids) + limit) + 1 > self.most:
             raise EngineError(
                 f"a sequence of {len(ids) + limit} tokens does not fit the key-value cache of {self.most * BLOCK}"

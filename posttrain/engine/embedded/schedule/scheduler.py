@@ -146,8 +146,7 @@ class Scheduler:
     def make_room(self, ahead: int = 0) -> np.ndarray:
         """Allocate blocks for the next position of every generating slot; where there are too few, the youngest is
         preempted. Also for `ahead` more positions, if no other request loses blocks. Returns the generating slots."""
-        # This ends: the oldest keeps its blocks, and a request alone fits the cache (checked when it was accepted). The
-        # youngest has the least to compute again.
+        # This ends: the oldest keeps its blocks, and alone it fits. The youngest has the least to compute again.
         s = self.slots
         while True:
             at = s.generating.nonzero()[0]
@@ -250,8 +249,7 @@ class Scheduler:
         for i in np.argsort(-s.number, kind="stable").tolist():
             if s.request[i] is None:
                 continue
-            # Slots that wait for a prompt are preempted in either case, because prompts are freed: their first token
-            # would be drawn from a hidden state of the old weights.
+            # Slots that wait for a prompt are always preempted: their first token would be drawn from old weights.
             if not stale or not s.generating[i]:
                 self.preempt(i)
         s.fresh[s.generating] = False
@@ -291,8 +289,7 @@ class Scheduler:
         return prompt
 
     def _pieces(self, room: int) -> PrefillPieces:
-        """Pieces of prompts to compute now, at most `room` positions. A prompt waits if another one computes the same
-        next block in this pass, and then adopts it."""
+        """Pieces of prompts, at most `room` positions. A prompt waits for a next block that another computes now."""
         pieces = PrefillPieces()
         claimed: set[bytes] = set()
         for prompt in self._caching:

@@ -83,8 +83,7 @@ class SlotRules:
         # A bad sequence of one token is banned everywhere; longer ones need the tokens before.
         self.static[s] = sampling.allowed_ids is not None or any(len(b) == 1 for b in sampling.bad_ids)
         self._put_sequences(s, [b for b in sampling.bad_ids if len(b) > 1])
-        # The last tokens, right-aligned. Places before the turn's first token stay NO_ID: so a bad sequence never
-        # reaches back into the prompt.
+        # Right-aligned. Before the turn's first token stands NO_ID: a bad sequence never reaches back into the prompt.
         depth = self.tail.shape[1]
         self.tail[s, depth - min(depth, len(said)) :] = said[len(said) - min(depth, len(said)) :]
         # The two tables [s, V] are written at the first draw: the logits show the vocabulary (`_write`).
@@ -123,8 +122,7 @@ class SlotRules:
         NothingLeft where in some rows without drafted tokens every token is banned.
         """
         self._write(logits)
-        # Place b * V + id of the flat logits. The steps come in the order of the contract: a penalty looks at the sign
-        # of the biased logit, and nothing is computed with -inf.
+        # Places b * V + id, steps in the contract's order: a penalty looks at the biased logit, and -inf comes last.
         flat, width = logits.view(-1), logits.shape[1]
         drafted = None if ahead is None else (ahead != NO_ID).sum(1)
         # (row, column) pairs of the entries that are no filling.
@@ -151,8 +149,7 @@ class SlotRules:
         return self._dead_ends(logits, rows, np.union1d(static, where // width), drafted)
 
     def _penalise(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None) -> None:
-        """Apply the repetition penalty, in place: logits of tokens in the sequence are divided by it where they are
-        above 0, and multiplied by it below."""
+        """Apply the repetition penalty, in place: logits of said tokens are divided by it above 0, multiplied below."""
         penalised = np.flatnonzero(self.penalty[rows] != 1)
         if not len(penalised) or self._seen is None:
             return

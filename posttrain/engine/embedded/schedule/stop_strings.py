@@ -43,8 +43,7 @@ class Strings:
         self.wanted.pop(s, None)
 
     def ended(self, at: np.ndarray, ids: np.ndarray, said: np.ndarray) -> np.ndarray:
-        """bool [len(at)]: whether the token each slot said last completes a stop string. `ids` [slots, C] are the turns
-        of all slots, and `said` their lengths."""
+        """bool [len(at)]: whether the token said last completes a stop string, by the turns `ids` [slots, C] so far."""
         out = np.zeros(len(at), bool)
         for i, s in enumerate(at.tolist()) if self.wanted else ():
             if (waits := self.wanted.get(s)) is not None and self.text is not None:
@@ -81,8 +80,7 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
 
 
 def _end(ids: np.ndarray, characters: int, text: Text) -> str:
-    """The text of the last tokens: without a cut character, and with at least `characters` characters before the last
-    token. The whole turn's text where no such end is found."""
+    """The last tokens' text, uncut, from at least `characters` before the last one; all text where none is found."""
     # As many tokens as characters mostly do. The window is doubled where tokens hold less, or one is cut.
     window = characters
     while window < len(ids) - 1:

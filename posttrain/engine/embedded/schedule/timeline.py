@@ -1,5 +1,4 @@
-"""Records when each request was queued, admitted, drew its first token and finished, as a Chrome trace
-(chrome://tracing, Perfetto)."""
+"""Records when requests were queued, admitted, began and finished, as a Chrome trace (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class Timeline:
     def phase(self, request: GenerateCall, name: str | None) -> None:
         """End the request's phase and begin phase `name`; None: the request has finished."""
         row = 0 if request.slot is None else request.slot + 1
-        # An event is complete: its begin and its duration are written when the phase ends. In process 0 every slot is a
-        # thread, and process 1 has the steps.
+        # An event is complete: written when the phase ends. In process 0 every slot is a thread; process 1 has steps.
         if request.number in self._open:
             label, begun, at = self._open.pop(request.number)
             self._add(label, begun, 0, at, {"request": request.number})

@@ -61,8 +61,7 @@ def _key_of_file(path: Path) -> bytes:
             part.write(fresh_key())
             part.flush()
             os.link(part.name, path)
-    # Checked on the open file, so that it cannot be exchanged before the reading. A link is not followed, and a pipe
-    # does not block.
+    # Checked on the open file, so that it cannot be exchanged. A link is not followed, and a pipe does not block.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
@@ -103,8 +102,7 @@ class _Writer:
 class _Reader(_Writer):
     def load(self) -> Any:
         with self._file.getbuffer() as data:
-            # Checked over all bytes before the unpickler sees the first. compare_digest takes the same time wherever
-            # the bytes differ.
+            # Checked before the unpickler sees a byte. compare_digest takes the same time wherever the bytes differ.
             genuine = hmac.compare_digest(data[:SIGNED], _signature(self._key, data[SIGNED:]))
         if not genuine:
             raise EngineError(
