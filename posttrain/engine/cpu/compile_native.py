@@ -1,9 +1,8 @@
 """The C code of `native_code/`, compiled once per machine by its own C compiler and called on tensors.
 
 The library is in the user's cache folder, beside its digest, and is loaded only where nobody else could have written
-either. Its name is a hash of source, compiler, flags and processor, so a change of any of them makes a new library.
-Without a working compiler the engine uses torch's own operations, which are slower but otherwise the same. `find`
-then returns the reason.
+either. Its name is a hash of source, compiler, flags and processor. Without a working compiler the engine uses torch's
+own operations, which are slower but otherwise the same, and `find` returns the reason.
 """
 
 from __future__ import annotations

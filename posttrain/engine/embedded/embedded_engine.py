@@ -1,7 +1,6 @@
 """The embedded engine: `core.ports.Sampler` over a Hugging Face module that it owns, in the running event loop.
 
-It runs steps (`engine_step.Stepper`) while there is work. The event loop runs between steps, so an episode can ask for
-its next turn before the next admission.
+It runs steps (`engine_step.Stepper`) while there is work. Between them the event loop lets episodes ask for more turns.
 """
 
 from __future__ import annotations
@@ -53,11 +52,9 @@ class EmbeddedEngine:
         deterministic: use fixed matrix shapes, so that the bits of a turn do not depend on other requests.
         cache_bytes: upper bound of the key-value cache.
         budget: most positions of a forward pass. Generating slots come first; pieces of prompts take the rest.
-        retain: tokens of ended sequences that the cache keeps for later turns; None: half of what all slots can hold,
-            but at most an eighth of the cache.
-        update: what happens to unfinished sequences when new weights come. drain: they end first. inflight: they
-            continue, and their cache is computed again. stale: they continue over keys and values of the old weights,
-            and a gauge reports the difference.
+        retain: tokens of ended sequences kept for later turns; None: half of all slots', up to an eighth of the cache.
+        update: what unfinished sequences do when new weights come. drain: they end first. inflight: they continue, and
+            their cache is computed again. stale: they continue over the old one, and a gauge reports the difference.
         timeline: record when each request was queued, admitted and finished.
         text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
         speculate: draft several tokens per pass (module `speculation`); None: one token per pass.

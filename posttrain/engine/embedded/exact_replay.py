@@ -1,10 +1,9 @@
 """The sampler's own function of the learner's weights, for `exact=true`: its log-probs, bit for bit.
 
-Two forward passes of one model differ in their last bits, because matrix products and sums depend on the shapes they
-are computed in. A deterministic engine (`EmbeddedEngine`) computes every position in a pass of the same number of rows,
-and its attention over exactly the rows that the position sees. So the log-prob of a token is one function of weights
-and tokens, whatever else is in the pass. Here it is computed again, with the weights of a learner, by the same code in
-the same shapes. The learner takes these values, and its gradients from the packed pass, which differs by rounding.
+Two forward passes of one model differ in their last bits, because products and sums depend on their shapes. A
+deterministic engine (`EmbeddedEngine`) computes every position in a pass of the same number of rows, and its attention
+over exactly the rows that it sees: the log-prob of a token is one function of weights and tokens. Here it is computed
+again, with a learner's weights, by the same code in the same shapes. The learner's gradients are of the packed pass.
 
 Axis letters: N packed positions, M spoken tokens, R rows of a pass, V vocabulary.
 """

@@ -5,12 +5,11 @@ position j has the target's distribution p_j given the drafts before it. A draft
 is accepted with probability min(1, p(d) / q(d)). A rejected one is replaced by a draw from (p - q)+ / sum (p - q)+,
 and all later drafts are dropped (2211.17192, algorithm 1; 2302.01318). The tokens then have distribution p.
 
-A deterministic proposer has q = 1 at d, so the rule becomes: draw from p, and accept d if it was drawn. With the
-position's uniform, this is the same token as without speculation. Drafts of a model are drawn and accepted with two
-more random streams of the same place: the distribution is exact, but the tokens are others.
+A deterministic proposer has q = 1 at d: draw from p, and accept d if it was drawn. With the position's uniform, this
+is the token of no speculation. Drafts of a model are drawn and accepted with two more random streams of the same place:
+the distribution is exact, but the tokens are others.
 
-At temperature 1 it is seldom faster: half of the computed positions are rejected, and in a full batch reading the
-weights is not what costs most. It is off by default.
+At temperature 1 it is seldom faster, since half of the computed positions are rejected. It is off by default.
 
 Axis letters: n slots, R rows (position j of slot i), V vocabulary.
 """
@@ -180,11 +179,9 @@ class DraftModel:
 def verify(
     spread: DrawDistributions, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None
 ) -> tuple[DrawnTokens, np.ndarray]:
-    """(a token for every row, and int64 [n] how many drafts of each slot are accepted).
-
-    `spread` are the target's distributions: the rows of a slot are consecutive, one per draft, then one more. `uniform`
-    [R] is that of each row's position. `accept_at` [R] accepts drafts that were drawn from `drafts.q`.
-    """
+    """(a token for every row, and int64 [n] how many drafts of each slot are accepted). `spread` are the target's
+    distributions: the rows of a slot are consecutive, one per draft, then one more. `uniform` [R] is that of each row's
+    position. `accept_at` [R] accepts drafts that were drawn from `drafts.q`."""
     widths = drafts.counts + 1
     slot, step = np.repeat(np.arange(len(widths)), widths), ragged_arange(widths)
     # The draft that each row decides about; -1 in a slot's last row, which has none.

@@ -232,10 +232,8 @@ def _top(logp: Tensor, k: int) -> Top | None:
 
 def pick(logp: Tensor, uniform: np.ndarray, kernels: KernelChoice = "auto") -> Tensor:
     """int64 [B]: the first token whose cumulative probability exceeds uniform * total, with sums in float64, in order
-    of ids. NotADistribution where some rows have probabilities that are not finite.
-
-    Only a token of positive probability can be the first to exceed the target. The target stays below the total.
-    """
+    of ids. NotADistribution where some rows have probabilities that are not finite. Only a token of positive
+    probability can be the first to exceed the target. The target stays below the total."""
     ids = kernel("draw", logp.device, logp.dtype, kernels).function(logp, uniform)
     if ids is None:
         # The forms say only that some row has failed. Where no such row is found here, all are named.
@@ -291,11 +289,9 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
 
 
 def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
-    """The kept mask from the n most probable tokens, and the rows for which these n are enough.
-
-    They are not where the kept set reaches the value of the last one, which others may have too, nor where a top-k
-    larger than n comes before top-p, because the mass it leaves is unknown.
-    """
+    """The kept mask from the n most probable tokens, and the rows for which these n are enough. They are not where the
+    kept set reaches the value of the last one, which others may have too, nor where a top-k larger than n comes before
+    top-p, because the mass it leaves is unknown."""
     size = z.shape[-1]
     # In ascending order of ids, so that the stable sort by value gives ties to the lower id.
     ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None

@@ -1,14 +1,11 @@
 """Steps 1 to 3 of the log-prob contract (`core.sampling`) for spoken tokens: logit bias, repetition penalty, bans.
 
-The bans are computed again and not stored. They follow from the contract and the token ids before a position, which are
-the same integers for sampler and learner. Stored, they would be a set of nearly V ids per token; computed, they are one
-mask [V] for all tokens and a few pairs. The sampler's side of the same rules is
-`engine.embedded.schedule.slot_rules`; laws test that both agree.
+The bans follow from the contract and the ids before a position, and are computed again: stored, they would be a set of
+nearly V ids per token; computed, they are one mask [V] and a few pairs. The sampler's side of the same rules is
+`engine.embedded.schedule.slot_rules`; laws test that both agree. Past ids are ragged lists: a penalised id costs one
+entry, not a row of the vocabulary.
 
-The past ids of a position are stored as ragged lists: a penalised id costs one entry, not a row of the vocabulary.
-
-Axis letters: N packed positions, M spoken tokens, S segments, V vocabulary, C tokens and B ids of one tile, U
-listed ids.
+Axis letters: N packed positions, M spoken tokens, S segments, V vocabulary, C tokens, B ids of a tile, U listed ids.
 """
 
 from __future__ import annotations
@@ -95,9 +92,8 @@ class LogitRules:
         return LogitRules(ids, bias, s.repetition_penalty, seen, never, now)
 
     def adjust(self, z: Tensor, at: int, first: int = 0) -> tuple[Tensor, Tensor] | None:
-        """Apply the rules, in place, to the logits [C, B] of tokens at..at + C and ids first..first + B.
-        Differentiable. Returns (places, slope) of the penalised logits: the slope is the derivative of the result with
-        respect to the logit before, which is 1 everywhere else."""
+        """Apply the rules, in place and differentiably, to logits [C, B] of tokens from `at` and ids from `first` on.
+        Returns (places, slope) of the penalised logits; the derivative by the logit before is 1 everywhere else."""
         # The sampler's order. The penalty looks at the sign of the biased logit, and nothing is computed with -inf.
         flat, to, width = z.view(-1), at + z.shape[0], z.shape[1]
         if self.bias_ids is not None and self.bias is not None:

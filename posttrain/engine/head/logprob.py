@@ -1,6 +1,5 @@
-"""The one head: hidden states to (log-prob, entropy). It works in tiles, some tokens and one block of the vocabulary,
-forward and backward: no matrix [tokens, vocabulary] exists at once, and weights of less than float32 are converted
-block by block.
+"""The one head: hidden states to (log-prob, entropy). It works in tiles, some tokens and one block of the vocabulary:
+no matrix [tokens, vocabulary] exists at once, and narrow weights are converted to float32 block by block.
 
 Every loss differentiates the policy through this head. A log-prob here belongs to the distribution that was sampled
 from. To logits the head applies the architecture's scale and soft-cap first, and then the contract (`core.sampling`):
@@ -68,10 +67,8 @@ def logprobs(
 
     Args:
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
-        chunk: tokens of one tile; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`. For a vocabulary
-            of more than `CHUNK_IDS` ids, None means as many as `TILE` says.
-        block: ids of one tile; None: all ids. For a vocabulary of more than `CHUNK_IDS` ids, None means equal blocks of
-            at most as many as `TILE` says.
+        chunk: tokens of one tile; None: as `CHUNK_ELEMENTS` and `CHUNK_ROWS` say. block: its ids; None: all. With more
+            than `CHUNK_IDS` ids, None means as many as `TILE` says.
         contract: what the tokens were drawn under; greedy is refused.
 
     With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H), times

@@ -29,8 +29,7 @@ class TileForm:
     """(z [C, B], want_entropy, masked) -> m, S, and U or None, [C] each. `masked`: some scores may be -inf."""
     cotangent: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, bool, Tensor], Tensor]
     """(z [C, B], norm [C], named [C, K], by_logp [C, K], by_entropy [C] or None, entropy [C], masked, out [C, B]) ->
-    `out`, the gradient with respect to z. `out` may be z itself, which is then lost. `named` are ids of the block;
-    others are ignored."""
+    `out`, the gradient by z, which may be written over it. Ids `named` outside of the block are ignored."""
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,8 @@ REWARD_HEAD = "reward_head"
 
 
 class RewardHead(nn.Module):
-    """Linear layers without bias on hidden states of `width` H. The weights begin as normal numbers of variance
-    1 / (H + 1) (2009.01325), drawn by `seed` alone.
-
-    `blank`: the id of a token that is skipped at the end of a sequence, as transformers skips padding.
-    """
+    """Linear layers without bias on hidden states of `width` H. Weights begin as normal numbers of variance 1 / (H + 1)
+    (2009.01325), by `seed` alone. `blank`: a token skipped at the end of a sequence, as transformers skips padding."""
 
     def __init__(
         self,

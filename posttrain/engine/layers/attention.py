@@ -188,10 +188,8 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
 
 
 class SpreadRows(torch.autograd.Function):
-    """Rows [N, ...] to padded rows [R, ...]: `to` [R] is the row that each copies, and `back` [N] its inverse.
-
-    No real position reads padding, so its gradient is exactly zero: the backward is a gather, no slow scatter-add.
-    """
+    """Rows [N, ...] to padded rows [R, ...]: `to` [R] is the row that each copies, and `back` [N] its inverse. No real
+    position reads padding, so its gradient is exactly zero: the backward is a gather, no slow scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, to: Tensor, back: Tensor) -> Tensor:
@@ -221,11 +219,8 @@ class CollectRows(torch.autograd.Function):
 
 
 class RunsLayout:
-    """A layout whose positions lie in runs.
-
-    `by_runs`: compiled code reads the runs as they lie. `by_buckets`: runs of similar length are padded and computed by
-    one call of dense attention; it also serves scores with a soft-cap.
-    """
+    """A layout whose positions lie in runs. `by_runs`: compiled code reads the runs as they lie. `by_buckets`: runs of
+    similar length are padded and computed by one call of dense attention; it also serves scores with a soft-cap."""
 
     routing: Any = None
     """The `expert_routing.Routing` of the pass; None: routers do what they do in transformers."""

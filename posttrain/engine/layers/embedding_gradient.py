@@ -1,11 +1,11 @@
 """Gradients that hold few rows: of hidden states at some positions, and of the weight that turns tokens into vectors.
 
-Hidden states at some positions are selected by `SelectRows`. Its backward costs one pass over the rows that are read.
+`SelectRows` selects hidden states at some positions. Its backward costs one pass over the rows that are read.
 
-For an embedding autograd makes a gradient of all V rows, which is zero but for the tokens that were read; at 151,936
-ids and 896 columns it is half a gigabyte. Where the head shares the weight, it makes two and adds them. Here the
-look-up is a node of its own (`LookedUp`), which adds its few rows to the head's gradient in place. Where no head reads
-the hidden states, the gradient holds the rows that were read and nothing else (`core.exchange.row_gradient`).
+For an embedding autograd makes a gradient of all V rows, mostly zeros: half a gigabyte at 151,936 ids and 896 columns.
+Where the head shares the weight, it makes two and adds them. Here the look-up is a node of its own (`LookedUp`), which
+adds its few rows to the head's gradient in place. Where no head reads the hidden states, the gradient holds the rows
+that were read and nothing else (`core.exchange.row_gradient`).
 """
 
 from __future__ import annotations

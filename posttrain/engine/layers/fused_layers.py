@@ -1,11 +1,10 @@
 """Layers of a learner with fewer passes over memory: norms, rotation of heads and the gate as one operation each.
 
-Between its matrix products (its linear layers) a layer of the Llama family only reads and writes memory, and
-transformers writes it as some forty operations forward and backward. At 1 M parameters they take 40 % of a step. Here
-each is one compiled operation (`native_code/training.h`), which also keeps less for the backward pass. The products are
-the layer's own modules, so that adapters and frozen weights are as they were; plain ones of one input are made together
-(`products`). The methods of the model are replaced only while it runs, so that neither the engine, which reads the same
-module where the policy has an adapter, nor what is saved sees them.
+Between its matrix products a layer of the Llama family only reads and writes memory, in some forty operations of
+transformers. At 1 M parameters they take 40 % of a step. Here each is a compiled operation (`native_code/training.h`),
+which also keeps less for the backward. The products are the layer's own modules, with their adapters; plain ones of one
+input are made together (`products`). The model's methods are replaced only while it runs, so that neither the engine,
+which reads the same module where the policy has an adapter, nor what is saved sees them.
 
 Axis letters: N packed positions, E hidden width, H heads, D head width, F feed-forward width.
 """

@@ -1,8 +1,7 @@
 """Segments that begin alike, computed once: siblings of a prompt, the two sides of a pair, turns of one episode.
 
-A token's hidden state depends only on the tokens before it. So where segments begin with the same tokens, these
-positions are computed once. Each segment adds only the positions that are its own: a run, which attends to the
-positions above it and to itself.
+A token's hidden state depends only on the tokens before it, so equal beginnings are computed once. Each segment adds
+only the positions that are its own: a run, which attends to the positions above it and to itself.
 
 Worked example: segments [a b c d], [a b c e f], [g h] have the unique positions a b c d e f g h (8 of 11). Their runs
 are [a b c d] below nothing, [e f] below (a b c), and [g h] below nothing.
@@ -196,11 +195,8 @@ class _Bucket:
 
 class _Padded(torch.autograd.Function):
     """Rows [U, ...] to the padded rows of every bucket, [B, L, ...] each. With `above` the rows above each run come
-    before its own: [B, A + L, ...].
-
-    All buckets write to one gradient: one of its own for each would be mostly zeros. Runs below the same positions are
-    summed by one product: adding row by row is slow. The gradient of padding is exactly zero and is left out.
-    """
+    before its own: [B, A + L, ...]. All buckets write to one gradient: one of its own for each would be mostly zeros.
+    Runs below the same positions are summed by one product, which is quick. Padding has gradient zero, left out."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, of: Sequence[_Bucket], above: bool) -> tuple[Tensor, ...]:

@@ -49,9 +49,8 @@ class HFLearner:
     Args:
         gradient_checkpointing: which activations the backward computes again, and does not keep (`activation_memory`).
         offload_activations: keep activations in the memory of the CPU until the backward.
-        sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
-            (`embedded.exact_replay`). Where it is given, log-probs have its values and the gradients of the packed
-            pass.
+        sampled: computes float32 [M] log-probs as the sampler does, bit for bit (`embedded.exact_replay`). With it
+            log-probs have its values, and the gradients of the packed pass.
         replays: compute a token by the experts that its sampler chose, where these are known
             (`core.exchange.expert_choices`). ConfigError where the model has no routers that could follow.
     """
@@ -315,9 +314,7 @@ class FrozenScores:
 
 class FrozenScorer(FrozenScores):
     """A reference: a copy of a policy's weights as they are now. Weights that never train are shared with the policy.
-
-    `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used.
-    """
+    `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy.twin()

@@ -243,9 +243,8 @@ class StageOptimizer:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Move the gradients of weights to their masters, without the scale of the loss, and add them there, in
-        float32. Gradients of frozen parameters are dropped. One of rows becomes whole where its rule cannot read rows,
-        or its state is elsewhere between steps."""
+        """Add the gradients of weights to their masters', in float32 and without the scale of the loss. Those of frozen
+        parameters are dropped. One of rows becomes whole where its rule cannot read rows, or its state is elsewhere."""
         for p in self._frozen:
             p.grad = None
         for name, master in self._masters.items():

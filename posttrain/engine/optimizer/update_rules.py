@@ -1,7 +1,6 @@
 """The mathematics of updates: how a step changes tensors that hold gradients, and what it must change by definition.
 
-A rule serves some of an optimizer's tensors. The clip, the learning rate of the step and master copies are the
-optimizer's (`engine.optimizer.optimizer`).
+A rule serves some of an optimizer's tensors. Clip, learning rate and master copies are the optimizer's (`optimizer`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 for the architecture (`base_model_ep_plan`) and its `apply_expert_parallelism`.
 
 Every rank computes every token. Attention, routers and norms are whole on each rank; of the experts it computes only
-its own. Their outputs are summed over ranks once in each layer, and so are the gradients of the experts' inputs. So all
-ranks are given the same micro-batches, as with columns and rows (`tensor_parallel`), and every other gradient is the
-same on each rank.
+its own. Their outputs, and the gradients of their inputs, are summed over ranks once in each layer. So all ranks are
+given the same micro-batches, as in `tensor_parallel`, and every other gradient is the same on each.
 """
 
 from __future__ import annotations

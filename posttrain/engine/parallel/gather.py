@@ -1,7 +1,6 @@
 """Weights of all ranks on one rank, in buckets.
 
-No rank but the receiving one holds more than its own parts and one bucket of them, and it holds one bucket of all
-ranks."""
+A rank holds no more than its own parts and a bucket of them; the receiving one holds a bucket of all ranks."""
 
 from __future__ import annotations
 
@@ -40,9 +39,8 @@ class _Label:
 def gathered(shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, bucket: int = 0) -> Iterator[Shard]:
     """The parts of all ranks on rank 0; nothing on the others, which must read it to its end as well.
 
-    A part is valid until the next one is asked for, so copy what is kept (`role.sync.whole_tensors` does). A weight
-    that comes in one part stays valid. A weight that every rank holds whole comes once, from rank 0. Of several copies
-    of the weights only the first one is sent.
+    A part is valid until the next one is asked for, so copy what is kept (`role.sync.whole_tensors` does), but for a
+    weight in one part. What every rank holds whole comes from rank 0, and of several copies the first is sent.
 
     Args:
         version: of the weights of this rank. InvariantError where another rank has another one, or other weights.

@@ -76,15 +76,13 @@ def _shared(method: Callable[..., Any], per: Literal["token", "segment"] = "toke
 class ShardedLearner(RankLearner):
     """`core.ports.Learner` of one rank. It cuts the weights of `policy.module` in place.
 
-    Weights below float32 that train are float32 here and rounded whenever they are computed with or sent, so
-    `parameters` are the master copies that an optimizer in one process keeps beside the weights. Frozen weights beneath
-    an adapter keep their type.
+    Weights below float32 that train are float32 here, and rounded where they are computed with or sent: `parameters`
+    are the master copies of an optimizer in one process. Frozen weights beneath an adapter keep their type.
 
     Args:
         offload: keep this rank's part of the weights in the memory of the CPU. On a CPU it changes nothing.
         fill: reads this rank's rows of the weights of a policy without memory (`sharded_load`).
-        prove: the checks at load of such a policy. It is called inside a pass, where weights are whole; then the fused
-            layers are compared.
+        prove: the checks at load of such a policy, in a pass, where weights are whole. Then fused layers are compared.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Proofs of a learner over ranks: fused layers, and shared beginnings, compute what the plain ones do.
 
-One process proves the same of a whole model (`fused_layers`, `shared_prefixes`). Over ranks, weights come together only
-in a pass that all ranks make at once. So all ranks make a proof together, of the same tokens, and each compares the
-gradients of its own rows. `inside` runs a function where weights are whole, and `rank_parts` are the rank's parts of
-every trainable parameter.
+One process proves the same of a whole model (`fused_layers`, `shared_prefixes`). Here weights come together only in a
+pass of all ranks, so they make a proof together, of the same tokens, and each compares the gradients of its own rows.
+`inside` runs a function where weights are whole; `rank_parts` are the rank's parts of every trainable parameter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The frozen reference of a learner over ranks: a copy that is cut as the learner is, so each rank has its part of it.
 
-Where the learner has an adapter that does nothing yet, the reference is the learner itself with the adapter switched
-off, as in one process.
+Where the learner's adapter does nothing yet, the reference is the learner with its adapter off, as in one process.
 """
 
 from __future__ import annotations

@@ -22,9 +22,7 @@ With fewer slots, most of the time is reading the weights. With more positions, 
 @dataclass(frozen=True, eq=False)
 class Drafts:
     """Tokens proposed after the pending one of each generating slot: the first `counts[i]` of row i of `ids` [n, k].
-
-    `q[j]` [n, V] holds the distributions that the j-th drafts were drawn from. `q` is None where they were not drawn.
-    """
+    `q[j]` [n, V]: the distributions that the j-th drafts were drawn from; None where they were not drawn."""
 
     ids: np.ndarray
     counts: np.ndarray
@@ -115,11 +113,8 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
 
 def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
     """Returns the number of prompt positions to compute in a pass with `computed` other ones, where `left` prompt
-    positions are not cached yet.
-
-    Positions that would begin one more vector of lanes without filling it wait for the next pass: with 64 slots and
-    short prompts, one lane in nine would be idle otherwise.
-    """
+    positions are not cached yet. Positions that would begin one more vector of lanes without filling it wait for the
+    next pass: with 64 slots and short prompts, one lane in nine would be idle otherwise."""
     # Whole vectors only if that still leaves a position for prompts, and if all that is wanted would be computed.
     wanted = computed + left
     whole = wanted // lanes * lanes

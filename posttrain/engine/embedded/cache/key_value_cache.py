@@ -38,14 +38,9 @@ RESERVE = 2
 
 
 class CachePool:
-    """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D].
-
-    A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at
-    `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
-
-    Models in narrower dtypes are cached in float32 too: products are then exact, and the ragged kernels have no other.
-    EngineError where compiled kernels were chosen and cannot be used here.
-    """
+    """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D]. A block holds its
+    rows head after head: head k of row r is at `(r // BLOCK * K + k) * BLOCK + r % BLOCK`. Models in narrower dtypes
+    are cached in float32 too, so products are exact. EngineError where compiled kernels cannot be used as chosen."""
 
     def __init__(
         self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, kernels: KernelChoice = "auto"
@@ -123,10 +118,8 @@ class CachePool:
 
 
 class RoutedPool(CachePool):
-    """`CachePool` of a mixture of experts, which also keeps the experts that computed each cached token.
-
-    They lie in the rows of the pool, so they are shared, copied and kept with the keys and values that they made.
-    """
+    """`CachePool` of a mixture of experts, which also keeps the experts that computed each cached token. They lie in
+    the rows of the pool, so they are shared, copied and kept with the keys and values that they made."""
 
     _routed = np.zeros((0, 0, 0), np.int16)
     """int16 [rows, R, K]."""

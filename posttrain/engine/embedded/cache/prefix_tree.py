@@ -1,10 +1,9 @@
 """The prefix tree: which cached blocks hold which beginnings of sequences.
 
 An edge is the tokens of one block. A node is the block that holds their keys and values, computed after all tokens
-above it. Inner nodes are full blocks. A leaf may be partial, so that the next turn of an episode finds all tokens of
-its last turn. A sequence that leaves a cached one inside a block copies the rows before it. The roots are weight
-versions, so keys and values of other weights are never found. The least recently used blocks are evicted first, and a
-leaf before its parent.
+above it. Inner nodes are full; a leaf may be partial, so that an episode's next turn finds all of its last one. A
+sequence that leaves a cached one inside a block copies the rows before it. The roots are weight versions, so those of
+other weights are never found. The least recently used blocks are evicted first, and a leaf before its parent.
 """
 
 from __future__ import annotations
@@ -97,10 +96,8 @@ class PrefixTree:
 
     def insert(self, ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """Add a sequence: `blocks` hold the keys and values of all of `ids`. The tree becomes an owner of new ones.
-
         Returns int64, like `blocks`: the blocks in which the tree has `ids`. A caller that keeps blocks must keep
-        these: a block with a child cannot be evicted, so it must not be spare while a caller holds the child.
-        """
+        these: a block with a child cannot be evicted, so it must not be spare while a caller holds the child."""
         # Two requests may have computed the same block at once. The tree keeps the first, and the caller takes that one
         # over and gives its own up (`Scheduler._take_over`): so no spare block lies above one that is in use.
         path, at = self._walk(ids, len(ids) // BLOCK)

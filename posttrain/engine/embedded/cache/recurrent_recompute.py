@@ -1,9 +1,8 @@
 """The embedded engine's form of a model with a recurrent state: it caches the tokens and computes each sequence again.
 
-There is no cache of states: a state cannot be cut back to the beginning that two sequences share, as keys and values
-can. So the pool holds the id of each token in place of its keys and values, and the hidden state of a position is
-computed from all ids up to it. It is exact, and each token costs a pass over its whole sequence: for small models and
-for trying out. vLLM serves large ones.
+A state cannot be cut back to the beginning that two sequences share, as keys and values can. So the pool holds the id
+of each token in their place, and a hidden state is computed from all ids up to it. It is exact, and each token costs a
+pass over its whole sequence: for small models and for trying out. vLLM serves large ones.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Decides which tokens the next forward pass computes, and which request owns which cache blocks. Uses numpy; no model,
-no event loop.
+"""Decides which tokens the next forward pass computes, and which request owns which cache blocks, without the model.
 
 A request is queued, then gets a slot when there are blocks for its prompt, waits for the prompt to be cached, and
-generates. Where blocks run out, the youngest request is preempted: it goes back to the head of the queue with the
-tokens it has said, and its cache is computed again. Requests are served in order of arrival and the oldest is never
-preempted, so all of them end.
+generates. Where blocks run out, the youngest is preempted: it goes back to the head of the queue with what it has said,
+and its cache is computed again. All end, since they are served in order of arrival and the oldest is never preempted.
 """
 
 from __future__ import annotations
@@ -320,10 +318,9 @@ class Scheduler:
             prompt.done = len(cached_blocks) * BLOCK
 
     def _take_over(self, prompt: Prompt, tree_blocks: np.ndarray) -> None:
-        """Let the prompt hold `tree_blocks`, the tree's blocks of its beginning, instead of its own ones.
-
-        So a request that holds a block of the tree also holds all blocks before it, even where two requests computed
-        the same at once. Therefore all spare blocks, which only the tree owns, can be evicted."""
+        """Let the prompt hold `tree_blocks`, the tree's blocks of its beginning, instead of its own ones. So a request
+        that holds a block of the tree also holds all blocks before it, even where two requests computed the same at
+        once. Therefore all spare blocks, which only the tree owns, can be evicted."""
         # Shared before its own are released: at no moment is a block that is in use without an owner.
         differs = prompt.blocks[: len(tree_blocks)] != tree_blocks
         self.blocks.share(tree_blocks[differs])

@@ -1,8 +1,7 @@
 """Stop strings: which token of a turn completes one.
 
-It is the first token with which the text of the turn contains a stop string. The first `min_tokens` tokens complete
-none: the string must end behind their text. All tokens of the turn are decoded together, so it does not matter how
-strings and characters were cut into tokens.
+It is the first token with which the text of the turn contains a stop string that ends behind the first `min_tokens`.
+All tokens are decoded together, so it does not matter how strings and characters were cut into tokens.
 """
 
 from __future__ import annotations
@@ -62,11 +61,9 @@ def check_strings(sampling: Sampling, text: Text | None) -> None:
 
 
 def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) -> bool:
-    """Returns whether a turn ends with the last of these tokens. It must not have ended at an earlier one.
-
-    Only the end of the turn is decoded, and a string found there is confirmed in the whole text. Under stop=(";",) the
-    turn "a" "b;" ends with its second token; with least=2 the turn "a" "b;" "c;" ends with its third.
-    """
+    """Returns whether a turn ends with the last of these tokens. It must not have ended at an earlier one. Only the end
+    of the turn is decoded, and a string found there is confirmed in the whole text. Under stop=(";",) the turn "a" "b;"
+    ends with its second token; with least=2 the turn "a" "b;" "c;" ends with its third."""
     if len(ids) <= least:
         return False
     # Decoding a whole turn at each of its tokens would cost time in proportion to its square.

@@ -20,9 +20,8 @@ SECONDS = 600.0
 
 
 class ProcessRanks:
-    """`core.exchange.ranks.Ranks` over a group of processes on CPU, this one among them (None: all of them), and a mesh
-    of the same processes, with two axes where there are copies of the weights. Groups made of these wait `seconds` in
-    an exchange."""
+    """`core.exchange.ranks.Ranks` over a group of processes on CPU (None: all), and a mesh of them, with two axes where
+    there are copies of the weights. Groups made of these wait `seconds` in an exchange."""
 
     def __init__(
         self, group: ProcessGroup | None = None, mesh: DeviceMesh | None = None, seconds: float = SECONDS

@@ -1,7 +1,6 @@
 """The other ranks of a run as processes of this machine, which the run itself starts, watches and ends.
 
-They meet in a folder that nobody else can read: there lie their key, what they note down for each other, and what
-they print.
+They meet in a folder that nobody else can read: there lie their key, their notes for each other, and what they print.
 """
 
 from __future__ import annotations

@@ -37,9 +37,8 @@ def fresh_key() -> bytes:
 
 
 def users_key() -> bytes:
-    """The key of ranks that somebody else starts, such as torchrun: of `POSTTRAIN_RANKS_KEY`, or of a file in the
-    user's home that nobody else can read, which the first rank that looks for it makes. ConfigError where the key is
-    too short, or no file can be made."""
+    """The key of ranks that torchrun or others start: of `POSTTRAIN_RANKS_KEY`, or of a private file in the user's
+    home, which the first rank makes. ConfigError where the key is too short, or no file can be made."""
     try:
         key = os.environ.get(VARIABLE, "").encode() or _key_of_file(notes_folder().parent / FILE)
         if len(key) < SHORTEST:
