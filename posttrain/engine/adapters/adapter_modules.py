@@ -177,8 +177,7 @@ def switched_off(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def loud(module: nn.Module) -> Iterator[None]:
-    """Inside, every adapter adds random numbers half as large as its layer's own output; afterwards all adapters hold
-    their own numbers again, bit for bit."""
+    """Inside, every adapter adds random numbers half as large as its layer's own output; then it is as before."""
     # Copies, and no arithmetic that is undone afterwards: rounding would leave other numbers than before.
     before = {n: t.detach().clone() for n, t in adapter_tensors(module).items()}
     generator = torch.Generator().manual_seed(0)

@@ -301,8 +301,7 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     top_k = _to(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
-    # The log of the mass that top-k leaves; where top_k > n that of the whole vocabulary, which is wrong where top-p
-    # needs the mass that top-k leaves behind these n tokens: `beyond` marks such rows.
+    # The log of the mass that top-k leaves; for top_k > n that of all, which is wrong where top-p needs it (`beyond`).
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))

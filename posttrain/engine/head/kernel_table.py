@@ -29,8 +29,7 @@ class Kernel:
     devices: tuple[str, ...] = ()
     """Device types it runs on; (): all."""
     bounds: Mapping[torch.dtype, float] = field(default_factory=dict[torch.dtype, float])
-    """For each dtype it supports, the largest allowed difference from the reference form, relative to the largest
-    number. The reference form supports every dtype and has no bound."""
+    """By supported dtype, the largest difference from the reference form, relative to the largest number."""
     missing: Callable[[], str] = lambda: ""
     """Returns why this machine does not have it; '' where it does."""
     operation: str = ""

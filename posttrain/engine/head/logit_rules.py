@@ -36,8 +36,7 @@ class Ragged:
         self._last = int(ids.max(initial=-1))
 
     def places(self, a: int, b: int, width: int, first_id: int = 0) -> Tensor:
-        """int64: places of the ids of tokens a..b in a matrix [b - a, width] whose columns are the ids from `first_id`
-        on, numbered row by row. Ids that have no column are left out."""
+        """int64: places of tokens a..b's ids in a matrix [b - a, width] of the ids from `first_id` on, row by row."""
         first, last = int(self._before[a]), int(self._before[b])
         # The output size is given. Otherwise the CPU would wait for the GPU to learn it.
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
@@ -122,8 +121,7 @@ class LogitRules:
 def seen_before(packed: Packed, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(ids [U], start_M, count_M): the distinct ids of each segment in the order of their first position, and how many
     of them come before each spoken token. In the segment [5 6 5 X] with X spoken: [5, 6], [0], [2]."""
-    # segment * V + id is one number for each pair of segment and id. In order of their first positions, those before
-    # any place are a run from the start of its segment: all tokens of a segment share one list.
+    # One number for each pair of segment and id: by first position, those before any place are a run of its segment.
     starts_S = np.cumsum(packed.lengths_S) - packed.lengths_S
     segment_N = np.repeat(np.arange(len(starts_S), dtype=np.int64), packed.lengths_S)
     _, first = np.unique(segment_N * vocabulary + packed.ids_N, return_index=True)
@@ -154,8 +152,7 @@ def banned_here(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
         ids.append(np.tile(np.array(s.stop_ids, np.int64), len(early)))
     sequences = [b for b in s.bad_ids if len(b) > 1]
     if in_turn_M is not None and sequences:
-        # The token before last of a bad sequence must stand directly before. Two binary searches by that token give the
-        # few candidates, which are thinned out from the back to the front.
+        # Two binary searches by the token before last give the few candidates, thinned out from back to front.
         before_M = packed.ids_N[packed.source_M]
         order = np.argsort(before_M, kind="stable")
         token_before = before_M[order]

@@ -31,8 +31,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
 CHUNK_ROWS = 128
 """Fewest tokens of a tile. With fewer, reading the weight of the head costs too much per token."""
 KEPT_ELEMENTS = {"cpu": 1 << 22, "accelerator": 0}
-"""Most logits (M * V) of a pass that are kept until its backward; more are computed again. 16 MiB of float32 on a CPU,
-and none on an accelerator, where it was not measured what that saves."""
+"""Most logits (M * V) of a pass that are kept until its backward: 16 MiB on a CPU; not measured on accelerators."""
 CHUNK_IDS = 16384
 """The largest vocabulary that is one block, in ids."""
 TILE = {"cpu": (256, 4096), "accelerator": (8192, 16384)}

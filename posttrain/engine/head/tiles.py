@@ -176,8 +176,7 @@ def each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
 
 def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bool) -> Blocks:
     """`soft`, torch's log-softmax or softmax, over all blocks. `single`: there is one, whose result is kept."""
-    # With one block torch's own function sees the whole row, so the bits are the plain computation's. With more, one
-    # reading computes the norm, and every use reads the blocks once more.
+    # One block has the bits of torch's own function. With more, one reading computes the norm, and each use reads anew.
     if single:
         whole = [(first, soft(z, 1)) for first, z in blocks()]
         return lambda: whole

@@ -98,8 +98,7 @@ def keep_layout_in_recomputation(module: nn.Module) -> None:
 
 def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     """Calls a checkpoint function of torch with the layout of now."""
-    # In the backward pass `using` has ended, and on a GPU autograd works in a thread of its own, where the context
-    # variable is not set. So the layout is bound while the forward pass runs.
+    # `using` has ended in the backward pass, which on a GPU runs in another thread: the layout is bound now.
     layout = _IN_USE.get()
 
     def again(*inputs: Any) -> Any:

@@ -93,8 +93,7 @@ class Routing:
         return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
 
     def chosen_by_more(self, computed: torch.dtype) -> float:
-        """The largest lead of an expert that was not used over a used one, in units of what rounding may decide
-        (`NEAR`). Above 1, this pass would have chosen other experts than it was given."""
+        """The largest lead of an unused expert over a used one, in units of rounding (`NEAR`); above 1 they differ."""
         if not self.logits:
             return 0.0
         regret, scale = self.regret()
@@ -118,8 +117,7 @@ def _hook(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RouterModules:
-    """What a module's routers are called and hold; see `core.exchange.expert_choices.Routers`. `normalised`: whether
-    the weights of a token's experts sum to 1."""
+    """What routers are called and hold (`core.exchange.expert_choices`). `normalised`: a token's weights sum to 1."""
 
     experts: int
     names: tuple[str, ...]
@@ -181,8 +179,7 @@ def _normalised(router: Any) -> bool | None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIED, weight.shape[-1], generator=generator).to(weight)
     try:
-        # The first call shows how large the scores are; in the second the largest is `SPREAD`. Tiny scores would leave
-        # the choice to rounding. With huge ones normalised and plain weights look alike.
+        # The second call has scores of up to `SPREAD`: tiny ones leave the choice to rounding, huge ones hide the sum.
         size = float(router(hidden)[0].abs().max())
         logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
         # The chosen are the K best exactly if the worst has the K-th largest score: equal ones may be in any order.
@@ -220,8 +217,7 @@ class PackedRouting:
         self._place_N = np.arange(len(packed.ids_N))
 
     def fold(self, place_N: np.ndarray) -> bool:
-        """From now on the pass computes each place once, for all positions of it (`place_N`). Returns False, and
-        changes nothing, where positions of one place are given different choices."""
+        """From now on compute each place once (`place_N`). Returns False, and changes nothing, where choices differ."""
         given_N = self._given_C
         if given_N is not None:
             known_N = known_rows(given_N)

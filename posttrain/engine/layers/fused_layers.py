@@ -100,8 +100,7 @@ class Heads(torch.autograd.Function):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, and its product with W where W is given. The backward pass computes silu(gate) * up again, in
-    little time; kept, it would be a sixth of a layer's memory."""
+    """silu(gate) * up, times W where given. The backward computes it again: kept, it is a sixth of a layer's memory."""
 
     @staticmethod
     def _gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -190,8 +189,7 @@ def _last_layer(self: Any, read: Tensor, hidden_states: Tensor, **kwargs: Any) -
 
 
 METHODS = {"RMSNorm": _norm, "MLP": _feed_forward, "Attention": _attention}
-"""The forward method of each part of a layer, by its class's name without the family. Products are modules of their
-own: they may have an adapter, or be quantised."""
+"""The forward method of each part of a layer, by its class's name without the family; products stay the modules'."""
 
 
 # --- the read-out -----------------------------------------------------------------------------------------------------
@@ -252,16 +250,14 @@ class FusedReadOut(ReadOut):
 
 
 def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
-    """The read-out of a model that a learner runs, with the layers that its kernels choose. Fused layers on `meta` are
-    compared once their weights are read (`engine.parallel.sharded_proofs`)."""
+    """The read-out of a learner, with the layers its kernels choose. `sharded_proofs` compares those on `meta`."""
     plain = read_out(module)
     device = torch.device("cpu") if plain.weight.is_meta else plain.weight.device
     return kernel("layers", device, module.dtype, kernels).function(module, plain)
 
 
 def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
-    """The read-out with fused layers, which are compared but on `meta`; `plain` itself where the model's layers are of
-    another kind. EngineError where they differ by more than rounding."""
+    """The read-out with fused layers, compared but on `meta`; `plain` for others. EngineError where they differ."""
     prefix, config = FAMILIES.get(type(module).__name__), module.config
     if prefix is None or config.hidden_act != "silu":
         return plain
@@ -278,8 +274,7 @@ def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
 
 
 def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> None:
-    """EngineError where hidden states, or gradients of the first layer, differ by more than `BOUND`, and by more than
-    `ROUNDINGS` times what the plain layers differ from themselves in float64."""
+    """EngineError where states or the first layer's gradients differ by more than `BOUND` and `ROUNDINGS` allow."""
     ours, theirs = _sample(fused), _sample(plain)
     gap = _gap(ours, theirs)
     if gap <= BOUND:
@@ -316,8 +311,7 @@ def _sample(out: ReadOut) -> list[Tensor]:
 
 
 def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference of hidden states or of gradients, each relative to their largest number. Gradients that
-    are zero but for rounding are compared with the hidden states."""
+    """The largest relative difference of hidden states or gradients. Zero gradients are compared with hidden states."""
 
     def largest(parts: Sequence[Tensor]) -> float:
         return float(np.max([float(x.abs().max()) for x in parts], initial=0.0))  # `max` would pass over NaN

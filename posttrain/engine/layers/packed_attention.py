@@ -32,8 +32,7 @@ PROOF = 2e-5
 
 
 class Runs:
-    """All runs of one forward pass, as arrays that compiled code reads. `above` are the positions above each run in the
-    order of their depth: the first is the start of the run at the root of the tree."""
+    """All runs of one forward pass, as arrays that compiled code reads. `above`: positions above each, by depth."""
 
     def __init__(self, start: np.ndarray, length: np.ndarray, above: Sequence[np.ndarray] = ()) -> None:
         # Threads take trees in this order. The costliest come first, so that none begins a long one at the end.
@@ -103,8 +102,7 @@ def _check_memory(failed: int) -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float, window: int | None) -> Tensor:
-    """Attention of float32 rows on the CPU: query [N, H, D], key and value [N, K, D] -> [N, H, D]. EngineError where
-    the compiled code differs from the plain definition by more than rounding, on its first use."""
+    """Attention of float32 rows: query [N, H, D], key and value [N, K, D] -> [N, H, D], proved at its first use."""
     _proved(query.shape[1], key.shape[1], query.shape[2], value.shape[2], window is not None)
     return _Attention.apply(query, key, value, runs, scaling, window)  # pyright: ignore[reportReturnType]
 

@@ -89,8 +89,7 @@ def _renumbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun
 
 
 def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
-    """Returns how many tokens each of these sorted segments shares with the one before it, rounded down
-    (`_cluster_lengths`); 0 where they are so few that sharing is not worth it."""
+    """Returns how many tokens each sorted segment shares with the one before it (`_cluster_lengths`); 0: too few."""
     shared_lengths = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
     # `tree` gathers the shared lengths of one tree. A segment that shares too little begins the next one.

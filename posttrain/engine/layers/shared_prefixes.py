@@ -23,8 +23,7 @@ PROOF = 512
 SCALES = (1.0, 2.0**-6, 2.0**-12)
 """Factors of the loss of the proof. They are tried one after the other, until no gradient overflows."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest |difference| / |value| of hidden states and of the whole gradient that counts as rounding; 0.1 in narrower
-types. Norms of transformers compute in float32 also in float64 models."""
+"""Largest |difference| / |value| of hidden states and gradient that counts as rounding; 0.1 in narrower types."""
 
 OFF = "Set model.share_prefixes=false, and please report the model's architecture"
 
@@ -58,8 +57,7 @@ class Sharing:
         """Positions of all calls of `hidden` so far, without those that sharing saved."""
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
-        """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
-        Positions behind the last one that is read are not computed, but with `every`."""
+        """[M, H]: the states that predict spoken tokens, or those `at` positions. None behind the last is computed."""
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
         # Cut before the tree is made, so that positions that are not read are neither shared nor computed.
@@ -173,8 +171,7 @@ def _until_read(
 
 
 def _proof_segments(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, lengths) of a few segments that begin alike: the two that share the most, and those that follow them in
-    sorted order, as long as all have at most `PROOF` tokens. Each is cut to `PROOF` tokens."""
+    """(ids, lengths) of the two segments that share the most, cut to `PROOF` tokens, and of more that begin alike."""
     ends = np.cumsum(lengths_S)
     parts = [ids_N[a:b] for a, b in zip(ends - lengths_S, ends, strict=True)]
     parts.sort(key=lambda x: x.astype(">u4").tobytes())
@@ -188,8 +185,7 @@ def _proof_segments(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarra
 
 
 def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> float:
-    """`relative_gap` between the gradients of one weighted sum of the hidden states, with and without sharing. Where
-    those without sharing overflow, as float16 may, both are computed again of a smaller sum."""
+    """`relative_gap` of the gradients of one weighted sum, shared or not; of smaller sums where they overflow."""
     weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0)).to(alone)
 
     def gradients(hidden: Tensor, scale: float) -> list[Tensor]:

@@ -38,8 +38,7 @@ def frozen_module(reference: Reference) -> PreTrainedModel:
 
 
 class AdapterOff(FrozenScores):
-    """`core.ports.Reference`: the learner's own model with its adapter switched off. It needs no memory of its own. Its
-    weights belong to the learner, so the digest shows whether something changed them."""
+    """`core.ports.Reference`: the learner's own model with its adapter off. `digest` shows whether it was changed."""
 
     _scorer: HFLearner
 

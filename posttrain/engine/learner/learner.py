@@ -215,8 +215,7 @@ class HFLearner:
         return PackedReader(copy, replays=self._reader.replays).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by name. First the policy's in the module's order, each tied one once; then the value
-        head's under `value_head.`, and a reward head's under `reward_head.`."""
+        """Trainable parameters by name: the policy's in the module's order, tied ones once, then those of the heads."""
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
         heads = {"value_head": self.value_head} | ({} if self.reward_head is None else {REWARD_HEAD: self.reward_head})
         return policy | {f"{name}.{n}": p for name, head in heads.items() for n, p in head.named_parameters()}

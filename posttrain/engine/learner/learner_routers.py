@@ -26,8 +26,7 @@ from posttrain.system.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class LearnerRouters:
-    """`core.exchange.expert_choices.Routers` of a learner. The protocol describes each field but `reader` and `follow`,
-    which returns the learner whose passes follow the choices of a batch."""
+    """`core.exchange.expert_choices.Routers` of a learner. `follow` returns one that follows the choices of a batch."""
 
     reader: PackedReader
     experts: int

@@ -108,8 +108,7 @@ class ShardedLearner(RankLearner):
             check_same(ranks, weights_digest, "weights at the start", advice)
         self.narrow = policy.dtype if policy.dtype in NARROW and policy.lora is None else None
         """The type that weights are rounded to where they are computed with or sent; None: they are of one type."""
-        # The master copies live in the model itself and are rounded where they are gathered: to keep both beside each
-        # other, as one process does, would be a third of a rank's memory.
+        # Master copies live in the model, rounded where gathered: both would be a third of a rank's memory more.
         if self.narrow is not None:
             for p in policy.module.parameters():
                 p.data = p.data.float()
@@ -117,8 +116,7 @@ class ShardedLearner(RankLearner):
         if fill is not None:
             _read_parts(self._inside, self.policy, self.narrow or policy.dtype, fill)
         self._sharded = {n: p for n, p in HFLearner.parameters(self).items() if isinstance(p, DTensor)}
-        # Plain tensors over the same memory: an optimizer that steps on them has stepped the model. torch puts a
-        # gradient on its own parameter, from where a hook moves it over.
+        # Plain tensors over the same memory: a step on them steps the model. A hook moves torch's gradient over.
         self._own = {name: nn.Parameter(rows_of(p)) for name, p in self._sharded.items()}
         for name, p in self._sharded.items():
             p.register_post_accumulate_grad_hook(giving(self._own[name], lambda p: rows_of(p.grad)))

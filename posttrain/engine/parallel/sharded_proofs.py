@@ -38,8 +38,7 @@ def prove_layers(
     rank_parts: dict[str, nn.Parameter],
     ranks: Ranks,
 ) -> None:
-    """Compare fused layers with the model's own: hidden states, and gradients of the first layer. Every rank calls it,
-    and all raise EngineError where they differ by more than rounding. Leaves no gradient."""
+    """Compare fused layers with the model's own, on all ranks, which raise EngineError beyond rounding."""
     if not isinstance(out, FusedReadOut):
         return
     # The first layer's arguments are recorded in a pass of the whole model, so that it can be run alone afterwards.

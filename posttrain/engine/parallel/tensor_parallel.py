@@ -43,8 +43,7 @@ ROUNDING, NOISE = 1e-3, 1e-6
 
 
 class TensorLearner(RankLearner):
-    """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the layers of `policy.module`
-    in place. Beginnings that segments share are computed for each of them."""
+    """`core.ports.Learner` of one rank, given what one process would be. It cuts layers in place. Nothing is shared."""
 
     every_part_is_used = True  # by each token
 

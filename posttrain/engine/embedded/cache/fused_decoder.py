@@ -235,16 +235,14 @@ class FusedDecoder:
 
 
 def fusable(module: PreTrainedModel) -> bool:
-    """Returns whether the fused decoder computes what the model does: float32, and every layer a plain one of a known
-    family, without hooks or other parts. Linear layers may have an adapter."""
+    """Returns whether the fused decoder computes what the model does: float32, and plain layers of a known family."""
     prefix = FAMILIES.get(type(module).__name__)
     config = module.config
     known = prefix is not None and module.dtype == torch.float32 and config.hidden_act == "silu"
     if not known or getattr(config, "mlp_bias", False):
         return False
     allowed = {"Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "ForCausalLM"}
-    # Every part must be known by name: one more module, or one with a hook, may compute something that the fused layers
-    # leave out. Of an adapter the parts are not looked at, since only its merged weight is used.
+    # One more module, or a hook, may compute what the fused layers leave out. Of an adapter the merged weight counts.
     names = {prefix + x for x in allowed} | {"Linear", "Embedding", "ModuleList", "SiLUActivation", "SiLU"}
     adapted = {n: x for n, x in layers(module).items() if type(getattr(x, "base_layer", None)) is nn.Linear}
     inside = tuple(f"{n}." for n in adapted)

@@ -47,8 +47,7 @@ class RecomputedModel(CachedModel):
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
         """(hidden states [N, H] of a plan's positions; None). The positions' ids are cached."""
         self._keep(plan.rows, plan.ids[: len(plan.rows)])
-        # Every position names the rows of its whole sequence. Consecutive positions of one piece see one row more each:
-        # they become one sequence, of which as many last states are wanted.
+        # Positions name the rows of their sequence. Those of one piece, each a row longer, become one sequence.
         rows_seen = [plan.visible[a : a + n] for a, n in zip(plan.starts, plan.lengths, strict=True)]
         seqs: list[tuple[np.ndarray, int]] = []
         for rows in rows_seen:

@@ -98,8 +98,7 @@ class Scheduler:
     def admit(self, begun_only: bool = False) -> list[GenerateCall]:
         """Fill free slots from the queue, in order, while there are blocks for the prompts. Returns the admitted
         requests. `begun_only`: those alone that have said a token, because new weights wait for these to end."""
-        # Order of arrival is kept also where only a later request would fit: a long prompt would wait for ever
-        # otherwise. Only new weights change it: what has begun must end before they come.
+        # Order of arrival is kept, or a long prompt would wait for ever; but what has begun ends before new weights.
         if begun_only:
             self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
         admitted: list[GenerateCall] = []
@@ -108,8 +107,7 @@ class Scheduler:
             if begun_only and request.begun is None:
                 break
             if not request.gone:
-                # Siblings of one prompt share its prefill: the first makes the `Prompt`, and the others wait for it. A
-                # preempted request has tokens of its own behind the prompt, so it gets a `Prompt` of its own.
+                # Siblings share the first one's `Prompt`. A preempted request has tokens and a `Prompt` of its own.
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:
                     # Its one block is for the copy of the prompt's partly filled last block.
@@ -170,8 +168,7 @@ class Scheduler:
         return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
-        """Record that the pass was computed. `hidden(i)` is the hidden state of its position i. Drafts count once they
-        are said, because only after they were verified is it known which of them stay."""
+        """Record that the pass was computed. `hidden(i)`: state of its position i. Drafts count once they are said."""
         self.slots.cached[plan.generating] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             # At once, not when the prompt ends: a prompt that begins alike and waits in `_pieces` takes them up next.
@@ -230,8 +227,7 @@ class Scheduler:
         """The slot's request goes back to the head of the queue, with the tokens it has said."""
         request = self.slots.of(s)
         request.begun = self.slots.begun(s)
-        # Without a token it begins anew, so it counts again as one that has not begun. If it still waits at its prompt,
-        # it is counted there already, and `free` takes that count off.
+        # Without a token it counts again as not begun. If it still waits at its prompt, `free` takes that count off.
         if request.begun is None:
             self._users[request.key] += 1
         request.lost = int(self.slots.cached[s])

@@ -217,8 +217,7 @@ class SlotRules:
     def _dead_ends(
         self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, drafted: np.ndarray | None
     ) -> np.ndarray:
-        """The rows among `touched` in which every token is banned. Their logits become 0. `drafted` is the number of
-        drafted tokens of each row. NothingLeft where a row without drafted tokens is dead."""
+        """The rows of `touched` without a token left, whose logits become 0. NothingLeft where one has no `drafted`."""
         dead = touched
         if len(touched):
             dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]

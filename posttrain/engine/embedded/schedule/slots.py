@@ -149,8 +149,7 @@ class Slots:
         return s
 
     def set_contract(self, s: int, request: GenerateCall) -> None:
-        """Store the contract of the slot's request, and the tokens it had said before a preemption. It reads numbers
-        that callers gave, so it may raise. `clear` then undoes what it has done."""
+        """Store the request's contract and the tokens said before a preemption. If it raises, `clear` undoes it."""
         stops = request.sampling.stop_ids or ()
         if (wider := len(stops) - self.stops.shape[1]) > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, wider)), constant_values=-1)
