@@ -36,7 +36,8 @@ class Ragged:
         self._last = int(ids.max(initial=-1))
 
     def places(self, a: int, b: int, width: int, first_id: int = 0) -> Tensor:
-        """int64: places of tokens a..b's ids in a matrix [b - a, width] of the ids from `first_id` on, row by row."""
+        """int64: places of the ids of tokens a..b in a matrix [b - a, width] whose columns are the ids from `first_id`
+        on, numbered row by row. Ids that have no column are left out."""
         first, last = int(self._before[a]), int(self._before[b])
         # The output size is given. Otherwise the CPU would wait for the GPU to learn it.
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
@@ -121,7 +122,8 @@ class LogitRules:
 def seen_before(packed: Packed, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(ids [U], start_M, count_M): the distinct ids of each segment in the order of their first position, and how many
     of them come before each spoken token. In the segment [5 6 5 X] with X spoken: [5, 6], [0], [2]."""
-    # One number for each pair of segment and id: by first position, those before any place are a run of its segment.
+    # segment * V + id is one number for each pair of segment and id. In order of their first positions, those before
+    # any place are a run from the start of its segment: all tokens of a segment share one list.
     starts_S = np.cumsum(packed.lengths_S) - packed.lengths_S
     segment_N = np.repeat(np.arange(len(starts_S), dtype=np.int64), packed.lengths_S)
     _, first = np.unique(segment_N * vocabulary + packed.ids_N, return_index=True)

@@ -179,7 +179,7 @@ def _normalised(router: Any) -> bool | None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIED, weight.shape[-1], generator=generator).to(weight)
     try:
-        # The second call has scores of up to `SPREAD`: tiny ones leave the choice to rounding, huge ones hide the sum.
+        # Tiny scores leave the choice to rounding; huge ones make both weights alike. The second call has `SPREAD`.
         size = float(router(hidden)[0].abs().max())
         logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
         # The chosen are the K best exactly if the worst has the K-th largest score: equal ones may be in any order.

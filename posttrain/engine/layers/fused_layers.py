@@ -189,7 +189,7 @@ def _last_layer(self: Any, read: Tensor, hidden_states: Tensor, **kwargs: Any) -
 
 
 METHODS = {"RMSNorm": _norm, "MLP": _feed_forward, "Attention": _attention}
-"""The forward method of each part of a layer, by its class's name without the family; products stay the modules'."""
+"""The forward method of each part of a layer, by its class's name without the family. Products stay modules."""
 
 
 # --- the read-out -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ PROOF = 512
 SCALES = (1.0, 2.0**-6, 2.0**-12)
 """Factors of the loss of the proof. They are tried one after the other, until no gradient overflows."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest |difference| / |value| of hidden states and gradient that counts as rounding; 0.1 in narrower types."""
+"""Largest |difference| / |value| of hidden states and of the whole gradient that counts as rounding; 0.1 in narrower
+types. Norms of transformers compute in float32 also in float64 models."""
 
 OFF = "Set model.share_prefixes=false, and please report the model's architecture"
 
@@ -57,7 +58,8 @@ class Sharing:
         """Positions of all calls of `hidden` so far, without those that sharing saved."""
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
-        """[M, H]: the states that predict spoken tokens, or those `at` positions. None behind the last is computed."""
+        """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
+        Positions behind the last one that is read are not computed, but with `every`."""
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
         # Cut before the tree is made, so that positions that are not read are neither shared nor computed.

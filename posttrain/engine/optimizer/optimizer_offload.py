@@ -61,7 +61,8 @@ class OffloadedState:
                     state[t] = {word: self.stored(part, at_home.get(word)) for word, part in state[t].items()}
 
     def stored(self, part: Any, home: Any = None) -> Any:
-        """A tensor at home: in `home` where it is given, else in new memory. Single numbers and no tensors stay."""
+        """A tensor at home: copied into `home` where there is one, else into new memory. Single numbers, and what is no
+        tensor, stay as they are."""
         if self.device is None or not isinstance(part, Tensor) or part.numel() < 2:
             return part
         if hasattr(part, "__tensor_flatten__"):  # a tensor made of several, such as codes and scales

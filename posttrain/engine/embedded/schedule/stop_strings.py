@@ -70,7 +70,8 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
     near = _end(ids, max(map(len, stop)) + MARGIN, text)
     if not any(s in near for s in stop):
         return False
-    # A string ends behind the text of the first `least` tokens, and may begin in it, but for an unfinished character.
+    # A string must end behind the text of the first `least` tokens, and may begin in that text, with all but its last
+    # character. A character that these tokens leave unfinished is not a part of their text.
     turn_text, before = text(ids), len(text(ids[:least]).rstrip(UNFINISHED)) if least else 0
     return any(turn_text.find(s, max(0, before - len(s) + 1)) >= 0 for s in stop)
 
