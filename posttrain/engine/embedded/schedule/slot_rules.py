@@ -217,8 +217,8 @@ class SlotRules:
     def _dead_ends(
         self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, drafted: np.ndarray | None
     ) -> np.ndarray:
-        """The rows of `touched` in which every token is banned; their logits become 0. `drafted`: how many drafted tokens
-        each row has. NothingLeft where a row without any is dead."""
+        """The rows of `touched` in which every token is banned; their logits become 0. `drafted`: how many drafted
+        tokens each row has. NothingLeft where a row without any is dead."""
         dead = touched
         if len(touched):
             dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]
