@@ -38,9 +38,8 @@ class Stepper:
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
         """One forward pass with the weights of `version`. Without `admit` only preempted requests begin."""
-        # A slot writes behind its last token in this pass, so rows of blocks with two owners are copied before it:
-        # after admission, which shares beginnings, and after `begin`, for the next pass. Prompts that end with this
-        # pass draw their first token together with the slots that already speak.
+        # Slots write behind their last token, so rows of blocks with two owners are copied before a pass: after
+        # admission and after `begin`. Prompts that end with this pass draw their first token with slots that speak.
         scheduler, begun = self.scheduler, time.perf_counter()
         self._mark_moved()  # new weights move requests between two steps
         self._admit(begun_only=not admit)
@@ -146,9 +145,8 @@ class Stepper:
     def _verify_drafts(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
         """Verify the drafts of the generating slots, and record what was accepted. Slots that begin draw with them."""
         slots, beginning = self.scheduler.slots, len(at) - len(plan.generating)
-        # Rows of this draw: a generating slot has one for each of its drafts and one more; a slot that begins has one.
-        # Row j of a slot has the distribution after j drafts, which `ahead` makes the rules treat as said, and the
-        # uniform of the place at which its token would stand.
+        # A generating slot has a row for each of its drafts and one more; a slot that begins has one. Row j has the
+        # distribution after j drafts, which the rules treat as said (`ahead`), and the uniform of its token's place.
         padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
         drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
         widths = drafts.counts + 1

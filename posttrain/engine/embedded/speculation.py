@@ -179,9 +179,8 @@ class DraftModel:
 def verify(
     spread: DrawDistributions, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None
 ) -> tuple[DrawnTokens, np.ndarray]:
-    """(a token for every row, and int64 [n] how many drafts of each slot are accepted). `spread` are the target's
-    distributions: the rows of a slot are consecutive, one per draft, then one more. `uniform` [R] is that of each row's
-    position. `accept_at` [R] accepts drafts that were drawn from `drafts.q`."""
+    """(a token for every row, int64 [n]: accepted drafts of each slot). `spread`: the target's distributions, a slot's
+    rows side by side, one per draft and one more. `uniform` [R]: the rows' own; `accept_at` [R]: for `drafts.q`."""
     widths = drafts.counts + 1
     slot, step = np.repeat(np.arange(len(widths)), widths), ragged_arange(widths)
     # The draft that each row decides about; -1 in a slot's last row, which has none.

@@ -22,9 +22,8 @@ from posttrain.system.errors import EngineError
 
 
 def freeze(learner: HFLearner) -> Reference:
-    """A reference that scores as the policy does now, whatever is learned later. A policy whose adapter does nothing
-    yet is its own reference with the adapter switched off. Of any other policy the weights that train are copied: with
-    a trained adapter switched off, it would score as the base model."""
+    """A reference that scores as the policy does now. A policy whose adapter does nothing yet is its own reference with
+    the adapter off. Of another one the trained weights are copied: without its adapter it would be the base model."""
     return AdapterOff(learner) if begins(learner.policy) else FrozenScorer(learner.policy)
 
 

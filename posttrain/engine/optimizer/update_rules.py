@@ -198,11 +198,9 @@ class Momentum(UpdateRule):
 class Orthogonal(UpdateRule):
     """Muon: momentum of a matrix, with all its singular values brought near 1 by Newton-Schulz in bfloat16.
 
-    The iteration amplifies directions without a gradient by up to 3.4 ** 5, and with them the rounding of bfloat16. For
-    a gradient of low rank that noise is as large as the step itself, so only the part of a step along its definition is
-    checked. It is exact to 1 % for most gradients, and to some 20 % for matrices of few rows whose singular values lie
-    far apart, such as those of adapters. The momentum is exact to float32.
-    """
+    The iteration amplifies directions without a gradient, and bfloat16's rounding in them, by up to 3.4 ** 5. At low
+    rank that noise is as large as the step, so only the part of a step along its definition is checked: exact to 1 %
+    for most gradients, to some 20 % for matrices of few rows, such as adapters'. The momentum is exact to float32."""
 
     words = (BUFFER,)
 

@@ -91,9 +91,8 @@ def blank_policy(model: Model, seed: int = 0) -> BlankPolicy:
 def read_rows(
     policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *arguments: Any, digest: str = "", **options: Any
 ) -> L:
-    """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it. Every rank calls it.
-    `digest` is the fingerprint of the model where it is known. InvariantError where the ranks see different files, or
-    have read another model."""
+    """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it, on every rank. `digest`:
+    the model's fingerprint where it is known. InvariantError where ranks see different files, or read another model."""
     advice = "Give every rank the same model: copy its directory to each machine"
     check_same(ranks, policy.files.digest, "weight files", advice)
     with freed_at_once():  # what the passes of the checks free is several times a rank's rows

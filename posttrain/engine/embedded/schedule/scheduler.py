@@ -314,9 +314,8 @@ class Scheduler:
             prompt.done = len(cached_blocks) * BLOCK
 
     def _take_over(self, prompt: Prompt, tree_blocks: np.ndarray) -> None:
-        """Let the prompt hold `tree_blocks`, the tree's blocks of its beginning, instead of its own ones. So a request
-        that holds a block of the tree also holds all blocks before it, even where two requests computed the same at
-        once. Therefore all spare blocks, which only the tree owns, can be evicted."""
+        """Let the prompt hold `tree_blocks`, the tree's blocks of its beginning, instead of its own ones. So who holds
+        a block of the tree holds all before it, and all spare blocks, which only the tree owns, can be evicted."""
         # Shared before its own are released: at no moment is a block that is in use without an owner.
         differs = prompt.blocks[: len(tree_blocks)] != tree_blocks
         self.blocks.share(tree_blocks[differs])
@@ -332,9 +331,8 @@ class Scheduler:
         size, full = len(prompt.ids), len(prompt.ids) // BLOCK
         inherits = self._users[request.key] == 1
         if not inherits and full * BLOCK < size and not self._room(1):
-            # While other slots generate, a block will become free, and this slot waits for it. If none does, the last
-            # sibling gives its slot up. A slot that waits alone takes the prompt's own block, and requests that are
-            # still in the queue cache the prompt again.
+            # While other slots generate, this one waits for a block. If none does, the last sibling gives its slot up.
+            # A slot that waits alone takes the prompt's own block, and queued requests cache the prompt again.
             if len(prompt.waiting) > 1:
                 if not self.slots.generating.any():
                     self.counts.preempted += 1
