@@ -20,7 +20,7 @@ from posttrain.config.engines import KernelChoice
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
 from posttrain.engine.cpu import compile_native
-from posttrain.engine.embedded.schedule.slot_rules import NotADistribution, SlotRules
+from posttrain.engine.embedded.schedule.slot_rules import NotADistribution, SlotRules, placed
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
 
 HEAD = 1024
@@ -52,17 +52,9 @@ class Contracts:
     @staticmethod
     def plain(n: int) -> Contracts:
         """`n` contracts with temperature 1 and no truncation."""
-        zeros = np.zeros(n, bool)
-        return Contracts(
-            np.ones(n, np.float32),
-            np.zeros(n, np.int64),
-            np.ones(n),
-            np.zeros(n),
-            zeros,
-            zeros.copy(),
-            np.zeros(n, np.int64),
-            special=set(),
-        )
+        (top_k, top), (greedy, truncated) = np.zeros((2, n), np.int64), np.zeros((2, n), bool)
+        beta, top_p, min_p = np.ones(n, np.float32), np.ones(n), np.zeros(n)
+        return Contracts(beta, top_k, top_p, min_p, greedy, truncated, top, special=set())
 
     @property
     def easy(self) -> bool:
@@ -173,13 +165,13 @@ class DrawDistributions:
         if c.rules is not None:
             dead = c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
         if np.any(c.beta != 1):
-            logits.mul_(_to(c.beta, logits)[:, None].to(logits.dtype))
+            logits.mul_(placed(c.beta, logits)[:, None].to(logits.dtype))
         best = lowest_argmax(logits) if c.greedy.any() else None
         # A greedy row is not cut: truncation never removes its most probable token, and it costs a sort.
         cut = np.flatnonzero(c.truncated & ~c.greedy)
         mask: Tensor | None = None
         if len(cut):
-            rows = _to(cut, logits)
+            rows = placed(cut, logits)
             z = logits.index_select(0, rows)
             # A banned token is never kept, even where the contract would keep more tokens than are left.
             mask = kept_mask(z, c.at(cut)) & (z > INF)
@@ -192,12 +184,12 @@ class DrawDistributions:
         if self.best is None:
             return p
         certain = torch.zeros_like(p).scatter_(1, self.best[:, None], 1)
-        return torch.where(_to(self.contracts.greedy, p)[:, None], certain, p)
+        return torch.where(placed(self.contracts.greedy, p)[:, None], certain, p)
 
     def pick(self, uniform: np.ndarray) -> Tensor:
         """int64 [B]: one token per row, drawn by one uniform each."""
         ids = pick(self.logp, uniform, self.kernels)
-        return ids if self.best is None else torch.where(_to(self.contracts.greedy, ids), self.best, ids)
+        return ids if self.best is None else torch.where(placed(self.contracts.greedy, ids), self.best, ids)
 
     def draw(self, uniform: np.ndarray) -> DrawnTokens:
         """Draw one token per row, with its log-prob, kept set and most probable tokens."""
@@ -209,7 +201,7 @@ class DrawDistributions:
         logp = self.logp.gather(1, ids[:, None])[:, 0]
         if self.best is not None:
             # A greedy row says its token with probability 1.
-            logp = logp.masked_fill(_to(c.greedy, ids), 0.0)
+            logp = logp.masked_fill(placed(c.greedy, ids), 0.0)
         out, out_logp = ids.cpu().numpy(), logp.float().cpu().numpy()
         if c.easy:
             return DrawnTokens(out, out_logp, NOTHING, [])
@@ -254,7 +246,7 @@ def _pick(logp: Tensor, uniform: np.ndarray) -> Tensor | None:
         return None
     # Below the total even where rounding brings uniform * total up to it, so there is always a token. With right=True
     # it is the first whose sum exceeds the target; one of probability 0 has the sum of the one before.
-    target = torch.minimum(_to(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(placed(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
 
 
@@ -298,7 +290,7 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     values, order = torch.sort(z if ids is None else z.gather(1, ids), dim=-1, descending=True, stable=True)
     if ids is not None:
         order = ids.gather(1, order)
-    top_k = _to(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
+    top_k = placed(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
     # The log of the mass that top-k leaves; for top_k > n that of all, which is wrong where top-p needs it (`beyond`).
@@ -307,11 +299,11 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))
     q = (wide - norm).exp()
     # A token stays while the mass before it is below top_p: the token that reaches top_p stays, and the first always.
-    inside &= q.cumsum(-1) - q < _to(c.top_p, z)[:, None]
-    inside &= q >= _to(c.min_p, z)[:, None] * q[:, :1]
+    inside &= q.cumsum(-1) - q < placed(c.top_p, z)[:, None]
+    inside &= q >= placed(c.min_p, z)[:, None] * q[:, :1]
     sure = torch.ones(len(z), dtype=torch.bool, device=z.device)
     if n < size:
-        beyond = (top_k > n) & (top_k < size) & (_to(c.top_p, z)[:, None] < 1)
+        beyond = (top_k > n) & (top_k < size) & (placed(c.top_p, z)[:, None] < 1)
         sure = ~(beyond | inside & (values == values[:, -1:])).any(-1)
     return torch.zeros_like(z, dtype=torch.bool).scatter_(1, order, inside), sure
 
@@ -326,7 +318,3 @@ def _kept(c: Contracts, cut: np.ndarray, mask: Tensor | None, said: np.ndarray) 
     sets = np.split(ids.astype(np.int32), np.cumsum(np.bincount(where, minlength=len(cut)))[:-1])
     of_row = dict(zip(cut.tolist(), sets, strict=True))
     return rows, [of_row[r] if r in of_row else said[r : r + 1].astype(np.int32) for r in rows.tolist()]
-
-
-def _to(x: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(x).to(like.device)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy as copied
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -272,18 +272,18 @@ class HFLearner:
         return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
 
 
+@dataclass(frozen=True, eq=False)
 class TrialOfAdapter:
     """`core.exchange.scores.AdapterTrial` of a learner."""
 
-    def __init__(self, learner: HFLearner) -> None:
-        self._learner = learner
+    learner: HFLearner
 
     def loud(self) -> AbstractContextManager[None]:
-        return loud(self._learner.policy.module)
+        return loud(self.learner.policy.module)
 
     def without(self, packed: Packed) -> np.ndarray:
-        with switched_off(self._learner.policy.module):
-            return self._learner.packed_score(packed)
+        with switched_off(self.learner.policy.module):
+            return self.learner.packed_score(packed)
 
 
 class FrozenScores:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,25 +40,6 @@ FAMILIES = {
 """Architectures whose layers are exactly the one below, and the prefix of their classes in transformers."""
 BOUND = 1e-4
 """Largest relative difference allowed between fused and original hidden states."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """Weights of a decoder layer. Its two parts begin with the norms `before`, `after` and end with `out`, `down`."""
-
-    attention: nn.Module
-    index: int
-    scaling: float
-    window: int | None
-    before: Any
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Any | None
-    k_norm: Any | None
-    out: Any
-    after: Any
-    gate_up: Tensor
-    down: Any
 
 
 class FusedDecoder:
@@ -174,7 +154,7 @@ class FusedDecoder:
         start = -(-self._memory.data_ptr() // 64) * 64
         return [start + 4 * wide * before for before in itertools.accumulate((0, *features[:-1]))]
 
-    def _address(self, layer: _Layer) -> compile_native.Layer:
+    def _address(self, layer: SimpleNamespace) -> compile_native.Layer:
         """The addresses of a layer's weights. The layer keeps the weights alive."""
         q, k = layer.q_norm, layer.k_norm
         attention = layer.before.weight, layer.qkv, layer.qkv_bias, q and q.weight, k and k.weight
@@ -182,12 +162,12 @@ class FusedDecoder:
         eps = layer.before.variance_epsilon, q.variance_epsilon if q else 0.0, layer.after.variance_epsilon
         return compile_native.Layer(*compile_native.addresses(*attention, *products), *eps)
 
-    def _join(self, layer: Any) -> _Layer:
-        """The joined weights of a layer."""
+    def _join(self, layer: Any) -> SimpleNamespace:
+        """The joined weights of a layer, whose parts begin with `before` and `after`, and end with `out` and `down`."""
         a, m = layer.self_attn, layer.mlp
         qkv = [a.q_proj, a.k_proj, a.v_proj]
         biases = [getattr(layer, "base_layer", layer).bias for layer in qkv]  # no adapter changes a bias
-        return _Layer(
+        return SimpleNamespace(
             attention=a,
             index=a.layer_idx,
             scaling=a.scaling,

@@ -109,7 +109,7 @@ class SlotRules:
             # Older tokens move one place to the left.
             self.tail[at] = np.concatenate([self.tail[at, 1:], ids[:, None]], 1)
         if self._seen is not None:
-            self._seen[_to(at, self._seen), _to(ids, self._seen)] = True
+            self._seen[placed(at, self._seen), placed(ids, self._seen)] = True
         # Of a slot whose row is not written yet the token has to be kept with the others.
         for s in [s for s in self._fresh if s in at]:
             self._fresh[s] = np.append(self._fresh[s], ids[at == s])
@@ -127,7 +127,7 @@ class SlotRules:
         b, k = np.nonzero(self.bias_ids[rows] != NO_ID)
         if len(b):
             at, bias = b * width + self.bias_ids[rows[b], k], self.bias[rows[b], k]
-            flat.index_add_(0, _to(at, logits), _to(bias, logits).to(logits.dtype))
+            flat.index_add_(0, placed(at, logits), placed(bias, logits).to(logits.dtype))
         self._penalise(logits, rows, ahead)
         banned = [np.zeros(0, np.int64)]
         # Rows ahead have said the drafted tokens as well.
@@ -137,11 +137,11 @@ class SlotRules:
         b, k = np.nonzero(self._completed(rows, ahead))
         banned.append(b * width + self.last[rows[b], k])
         where = np.concatenate(banned)
-        flat.index_fill_(0, _to(where, logits), INF)
+        flat.index_fill_(0, placed(where, logits), INF)
         static = np.flatnonzero(self.static[rows])
         if len(static) and self._never is not None:
-            at = _to(static, logits)
-            never = self._never.index_select(0, _to(rows[static], logits))
+            at = placed(static, logits)
+            never = self._never.index_select(0, placed(rows[static], logits))
             logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(never, INF))
         # A row without any ban cannot have lost all its tokens, so only rows with bans are searched.
         return self._dead_ends(logits, rows, np.union1d(static, where // width), drafted)
@@ -151,13 +151,13 @@ class SlotRules:
         penalised = np.flatnonzero(self.penalty[rows] != 1)
         if not len(penalised) or self._seen is None:
             return
-        at = _to(penalised, logits)
+        at = placed(penalised, logits)
         # A copy: drafts count as said in this draw, and may be rejected after it.
-        in_sequence = self._seen.index_select(0, _to(rows[penalised], logits))
+        in_sequence = self._seen.index_select(0, placed(rows[penalised], logits))
         if ahead is not None:
             b, k = np.nonzero(ahead[penalised] != NO_ID)
-            in_sequence[_to(b, logits), _to(ahead[penalised[b], k], logits)] = True
-        z, p = logits.index_select(0, at), _to(self.penalty[rows[penalised]], logits)[:, None].to(logits.dtype)
+            in_sequence[placed(b, logits), placed(ahead[penalised[b], k], logits)] = True
+        z, p = logits.index_select(0, at), placed(self.penalty[rows[penalised]], logits)[:, None].to(logits.dtype)
         logits.index_copy_(0, at, torch.where(in_sequence, torch.where(z < 0, z * p, z / p), z))
 
     def _completed(self, rows: np.ndarray, ahead: np.ndarray | None) -> np.ndarray:
@@ -194,13 +194,13 @@ class SlotRules:
                 if self._seen is None:
                     self._seen = _table(shape, logits)
                 self._seen[s] = False
-                self._seen[s, _to(ids.astype(np.int64), logits)] = True
+                self._seen[s, placed(ids.astype(np.int64), logits)] = True
             if self.static[s]:
                 if self._never is None:
                     self._never = _table(shape, logits)
                 never_V = self._mask(sampling, shape[1])
                 assert never_V is not None
-                self._never[s] = _to(never_V, logits)
+                self._never[s] = placed(never_V, logits)
         self._fresh.clear()
 
     def _mask(self, sampling: Sampling, vocabulary: int) -> np.ndarray | None:
@@ -221,7 +221,7 @@ class SlotRules:
         tokens each row has. NothingLeft where a row without any is dead."""
         dead = touched
         if len(touched):
-            dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]
+            dead = touched[(logits.index_select(0, placed(touched, logits)).amax(1) == INF).cpu().numpy()]
         if not len(dead):
             return dead
         # After a draft a dead row is no error yet: the draft may be rejected, and then the row is not used.
@@ -234,7 +234,7 @@ class SlotRules:
                 f" be sampled: allow more in allowed_ids, or ban less in bad_ids or min_tokens ({self._samplings[s]})",
             )
         # A row of -inf alone would make nan, and a draw over all rows would fail for it.
-        logits.index_fill_(0, _to(dead, logits), 0)
+        logits.index_fill_(0, placed(dead, logits), 0)
         return dead
 
 
@@ -253,5 +253,6 @@ def _table(shape: tuple[int, int], like: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=torch.bool, device=like.device)
 
 
-def _to(x: np.ndarray, like: Tensor) -> Tensor:
+def placed(x: np.ndarray, like: Tensor) -> Tensor:
+    """The array on the device of `like`."""
     return torch.from_numpy(x).to(like.device)
