@@ -39,10 +39,9 @@ MAX_NGRAM = 3
 
 @dataclass(frozen=True)
 class Lookup:
-    """Draft what followed the last occurrence of the last `MAX_NGRAM` .. 1 tokens in the sequence (prompt lookup)."""
+    """Draft up to `tokens` that followed the last occurrence of the sequence's last `MAX_NGRAM` .. 1 tokens."""
 
     tokens: int = 4
-    """k: most drafts per pass."""
 
 
 @dataclass(frozen=True, eq=False)

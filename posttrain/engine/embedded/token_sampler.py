@@ -121,7 +121,6 @@ class DrawnTokens:
     """One token per row. `kept`: the kept ids (ascending) of each truncated row, in the order of `truncated_rows`."""
 
     ids: np.ndarray
-    """int64 [B]"""
     logp: np.ndarray
     """float32 [B]: log-prob under the distribution that was sampled from; 0 for a greedy row."""
     truncated_rows: np.ndarray
@@ -152,7 +151,6 @@ class DrawDistributions:
     mask: Tensor | None
     """bool [len(cut), V]: the tokens they keep."""
     kernels: KernelChoice
-    """See `pick`."""
     dead: np.ndarray
     """Rows after drafted tokens in which every token is banned. Their distributions have no meaning."""
 
@@ -200,7 +198,6 @@ class DrawDistributions:
         c = self.contracts
         logp = self.logp.gather(1, ids[:, None])[:, 0]
         if self.best is not None:
-            # A greedy row says its token with probability 1.
             logp = logp.masked_fill(placed(c.greedy, ids), 0.0)
         out, out_logp = ids.cpu().numpy(), logp.float().cpu().numpy()
         if c.easy:

@@ -37,7 +37,6 @@ def prove_logprobs(out: ReadOut, hidden: Tensor, kernels: KernelChoice) -> None:
     for first, z in _exact(out, hidden):
         largest = torch.maximum(largest, z.abs().max())
         block_norms.append(z.logsumexp(1))
-        # Each target lies in one block of the vocabulary.
         in_block = (targets.cpu() >= first) & (targets.cpu() < first + z.shape[1])
         target_logits[in_block] = z[in_block, targets.cpu()[in_block] - first]
     theirs = target_logits - torch.stack(block_norms).logsumexp(0)

@@ -106,7 +106,6 @@ class LogitRules:
             old, p = flat[places], self.penalty
             # A tensor: by a plain number a GPU would not divide but multiply by 1 / p, which rounds in another way.
             divisor = torch.full((), p, dtype=z.dtype, device=z.device)
-            # A penalty p > 1 makes every seen token less probable.
             flat.index_copy_(0, places, torch.where(old < 0, old * divisor, old / divisor))
             penalised = places, torch.full_like(old, 1 / p).masked_fill_(old.detach() < 0, p)
         if self.never_V is not None:

@@ -53,10 +53,9 @@ def check_kept(kept: TruncationSets, targets: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class LogitTransform:
-    """The steps between the head's matrix product and the softmax: scale, soft-cap, rules, temperature, kept sets."""
+    """The steps from the head's product to the softmax: scale, soft-cap, rules, 1 / temperature (`beta`), kept sets."""
 
     beta: float
-    """1 / temperature"""
     softcap: float | None
     scale: float
     rules: LogitRules | None

@@ -34,14 +34,12 @@ class TileForm:
 
 @dataclass(frozen=True)
 class Tile:
-    """The sizes of the tiles into which the scores of M tokens and V ids are cut."""
+    """The tiles into which the scores are cut: at most `rows` tokens and `ids` ids each. `kept`: for the backward pass,
+    which otherwise computes them again."""
 
     rows: int
-    """Most tokens of a tile."""
     ids: int
-    """Most ids of a tile."""
     kept: bool = False
-    """Whether the scores of all tiles are kept for the backward pass, which otherwise computes them again."""
 
 
 def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:

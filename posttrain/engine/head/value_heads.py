@@ -55,8 +55,7 @@ class RewardHead(nn.Module):
         pooled = self._last(packed) if self.shape.pool == "last" else packed.source_M + 1
         if self.shape.pool == "last" and self.gate is None:
             return pooled
-        # A segment without a spoken token has no mean and no last
-        # one, and the index below would be that of the next segment.
+        # A segment without a spoken token has no mean and no last one, and the index below would be the next one's.
         spoken_S = np.bincount(packed.segment_M, minlength=len(packed.lengths_S))
         if not spoken_S.all():
             raise DataError(

@@ -40,16 +40,12 @@ HARMLESS = ("position_ids", "cache_position")
 
 @dataclass(eq=False, slots=True)
 class AttentionCall:
-    """What one layer asks of the layout of a pass."""
+    """What one layer, whose attention is `module`, asks of a layout: query [1, H, N, D], key and value [1, K, N, D]."""
 
     module: nn.Module
-    """The attention of the layer."""
     query: Tensor
-    """[1, H, N, D]"""
     key: Tensor
-    """[1, K, N, D]"""
     value: Tensor
-    """[1, K, N, D of values]"""
     scaling: float
     window: int | None = None
     """Most positions that one sees, itself included; None: all before it."""

@@ -159,7 +159,6 @@ def _until_read(
     is read is left out, and `at_M` is numbered anew. Where nothing is read at all, nothing is cut."""
     if not len(at_M):
         return ids_N, lengths_S, at_M
-    # How much of each segment is needed. Places then shift by what was cut before them.
     starts, segment_N = np.cumsum(lengths_S) - lengths_S, np.repeat(np.arange(len(lengths_S)), lengths_S)
     kept_S = np.zeros_like(lengths_S)
     np.maximum.at(kept_S, segment_N[at_M], at_M - starts[segment_N[at_M]] + 1)

@@ -290,7 +290,6 @@ class StageOptimizer:
     def _clip(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Multiply the gradients, whose norm is `norm`, so that their norm becomes the configured one."""
         gradients = [t.grad for t in tensors if t.grad is not None]
-        # Gradients of rows are multiplied below, by the formula of torch's function.
         dense = [t for t, g in zip(tensors, gradients, strict=True) if not g.is_sparse]
         torch.nn.utils.clip_grads_with_norm_(dense, self.config.clip, norm)
         for g in gradients:

@@ -35,10 +35,9 @@ class _Node:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """The cached beginning of a sequence: whole blocks, then `extra` rows at the start of `tail`."""
+    """The cached beginning of a sequence: whole blocks (int64), then `extra` rows at the start of `tail`."""
 
     blocks: np.ndarray
-    """int64: one per `BLOCK` tokens."""
     tail: int = -1
     extra: int = 0
 

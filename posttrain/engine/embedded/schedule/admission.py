@@ -52,7 +52,6 @@ class Admission:
                 " other"
             )
         ids = self.ids(ids)
-        # The same object has been checked for the request before.
         if sampling is not self._accepted:
             if not sampling.resolved:
                 raise EngineError(

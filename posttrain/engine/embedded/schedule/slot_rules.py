@@ -106,7 +106,6 @@ class SlotRules:
         at, ids = at[ruled], ids[ruled]
         self.said[at] += 1
         if self.tail.shape[1]:
-            # Older tokens move one place to the left.
             self.tail[at] = np.concatenate([self.tail[at, 1:], ids[:, None]], 1)
         if self._seen is not None:
             self._seen[placed(at, self._seen), placed(ids, self._seen)] = True
