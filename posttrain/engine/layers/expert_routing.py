@@ -117,12 +117,11 @@ def _hook(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RouterModules:
-    """What routers are called and hold (`core.exchange.expert_choices`). `normalised`: a token's weights sum to 1."""
+    """What a module's routers are called and hold; see `core.exchange.expert_choices.Routers`."""
 
     experts: int
     names: tuple[str, ...]
     stacked: tuple[tuple[str, ...], ...]
-    normalised: bool
 
 
 def routers_of(module: PreTrainedModel) -> RouterModules | None:
@@ -143,7 +142,7 @@ def routers_of(module: PreTrainedModel) -> RouterModules | None:
         tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
     )
     gates = tuple(names.get(id(router.weight), f"{name}.weight") for name, router in routers)
-    return RouterModules(experts, gates, stacked, bool(normalised))
+    return RouterModules(experts, gates, stacked)
 
 
 def why_not(module: PreTrainedModel) -> str:

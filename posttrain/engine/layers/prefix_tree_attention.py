@@ -74,18 +74,13 @@ class SharedTree:
             if added:  # else it lies wholly in the one before
                 runs.append(TreeRun(count, added, above.copy()))
             count, before = count + added, s
-        return _renumbered(np.concatenate(first), place_N, runs)
-
-
-def _renumbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun]) -> SharedTree:
-    """The tree with its unique positions in the order that `SharedTree.runs` says."""
-    order = sorted(runs, key=lambda r: (len(r.above), -r.length, r.start))
-    # old_U[new] is the number before the renumbering, and new_U is its inverse.
-    old_U = np.concatenate([np.arange(r.start, r.start + r.length) for r in order])
-    new_U = np.empty_like(old_U)
-    new_U[old_U] = np.arange(len(old_U))
-    moved = tuple(TreeRun(int(new_U[r.start]), r.length, new_U[r.above]) for r in order)
-    return SharedTree(first_U[old_U], new_U[place_N], moved)
+        # In the order of the runs: old_U[new] is the number of a unique position so far, and new_U is its inverse.
+        runs.sort(key=lambda r: (len(r.above), -r.length, r.start))
+        old_U = np.concatenate([np.arange(r.start, r.start + r.length) for r in runs])
+        new_U = np.empty_like(old_U)
+        new_U[old_U] = np.arange(len(old_U))
+        moved = tuple(TreeRun(int(new_U[r.start]), r.length, new_U[r.above]) for r in runs)
+        return SharedTree(np.concatenate(first)[old_U], new_U[place_N], moved)
 
 
 def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:

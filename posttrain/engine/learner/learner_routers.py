@@ -18,20 +18,17 @@ from posttrain.config.stages.stage import Stage
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.expert_choices import RoutedPass
 from posttrain.core.ports import Learner
-from posttrain.engine.layers.expert_routing import PackedRouting, why_not
+from posttrain.engine.layers.expert_routing import PackedRouting, RouterModules, why_not
 from posttrain.engine.learner.packed_reader import SCORE_TOKENS, PackedReader, forward_only
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.system.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
-class LearnerRouters:
+class LearnerRouters(RouterModules):
     """`core.exchange.expert_choices.Routers` of a learner. `follow` returns one that follows the choices of a batch."""
 
     reader: PackedReader
-    experts: int
-    names: tuple[str, ...]
-    stacked: tuple[tuple[str, ...], ...]
     follow: Callable[[], Learner]
     held: slice = field(default_factory=lambda: slice(None))
     of_all: Callable[[np.ndarray], np.ndarray] = np.asarray
