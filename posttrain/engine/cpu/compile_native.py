@@ -203,7 +203,9 @@ def find() -> Kernels | str:
         # The processor is a part of the key because a home folder may be shared: code for another one (-march=native)
         # may be an illegal instruction here.
         text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
-        key = "\n".join([*text, *compiler, version.stdout, *FLAGS, _processor()])
+        features = [line for line in processor().splitlines() if line.startswith(("flags", "Features"))]
+        machine = platform.machine(), platform.processor(), *features
+        key = "\n".join([*text, *compiler, version.stdout, *FLAGS, *machine])
         name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
         if cache is not None and (kernels := _read_cached(cache / name)):
             return kernels
@@ -278,9 +280,3 @@ def _digest(data: bytes) -> bytes:
 def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, and keeps what it prints."""
     return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-
-
-def _processor() -> str:
-    """The processor's name and features, which `-march=native` compiles for."""
-    features = [line for line in processor().splitlines() if line.startswith(("flags", "Features"))]
-    return "\n".join([platform.machine(), platform.processor(), *features])

@@ -127,16 +127,13 @@ def _triton_head(hidden: Tensor, weight: Tensor, *inputs: Any) -> tuple[Tensor, 
     return TiledHead.apply(hidden, weight, *inputs, proved(hidden.device, logit_dtype(weight.dtype)))
 
 
-def _no_triton() -> str:
-    """Returns why Triton cannot be used; '' where it is installed."""
-    return "" if find_spec("triton") else "triton is not installed"
-
-
 _BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 add_forms(
     "head",
     in_c(lambda *inputs: TiledHead.apply(*inputs, native()), NATIVE_BOUND),
-    Kernel("compiled", _triton_head, devices=("cuda",), bounds=_BOUNDS, missing=_no_triton),
+    Kernel(
+        "compiled", _triton_head, ("cuda",), _BOUNDS, lambda: "" if find_spec("triton") else "triton is not installed"
+    ),
     Kernel("torch", lambda *inputs: TiledHead.apply(*inputs, TORCH), bounds=_BOUNDS),
     Kernel("reference", reference_ops.head),
 )

@@ -12,7 +12,7 @@ positions above it; H query heads, K key-value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -264,7 +264,15 @@ class TreeLayout(RunsLayout):
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
-        return [_Bucket.of(runs) for runs in _alike_runs(self._runs, self._waste)]
+        """Runs with equally many positions above them and similar lengths, longest first."""
+        by_depth: dict[int, list[TreeRun]] = {}
+        for run in self._runs:
+            by_depth.setdefault(len(run.above), []).append(run)
+        out: list[_Bucket] = []
+        for _, same in sorted(by_depth.items()):
+            chosen = buckets(np.array([r.length for r in same]), self._waste)
+            out += [_Bucket.of([same[i] for i in at]) for at in chosen]
+        return out
 
     def by_buckets(self, call: AttentionCall) -> Tensor:
         """Runs of similar length below equally many positions by one call of dense attention each."""
@@ -285,13 +293,3 @@ class TreeLayout(RunsLayout):
             mask = self._mask(b.longest, b.deep, call.window, query.device)
             out.append(attention(q_BHLD, k_BKTD, v_BKTD, mask, call.scaling, call.softcap).transpose(1, 2))
         return _Joined.apply(self._buckets, *out).unsqueeze(0)
-
-
-def _alike_runs(runs: Sequence[TreeRun], waste: float) -> Iterator[list[TreeRun]]:
-    """Runs with equally many positions above them and similar lengths, longest first."""
-    by_depth: dict[int, list[TreeRun]] = {}
-    for run in runs:
-        by_depth.setdefault(len(run.above), []).append(run)
-    for _, same in sorted(by_depth.items()):
-        for chosen in buckets(np.array([r.length for r in same]), waste):
-            yield [same[i] for i in chosen]

@@ -41,8 +41,7 @@ class LearnerRouters(RouterModules):
 
     def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
         with forward_only(self.reader.module):
-            routing, _ = self._pass(packed, replay)
-            return routing.probabilities()
+            return self._pass(packed, replay)[0].probabilities()
 
     def _read(self, packed: Packed, replay: bool) -> RoutedPass:
         """The record of one pass."""
