@@ -52,11 +52,14 @@ def compile_layers(out: ReadOut) -> int:
 
 def warmed_up(out: ReadOut, measure: Measure) -> str:
     """Compile, and compare what it computes; returns a line for people. InvariantError where it is something else."""
-    before = measure()
+    wanted_logp, wanted_gradient = measure()
     begun = time.perf_counter()
     count = compile_layers(out)
-    after = measure()
-    seconds, gap = time.perf_counter() - begun, _gap(before, after)
+    logp, gradient = measure()
+    seconds = time.perf_counter() - begun
+    # Of the log-probs or of the whole gradient, whichever differs more.
+    gap_of_gradient = relative_gap([*gradient.values()], [*wanted_gradient.values()])
+    gap = max(relative_gap([logp], [wanted_logp]), gap_of_gradient)
     bound = BOUNDS.get(out.weight.dtype, 0.1)
     if not gap <= bound:
         raise InvariantError(
@@ -65,9 +68,3 @@ def warmed_up(out: ReadOut, measure: Measure) -> str:
         )
     layers = f"{count} layer{'s' * (count != 1)}"
     return f"compiled {layers} of the learner in {seconds:.0f} s (differences of at most {gap:.1g})"
-
-
-def _gap(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tensor, dict[str, Tensor]]) -> float:
-    """The relative difference of the log-probs or of the whole gradient, whichever is larger; inf where it is nan."""
-    gradients = relative_gap([*two[1].values()], [*one[1].values()])
-    return max(relative_gap([two[0]], [one[0]]), gradients)

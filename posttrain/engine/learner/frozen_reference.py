@@ -17,6 +17,7 @@ from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.head.readout import CANARY, canary, read_out
 from posttrain.engine.layers.attention import PackedLayout
 from posttrain.engine.learner.learner import FrozenScorer, FrozenScores, HFLearner
+from posttrain.engine.learner.packed_reader import forward_only
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.system.errors import EngineError
 
@@ -71,20 +72,14 @@ def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = la
     # If more than the adapter trains, the weights beneath it move, and they would no longer be a reference.
     if not adapter or any(t.requires_grad for n, t in named_tensors(module) if n not in adapter):
         return False
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            with switched_off(module):
-                # All bits and no bound: an adapter that begins as nothing adds exact zeros.
-                base = inside(lambda: _canary_logits(policy))
-            return torch.equal(base, inside(lambda: _canary_logits(policy)))
-    finally:
-        module.train(training)
 
+    def canary_logits() -> Tensor:
+        out = read_out(module)
+        ids, at = canary(out.weight, min(CANARY, policy.context))
+        return out.logits(out.hidden(ids, at, PackedLayout([len(at)])))
 
-def _canary_logits(policy: Policy) -> Tensor:
-    """Logits [T, V] of a short sequence of ids from all over the vocabulary."""
-    out = read_out(policy.module)
-    ids, at = canary(out.weight, min(CANARY, policy.context))
-    return out.logits(out.hidden(ids, at, PackedLayout([len(at)])))
+    with forward_only(module):
+        with switched_off(module):
+            # All bits and no bound: an adapter that begins as nothing adds exact zeros.
+            base = inside(canary_logits)
+        return torch.equal(base, inside(canary_logits))
