@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -122,14 +123,10 @@ class PackedReader:
         assert entropy is not None
         return entropy
 
-    def energy_of(self, part: Packed, hidden: Tensor) -> Tensor:
-        """[M]: |onehot(t) - p|^2 of each spoken token t."""
-        target = device_ids(part.target_M, hidden.device)
+    def energy_of(self, part: Packed, hidden: Tensor, targeted: bool = True) -> Tensor:
+        """[M]: |onehot(t) - p|^2 of each spoken token t; not `targeted`: |p|^2."""
+        target = device_ids(part.target_M, hidden.device) if targeted else None
         return energies(hidden, self.out.weight, self.out.bias, target, **self._contract(part))
-
-    def collision_of(self, part: Packed, hidden: Tensor) -> Tensor:
-        """[M]: |p|^2 at each spoken token."""
-        return energies(hidden, self.out.weight, self.out.bias, None, **self._contract(part))
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M], forward only."""
@@ -146,8 +143,8 @@ class PackedReader:
             return Odds(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
     def energy(self, packed: Packed, targeted: bool = True) -> np.ndarray:
-        """float32 [M], forward only: |onehot(t) - p|^2 of each spoken token t; not `targeted`: |p|^2."""
-        return self.each(packed, {"": self.energy_of if targeted else self.collision_of})[""]
+        """float32 [M], forward only: `energy_of` each spoken token."""
+        return self.each(packed, {"": partial(self.energy_of, targeted=targeted)})[""]
 
     def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
         """[M, K] log-probs of `ids_MK`, differentiable."""

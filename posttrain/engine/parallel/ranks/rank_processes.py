@@ -42,7 +42,7 @@ class RankProcesses:
         self.store.set(KEY, self.key.decode())
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # A run that ends without `close` leaves no process behind.
-        atexit.register(self._kill_at_exit)
+        atexit.register(self.close, kill=True)
         for rank in range(1, world):
             arguments = {"rank": rank, "world": world, "path": path, "told": {"seconds": seconds, **told}}
             with self._log(rank).open("wb") as log:
@@ -84,7 +84,7 @@ class RankProcesses:
 
     def close(self, kill: bool = False) -> None:
         """End the processes: wait until they have ended by themselves, or `kill` them at once."""
-        atexit.unregister(self._kill_at_exit)
+        atexit.unregister(self.close)
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes.values():
             # One deadline for all. Without any time left a process gets a tenth of a second, so that its end is seen.
@@ -95,10 +95,6 @@ class RankProcesses:
                 process.kill()
                 process.wait()
         self._temporary.cleanup()
-
-    def _kill_at_exit(self) -> None:
-        """End the processes at once: what runs at the exit of the interpreter."""
-        self.close(kill=True)
 
     def _log(self, rank: int) -> Path:
         """The file with what a rank prints."""
