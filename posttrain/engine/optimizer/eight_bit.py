@@ -38,10 +38,7 @@ class QuantisedMoments(UpdateRule):
     words = ("step", *(f"{m}_{part}" for m in MOMENTS for part in PARTS), *MOMENTS)
 
     def build(self, groups: list[dict[str, Any]], config: Optimizer, kernels: KernelChoice) -> torch.optim.Optimizer:
-        if find_spec("torchao") is None:
-            raise ConfigError(
-                "optimizer=adamw8bit needs torchao: pip install 'posttrain[adamw8bit]', or use another optimizer"
-            )
+        check_installed()
         from torchao.optim import AdamW8bit
 
         device = next(iter(self.tensors.values())).device
@@ -104,6 +101,14 @@ class QuantisedMoments(UpdateRule):
             state[m].codes.copy_(parts[f"{m}_codes"])
             state[m].scale.copy_(parts[f"{m}_scale"])
         self.inner.state[tensor] = state
+
+
+def check_installed() -> None:
+    """Refuse to go on without torchao."""
+    if find_spec("torchao") is None:
+        raise ConfigError(
+            "optimizer=adamw8bit needs torchao: pip install 'posttrain[adamw8bit]', or use another optimizer"
+        )
 
 
 def values(signed: bool) -> Tensor:
