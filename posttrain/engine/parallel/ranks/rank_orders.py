@@ -30,8 +30,8 @@ LONG = timedelta(days=365)
 """How long a rank waits for its next order. It ends with the store, or with torchrun."""
 END = "end"
 """Stands in place of an order when there will be none any more."""
-HERE = "here/{}"
-"""The key by which a rank says that it has begun."""
+HERE, ORDER = "here/{}", "order/{}"
+"""The keys that say that a rank has begun, and that the order of a number exists."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable: the network interface at which gloo listens."""
 LOOK_SECONDS = 0.05
@@ -145,16 +145,16 @@ class RankOrders:
             return
         self.number += 1
         # The key first, then the broadcast: a rank waits at the store without a time-out, and the exchange has one.
-        self._store.set(_key(self.number), what)
+        self._store.set(ORDER.format(self.number), what)
         dist.broadcast_object_list([work], group_src=0, group=self.ranks.group)
         # Every rank was in this broadcast, so none can still want the key of the order before.
         if self.number > 1:
-            self._store.delete_key(_key(self.number - 1))
+            self._store.delete_key(ORDER.format(self.number - 1))
 
     def end(self) -> None:
         """Tell the ranks that wait for an order that there is none."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(_key(self.number + 1), END)
+            self._store.set(ORDER.format(self.number + 1), END)
 
     def failed(self) -> dict[int, str]:
         """Returns the reasons why ranks failed, by rank, of those that said so."""
@@ -177,7 +177,7 @@ class RankOrders:
 
     def next(self) -> Any:
         """Wait for the next order and return its work. OrdersEnded where there is none."""
-        key = _key(self.number + 1)
+        key = ORDER.format(self.number + 1)
         try:
             self._store.wait([key], LONG)
             what = self._store.get(key)
@@ -204,8 +204,3 @@ class RankOrders:
     def _note(self, words: str) -> None:
         """Note the state of this rank in the store, for `standing`."""
         self._store.set(f"at/{self.ranks.rank}", words)
-
-
-def _key(number: int) -> str:
-    """The key that says that the order of this number exists."""
-    return f"order/{number}"
