@@ -117,11 +117,12 @@ def _hook(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RouterModules:
-    """What a module's routers are called and hold; see `core.exchange.expert_choices.Routers`."""
+    """What routers are called and hold (`core.exchange.expert_choices`). `normalised`: a token's weights sum to 1."""
 
     experts: int
     names: tuple[str, ...]
     stacked: tuple[tuple[str, ...], ...]
+    normalised: bool
 
 
 def routers_of(module: PreTrainedModel) -> RouterModules | None:
@@ -142,7 +143,7 @@ def routers_of(module: PreTrainedModel) -> RouterModules | None:
         tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
     )
     gates = tuple(names.get(id(router.weight), f"{name}.weight") for name, router in routers)
-    return RouterModules(experts, gates, stacked)
+    return RouterModules(experts, gates, stacked, bool(normalised))
 
 
 def why_not(module: PreTrainedModel) -> str:

@@ -252,7 +252,7 @@ class HFLearner:
         reader, modules = self._reader, self._reader.routers
         if modules is None or is_stateful(reader.module):  # passes with a recurrent state are padded
             return None
-        return LearnerRouters(modules.experts, modules.names, modules.stacked, reader, self._following)
+        return LearnerRouters(**vars(modules), reader=reader, follow=self._following)
 
     def _following(self) -> HFLearner:
         """A learner over the same weights whose passes follow the choices of a batch."""
