@@ -34,8 +34,14 @@ epsilon, with independent signs: this is 12 standard deviations at least, also f
 
 
 def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freeze the weights of `module` and put new adapters into it, in place. `seed` is that of the matrices A; B is 0.
-    ConfigError where no layer has a name of `lora.targets`, or one of them is the head."""
+    """Freeze the weights of `module` and put new adapters into it, in place.
+
+    Args:
+        seed: of the matrices A; B is 0.
+
+    Raises:
+        ConfigError: no layer has a name of `lora.targets`, or one of them is the head.
+    """
     from peft import inject_adapter_in_model
 
     module.requires_grad_(False)

@@ -22,8 +22,16 @@ REWARD_HEAD = "reward_head"
 
 
 class RewardHead(nn.Module):
-    """Linear layers without bias on hidden states of `width` H. Weights begin as normal numbers of variance 1 / (H + 1)
-    (2009.01325), by `seed` alone. `blank`: a token skipped at the end of a sequence, as transformers skips padding."""
+    """Linear layers without bias on hidden states.
+
+    Its weights begin as normal numbers of variance 1 / (H + 1) (2009.01325), drawn by `seed` alone.
+
+    Args:
+        width: H.
+        dtype: of its weights; float32 at least.
+        blank: the id of a token that is skipped at the end of a sequence, as transformers skips padding; None: no
+            token is skipped.
+    """
 
     def __init__(
         self,

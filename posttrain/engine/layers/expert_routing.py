@@ -202,9 +202,14 @@ def as_array(choices: Tensor) -> np.ndarray:
 
 
 class PackedRouting:
-    """The choices that routers are given for packed segments, and the record of what they did. A pass may compute a
-    beginning once that several segments share: arrays by computed place have the letter C, by packed position N.
-    `given_N`: int16 [N, R, K] choices to follow; None: routers choose. `scores`: keep their logits, with gradients."""
+    """`PassRouting` for packed segments. A pass may compute a beginning once that several of them share.
+
+    Arrays by computed place have the letter C, arrays by packed position N.
+
+    Args:
+        given_N: int16 [N, R, K] choices to follow; None: each router chooses itself.
+        scores: keep the routers' logits, with their gradients.
+    """
 
     def __init__(self, packed: Packed, given_N: np.ndarray | None, scores: bool) -> None:
         self.routing = Routing()

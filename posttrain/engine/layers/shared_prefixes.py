@@ -42,9 +42,15 @@ Routed = PackedRouting | Routing | None
 
 
 class Sharing:
-    """Hidden states of packed segments by one read-out, with shared beginnings computed once where that is worth it,
-    and `on` says so. `every`: compute also positions behind the last one that is read: of a mixture of experts all are
-    recorded. `proved`: whether the proof was made."""
+    """Hidden states of packed segments by one read-out, with shared beginnings computed once where that is worth it.
+
+    Args:
+        on: never share where False.
+        every: compute all positions, also those behind the last one that is read. A mixture of experts needs them,
+            because what its routers did is recorded for every position.
+
+    `proved`: whether the proof was made.
+    """
 
     def __init__(self, out: ReadOut, kernels: KernelChoice, on: bool, every: bool = False) -> None:
         self._out, self.on, self.proved, self._every = out, on, False, every

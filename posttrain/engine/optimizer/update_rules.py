@@ -64,8 +64,13 @@ class UpdateRule(ABC):
     def expected(
         self, config: Optimizer, name: str, gradient: Tensor, scale: float, lr: float, at: int | None
     ) -> ExpectedUpdate:
-        """The next update by definition, in float64. `gradient` is that before the clip, `scale` the clip's factor,
-        `lr` this parameter's learning rate; `at`: see `role.trainer.WeightOptimizer.expected_update`."""
+        """The next update by definition, in float64.
+
+        Args:
+            gradient: before the clip; `scale` is the factor of the clip.
+            lr: the learning rate of this parameter in the step.
+            at: see `role.trainer.WeightOptimizer.expected_update`.
+        """
 
     def step(self, lr: float) -> None:
         """Update the tensors that have a gradient."""

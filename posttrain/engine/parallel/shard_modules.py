@@ -40,7 +40,11 @@ class RankLearner(HFLearner):
 
 class OutermostModule(nn.Module):
     """The outermost module. Code that reads weights runs inside its forward, where torch has put them together.
-    `inner`: another one inside of this one, with weights of another type."""
+
+    Args:
+        parts: the modules whose weights come together here, but for their layers, which are units of their own.
+        inner: another outermost module inside of this one, with weights of another type.
+    """
 
     def __init__(self, parts: dict[str, nn.Module], inner: OutermostModule | None = None) -> None:
         super().__init__()
@@ -53,8 +57,13 @@ class OutermostModule(nn.Module):
 def cut(
     module: Any, heads: dict[str, nn.Module], ranks: ProcessRanks, *, compute_dtype: torch.dtype | None, offload: bool
 ) -> OutermostModule:
-    """Cut the weights of a model and its heads in place. Returns the module inside whose forward they are read. The
-    model's are computed in `compute_dtype`; None: their own. `offload`: keep each rank's part in the CPU's memory."""
+    """Cut the weights of a model and its heads in place. Returns the module inside whose forward they are read.
+
+    Args:
+        compute_dtype: the type that the model's weights, in float32 here, are computed in; None: their own. Heads keep
+            theirs.
+        offload: keep each rank's part in the memory of the CPU.
+    """
     away = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     # Gradients are summed over ranks in float32: sums of many ranks would lose their last bits.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -24,9 +24,16 @@ def divided(
     per: Literal["token", "segment"] = "token",
 ) -> R:
     """`compute(packed)` by all ranks together. Each computes whole units, balanced by tokens (`Packed.shares`), in as
-    many passes of `room` tokens as the rank with the most has, so that weights come together for all at the same time.
-    `compute` returns an array, or a dataclass or mapping of arrays, whose first axis is the spoken tokens of its batch,
-    or its segments (`per`). InvariantError on every rank, where the ranks were given other tokens."""
+    many passes as the rank with the most has, so that weights come together for all at the same time.
+
+    Args:
+        room: packed tokens of one pass.
+        compute: makes one pass. It returns an array, or a dataclass or mapping of arrays. Their first axis is the
+            spoken tokens of the batch that it is given, or its segments (`per`).
+
+    Raises:
+        InvariantError: on every rank, where the ranks were given other tokens.
+    """
     if ranks.world == 1:
         return compute(packed)
     # Every rank makes the same shares of the batch, so none has to be told its own.

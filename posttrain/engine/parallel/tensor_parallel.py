@@ -129,8 +129,12 @@ class TensorLearner(RankLearner):
         self._of_one_way(size, self.holders.every(apart))
 
     def _of_one_way(self, size: float, apart: Sequence[float]) -> None:
-        """InvariantError where gradients of weights that every rank holds whole differ between ranks: `size` is the
-        norm of the first rank's, and `apart` the distance of each rank's from these."""
+        """InvariantError where gradients of weights that every rank holds whole differ between ranks.
+
+        Args:
+            size: the norm of the first rank's gradients.
+            apart: for each rank, the distance of its gradients from the first rank's.
+        """
         far = int(np.argmax(apart))  # argmax finds a NaN where there is one
         # Where the first rank's norm is not finite, the optimizer's own check reports it.
         if math.isfinite(size) and not apart[far] <= ROUNDING * size + NOISE:

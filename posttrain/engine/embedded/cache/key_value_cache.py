@@ -38,9 +38,19 @@ RESERVE = 2
 
 
 class CachePool:
-    """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D]. A block holds its
-    rows head after head: head k of row r is at `(r // BLOCK * K + k) * BLOCK + r % BLOCK`. Models in narrower dtypes
-    are cached in float32 too, so products are exact. EngineError where compiled kernels cannot be used as chosen."""
+    """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D].
+
+    A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at
+    `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
+
+    Models in narrower dtypes are cached in float32 too: products are then exact, and the ragged kernels have no other.
+
+    Args:
+        kernels: the choice of kernels (`Model.kernels`).
+
+    Raises:
+        EngineError: compiled kernels were chosen and cannot be used here.
+    """
 
     def __init__(
         self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, kernels: KernelChoice = "auto"

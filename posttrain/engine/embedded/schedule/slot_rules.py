@@ -114,10 +114,17 @@ class SlotRules:
             self._fresh[s] = np.append(self._fresh[s], ids[at == s])
 
     def adjust(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None = None) -> np.ndarray:
-        """Apply steps 1 to 3, in place, to the logits [B, V] of slots `rows` [B]. Row b treats the drafted tokens
-        `ahead[b]` [D], filled up with -1, as said after those of its slot. Returns the rows with drafted tokens after
-        which every token is banned: their logits become 0 and have no meaning. NothingLeft where in some rows without
-        drafted tokens every token is banned."""
+        """Apply steps 1 to 3, in place, to the logits [B, V] of slots `rows` [B].
+
+        Args:
+            ahead: int64 [B, D], filled up with -1: drafted tokens that row b treats as said after those of its slot.
+
+        Returns the rows with drafted tokens after which every token is banned. Their logits are set to
+        0 and have no meaning.
+
+        Raises:
+            NothingLeft: in some rows without drafted tokens every token is banned.
+        """
         self._write(logits)
         # Places b * V + id, steps in the contract's order: a penalty looks at the biased logit, and -inf comes last.
         flat, width = logits.view(-1), logits.shape[1]

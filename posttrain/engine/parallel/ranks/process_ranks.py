@@ -92,9 +92,14 @@ def joined(
     seconds: float = SECONDS,
     replicas: int = 1,
 ) -> Iterator[ProcessRanks]:
-    """Inside, this process is one of `world` ranks (gloo), by default as torchrun says in the environment. What they
-    send each other as pickles is signed with their user's key (`signed_messages.users_key`). `address`: where they
-    meet, such as `tcp://127.0.0.1:29500`, `file:///tmp/meet`, or the environment."""
+    """Inside, this process is one of `world` ranks (gloo). What they send each other as pickles is signed with their
+    user's key (`signed_messages.users_key`).
+
+    Args:
+        rank, world: both or neither; None: from the environment, as torchrun sets it.
+        address: where the ranks meet, such as `tcp://127.0.0.1:29500`, `file:///tmp/meet`, or the environment.
+        replicas: copies of the weights; see `ProcessRanks.part`.
+    """
     told: dict[str, Any] = {} if rank is None or world is None else {"rank": rank, "world_size": world}
     with signed(users_key()):
         dist.init_process_group("gloo", init_method=address, timeout=timedelta(seconds=seconds), **told)
