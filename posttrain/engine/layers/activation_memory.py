@@ -25,9 +25,16 @@ from posttrain.engine.layers import attention
 from posttrain.system.errors import ConfigError
 
 PRODUCTS = (
-    *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
 """Operations of torch whose results a selective pass keeps."""

@@ -11,7 +11,7 @@ a bucket is B segments padded to L positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -40,7 +40,10 @@ HARMLESS = ("position_ids", "cache_position")
 
 @dataclass(eq=False, slots=True)
 class AttentionCall:
-    """What one layer, whose attention is `module`, asks of a layout: query [1, H, N, D], key and value [1, K, N, D]."""
+    """What one layer, whose attention is `module`, asks of a layout.
+
+    Shapes: query [1, H, N, D], key [1, K, N, D], value [1, K, N, width of values].
+    """
 
     module: nn.Module
     query: Tensor
@@ -93,12 +96,16 @@ def keep_layout_in_recomputation(module: nn.Module) -> None:
 
 
 def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a checkpoint function of torch with the layout of now."""
-    # `using` has ended in the backward pass, which on a GPU runs in another thread: the layout is bound now.
+    """Calls a checkpoint function of torch so that the layer attends by the layout of now, also when it is computed
+    again."""
+    # A layer is computed again in the backward pass. There `using` has ended, and on a GPU autograd works in a thread
+    # of its own, where the context variable is not set. So the layout is bound while the forward pass runs.
     layout = _IN_USE.get()
 
     def again(*inputs: Any) -> Any:
-        with nullcontext() if layout is None else using(layout):
+        if layout is None:
+            return function(*inputs)
+        with using(layout):
             return function(*inputs)
 
     return checkpoint(again, *args)
@@ -130,7 +137,11 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with transformers' signature, by the layout in use. EngineError for what that would silently ignore."""
+    """Attention with transformers' signature. The layout computes it. Returns ([1, N, H, D], None).
+
+    Raises EngineError for what a layout would silently ignore: a mask, attention dropout (sampler and learner would
+    differ), score biases, attention that is not causal.
+    """
     layout = _IN_USE.get()
     if layout is None:
         raise EngineError(
@@ -246,8 +257,10 @@ class RunsLayout:
         """[1, N, H, D]: the attention of a layer by the form that this device, dtype and choice of kernels have."""
         query = call.query
         if query.shape[0] != 1 or query.shape[2] != self.tokens:
-            wanted = f"a layout of {self.tokens} packed positions"
-            raise EngineError(f"{wanted} met queries of shape {tuple(query.shape)}, not [1, H, N, D]")
+            raise EngineError(
+                f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H,"
+                " N, D]"
+            )
         return kernel("packed_attention", query.device, query.dtype, self._kernels).function(self, call)
 
     def _mask(self, longest: int, deep: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -340,10 +353,13 @@ def dense_attention(
     )
 
 
-BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 add_forms(
     "attention",
-    Kernel("torch", dense_attention, bounds=BOUNDS),
+    Kernel(
+        "torch",
+        dense_attention,
+        bounds={torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3},
+    ),
     Kernel("reference", reference_ops.attention),
 )
 add_forms(

@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 
 class SelectRows(torch.autograd.Function):
-    """Select rows [N, H] at positions [M]. Only segments that begin alike read a row twice."""
+    """Select rows [N, H] at positions [M]. The backward writes the first gradient of a row and adds further ones, which
+    are few: only segments that begin alike read a row twice."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, at: Tensor, again: Tensor | None) -> Tensor:
@@ -37,7 +38,8 @@ class SelectRows(torch.autograd.Function):
         out = grad.new_zeros(ctx.rows, grad.shape[1])
         if again is None:
             return out.index_copy_(0, at, grad), None, None
-        # `index_copy_` may not meet a row twice. Firsts are copied, which is quicker than to add; repeats are added.
+        # `index_copy_` may not meet a row twice: which gradient stays would be left to chance. Firsts are copied, which
+        # is quicker than adding to zeros, and only repeats are added.
         is_first = torch.ones(len(at), dtype=torch.bool, device=at.device)
         is_first[again] = False
         out.index_copy_(0, at[is_first], grad[is_first])
@@ -48,10 +50,11 @@ def rows_at(rows: Tensor, at_M: np.ndarray) -> Tensor:
     """[M, H]: rows [N, H] at these places, in which a place may stand twice."""
     _, first = np.unique(at_M, return_index=True)
     again = np.setdiff1d(np.arange(len(at_M)), first)
-    at, repeated = torch.from_numpy(at_M.astype(np.int64)).to(rows.device), None
-    if len(again):
-        repeated = torch.from_numpy(again).to(rows.device)
-    return SelectRows.apply(rows, at, repeated)  # pyright: ignore[reportReturnType]
+    return SelectRows.apply(
+        rows,
+        torch.from_numpy(at_M.astype(np.int64)).to(rows.device),
+        torch.from_numpy(again).to(rows.device) if len(again) else None,
+    )  # pyright: ignore[reportReturnType]
 
 
 WORTH = 1 << 22

@@ -29,11 +29,13 @@ from posttrain.system.errors import EngineError
 PLACE = "posttrain_router"
 """The attribute of a router's module: its place among the routers, and whether its weights are normalised."""
 SPREAD = 4.0
-"""The largest score in the trial that shows whether a router is understood. Rounding decides no choice there."""
+"""The largest score in the trial that shows whether a router is understood (`_normalised`). At this size rounding
+decides no choice."""
 TRIED = 8
 """Hidden states in that trial."""
 SAME = {torch.float32: 1e-5, torch.float64: 1e-5}
-"""Largest difference of a weight that counts as rounding; 0.02 in narrower types. Routers' softmax is in float32."""
+"""Largest difference of a weight that counts as rounding; 0.02 in narrower types. Routers of transformers compute their
+softmax in float32 also in float64 models."""
 
 
 def weights_of(logits: Tensor, chosen: Tensor, normalised: bool, dtype: torch.dtype) -> Tensor:
@@ -85,7 +87,8 @@ class Routing:
         return torch.stack([of[r] for r in sorted(of)], 1)
 
     def regret(self) -> tuple[Tensor, float]:
-        """(score of the best unused expert minus the worst used one's [N, R], largest |score|) of kept scores."""
+        """(regret [N, R], largest |score|). The regret is the score of the best expert that was not used minus the
+        score of the worst used one. The pass must have kept the scores."""
         used, logits = self.stacked(self.used), self.stacked(self.logits)
         # At most 0 where a router used its own best; above 0 the used experts are not the best ones.
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, used, True)
@@ -93,7 +96,9 @@ class Routing:
         return best - logits.masked_fill(~chosen, float("inf")).amin(-1), float(logits.detach().abs().max())
 
     def chosen_by_more(self, computed: torch.dtype) -> float:
-        """The largest lead of an unused expert over a used one, in units of rounding (`NEAR`); above 1 they differ."""
+        """The largest lead of an expert that was not used over a used one, in units of what rounding may decide in the
+        type that the model computes in (`NEAR`). Above 1, this pass would have chosen other experts than it was given.
+        0 without routers."""
         if not self.logits:
             return 0.0
         regret, scale = self.regret()
@@ -117,7 +122,8 @@ def _hook(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RouterModules:
-    """What routers are called and hold (`core.exchange.expert_choices`). `normalised`: a token's weights sum to 1."""
+    """What a module's routers are called and hold. `experts`, `names` and `stacked` are those of
+    `core.exchange.expert_choices.Routers`; `normalised` says whether the weights of a token's experts sum to 1."""
 
     experts: int
     names: tuple[str, ...]
@@ -126,7 +132,8 @@ class RouterModules:
 
 
 def routers_of(module: PreTrainedModel) -> RouterModules | None:
-    """The routers of a model, which then follow the `Routing` of a pass; None where none is understood (`why_not`)."""
+    """The routers of a model, which from now on follow the `Routing` of a pass; None where it has none that is
+    understood (`why_not` says why). A second call changes nothing."""
     routers = list(_candidates(module))
     if not routers or why_not(module):
         return None
@@ -174,12 +181,15 @@ def _candidates(module: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def _normalised(router: Any) -> bool | None:
-    """Returns whether a token's weights sum to 1, by a trial; None where they are not `weights_of` its best experts."""
+    """Returns whether the weights of a token's experts sum to 1; None where the router computes something else than
+    `weights_of` its largest logits. A trial shows it."""
     weight: Tensor = router.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIED, weight.shape[-1], generator=generator).to(weight)
     try:
-        # Tiny scores leave the choice to rounding; huge ones make both weights alike. The second call has `SPREAD`.
+        # The first call shows how large the scores are; in the second the largest is
+        # `SPREAD`. Tiny scores would leave the choice to rounding. With huge ones all
+        # weights but one vanish, and normalised and plain weights look alike.
         size = float(router(hidden)[0].abs().max())
         logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
         # The chosen are the K best exactly if the worst has the K-th largest score: equal ones may be in any order.
@@ -202,7 +212,9 @@ def as_array(choices: Tensor) -> np.ndarray:
 
 
 class PackedRouting:
-    """`PassRouting` for packed segments. A pass may compute a beginning once that several of them share.
+    """The choices that routers are given in a pass over packed segments, and the record of what they did.
+
+    The pass may compute a beginning once that several segments share.
 
     Arrays by computed place have the letter C, arrays by packed position N.
 
@@ -218,7 +230,12 @@ class PackedRouting:
         self._place_N = np.arange(len(packed.ids_N))
 
     def fold(self, place_N: np.ndarray) -> bool:
-        """From now on compute each place once (`place_N`). Returns False, and changes nothing, where choices differ."""
+        """From now on the pass computes each place once, for all positions of it. Returns False, and changes nothing,
+        where positions of one place are given different choices.
+
+        Args:
+            place_N: the place of each packed position.
+        """
         given_N = self._given_C
         if given_N is not None:
             known_N = known_rows(given_N)
@@ -241,9 +258,13 @@ class PackedRouting:
         """Returns the record of what the routers did at every packed position. The pass must have kept their logits."""
         r = self.routing
         regret, scale = r.regret()
-        used, own = (as_array(r.stacked(of))[self._place_N] for of in (r.used, r.own))
-        regrets = regret.float().cpu().numpy()[self._place_N]
-        return RoutedPass(used, own, regrets, scale, logp_M.float().cpu().numpy())
+        return RoutedPass(
+            as_array(r.stacked(r.used))[self._place_N],
+            as_array(r.stacked(r.own))[self._place_N],
+            regret.float().cpu().numpy()[self._place_N],
+            scale,
+            logp_M.float().cpu().numpy(),
+        )
 
     def probabilities(self) -> np.ndarray:
         """float32 [N, R, E]: the softmax of the routers' logits. The pass must have kept them."""

@@ -38,9 +38,11 @@ from posttrain.system.errors import EngineError
 CHUNK = 256
 """Rows whose gradients of a weight are summed together (`native_code/training.h`)."""
 BOUND = 1e-4
-"""Largest difference from the plain layers that counts as rounding, relative to the largest number."""
+"""Largest difference from the plain layers that counts as rounding, of hidden states and of gradients, relative to the
+largest number."""
 ROUNDINGS = 8
-"""A larger difference is accepted where fused layers are at most this many times as far from float64 as plain ones."""
+"""A difference above `BOUND` is accepted where the fused layers are off from float64 by at most this many times the
+rounding of the plain layers, which is how far these are off from float64."""
 READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
 """Positions of the canary which are read once more by `hidden_at`. One of them stands twice."""
 
@@ -189,7 +191,8 @@ def _last_layer(self: Any, read: Tensor, hidden_states: Tensor, **kwargs: Any) -
 
 
 METHODS = {"RMSNorm": _norm, "MLP": _feed_forward, "Attention": _attention}
-"""The forward method of each part of a layer, by its class's name without the family. Products stay modules."""
+"""The forward method of each part of a layer, by its class's name without the family. Products are modules of their
+own: they may have an adapter, or be quantised."""
 
 
 # --- the read-out -----------------------------------------------------------------------------------------------------
@@ -202,11 +205,13 @@ class FusedReadOut(ReadOut):
     methods: tuple[tuple[nn.Module, MethodType], ...] = ()
 
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
-        """As the base method. For positions that are not read, the last layer computes keys and values only."""
+        """Returns the hidden states as the base method does. For positions that are not read, such as prompts, the last
+        layer computes keys and values only."""
         # Segments that begin alike read one position several times: it is computed once, and repeated at the end.
         read_R, place_M = np.unique(at_M, return_inverse=True)
         last = self.layers[-1]
-        # The plain pass runs also where somebody replaced the last layer's forward, or nothing can be left out.
+        # The plain pass runs where these methods do not, where somebody else has replaced the last layer's forward (it
+        # must run), and where all positions are read, or none: there is then nothing to leave out.
         if not self._uses_methods() or "forward" in last.__dict__ or len(read_R) in (0, input_ids.numel()):
             return super().hidden_at(input_ids, position_ids, layout, at_M)
         read = torch.from_numpy(read_R.astype(np.int64)).to(input_ids.device)
@@ -225,11 +230,9 @@ class FusedReadOut(ReadOut):
             return super()._run(ids, positions, layout)
 
     def _uses_methods(self) -> bool:
-        """Returns whether a pass runs with these methods: of float32 layers, not compiled, and not computed again."""
+        """Returns whether a pass runs with these methods."""
         weights = (p for part, _ in self.methods for p in part.parameters(recurse=False))
-        again = (layer.training and getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
-        compiled = (layer._compiled_call_impl is not None for layer in self.layers)
-        return all(w.dtype == torch.float32 for w in weights) and not any(again) and not any(compiled)
+        return all(w.dtype == torch.float32 for w in weights) and not any(map(_bypasses_replacement, self.layers))
 
     @property
     def layers(self) -> Any:
@@ -249,15 +252,30 @@ class FusedReadOut(ReadOut):
                 del part.__dict__["forward"]
 
 
+def _bypasses_replacement(layer: Any) -> bool:
+    """Returns whether a layer's forward runs where the replaced methods are not seen: compiled by torch, or computed
+    again in the backward pass, outside of `_run`."""
+    return layer._compiled_call_impl is not None or (layer.training and getattr(layer, "gradient_checkpointing", False))
+
+
 def training_read_out(module: PreTrainedModel, kernels: KernelChoice) -> ReadOut:
-    """The read-out of a learner, with the layers its kernels choose. `sharded_proofs` compares those on `meta`."""
+    """The read-out of a model that a learner runs, with the layers that its kernels choose.
+
+    A model on `meta` cannot run here. Its fused layers are compared once its weights are read
+    (`engine.parallel.sharded_proofs`).
+    """
     plain = read_out(module)
     device = torch.device("cpu") if plain.weight.is_meta else plain.weight.device
     return kernel("layers", device, module.dtype, kernels).function(module, plain)
 
 
 def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
-    """The read-out with fused layers, compared but on `meta`; `plain` for others. EngineError where they differ."""
+    """The read-out with fused layers; `plain` itself where the model's layers are of another kind. Both are compared,
+    except for a model on `meta`.
+
+    Raises:
+        EngineError: fused and plain layers differ by more than rounding.
+    """
     prefix, config = FAMILIES.get(type(module).__name__), module.config
     if prefix is None or config.hidden_act != "silu":
         return plain
@@ -274,7 +292,8 @@ def fused_read_out(module: PreTrainedModel, plain: ReadOut) -> ReadOut:
 
 
 def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> None:
-    """EngineError where states or the first layer's gradients differ by more than `BOUND` and `ROUNDINGS` allow."""
+    """EngineError where hidden states of one sequence, or gradients of the first layer, differ by more than rounding:
+    by more than `BOUND` and by more than `ROUNDINGS` times what the plain layers differ from themselves in float64."""
     ours, theirs = _sample(fused), _sample(plain)
     gap = _gap(ours, theirs)
     if gap <= BOUND:
@@ -311,7 +330,8 @@ def _sample(out: ReadOut) -> list[Tensor]:
 
 
 def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest relative difference of hidden states or gradients. Zero gradients are compared with hidden states."""
+    """The largest difference of hidden states, relative to their largest number, or of gradients, relative to the
+    largest number of all of them. Gradients that are zero but for rounding are compared with the hidden states."""
 
     def largest(parts: Sequence[Tensor]) -> float:
         return float(np.max([float(x.abs().max()) for x in parts], initial=0.0))  # `max` would pass over NaN

@@ -32,10 +32,17 @@ PROOF = 2e-5
 
 
 class Runs:
-    """All runs of one forward pass, as arrays that compiled code reads. `above`: positions above each, by depth."""
+    """All runs of one forward pass, as arrays that compiled code reads.
+
+    Args:
+        start, length: of each run.
+        above: the positions above each run, in the order of their depth. The first of them is the start of the run at
+            the root of the tree.
+    """
 
     def __init__(self, start: np.ndarray, length: np.ndarray, above: Sequence[np.ndarray] = ()) -> None:
-        # Threads take trees in this order. The costliest come first, so that none begins a long one at the end.
+        # Threads take trees in this order, in the backward pass one head of one tree at a time. The costliest come
+        # first, so that no thread begins a long one when the others are done.
         deep = np.array([len(a) for a in above], np.int64) if above else np.zeros(len(start), np.int64)
         root = np.array([a[0] if len(a) else s for a, s in zip(above, start, strict=True)]) if above else start
         cost = dict.fromkeys(root.tolist(), 0)
@@ -87,7 +94,8 @@ class _Attention(torch.autograd.Function):
         dquery = torch.empty_like(query)
         # One gradient for each query head, since threads may share the keys; they are summed below, in a fixed order.
         dkey, dvalue = (x.new_zeros(count, heads, x.shape[2]) for x in (key, value))
-        arguments, grad = runs.told(query, key, value, scaling, window), grad.contiguous()
+        arguments = runs.told(query, key, value, scaling, window)
+        grad = grad.contiguous()
         rows = addresses(*saved, grad, dquery, dkey, dvalue)
         _check_memory(compile_native.library().segments_backward(ctypes.byref(arguments), *rows))
         if heads != kv_heads:
@@ -102,7 +110,12 @@ def _check_memory(failed: int) -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float, window: int | None) -> Tensor:
-    """Attention of float32 rows: query [N, H, D], key and value [N, K, D] -> [N, H, D], proved at its first use."""
+    """Attention of float32 rows on the CPU: query [N, H, D], key and value [N, K, D] -> [N, H, D].
+
+    Raises:
+        EngineError: the compiled code differs from the plain definition by more than rounding, on its first use.
+        MemoryError: there is no room for one block of scores.
+    """
     _proved(query.shape[1], key.shape[1], query.shape[2], value.shape[2], window is not None)
     return _Attention.apply(query, key, value, runs, scaling, window)  # pyright: ignore[reportReturnType]
 
@@ -116,7 +129,8 @@ def _proved(*shape: Any) -> None:
 
 def _prove(heads: int, kv_heads: int, width: int, out_width: int, windowed: bool) -> None:
     """EngineError where outputs or gradients of a small tree differ from the plain definition by more than rounding."""
-    # Four runs: a root, two below it (the longer one is longer than a block of 32 queries), and a segment alone.
+    # Four runs: a root, two below it (the longer one is longer than a block of 32 queries), and a segment alone. Scores
+    # of both kinds are met: within a run, and above it.
     length, window = np.array([5, 37, 18, 2]), 9 if windowed else None
     start = np.cumsum(length) - length
     above = [np.arange(0), np.arange(5), np.arange(4), np.arange(0)]

@@ -57,7 +57,9 @@ class SharedTree:
     @staticmethod
     def of(ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree:
         """The tree of these segments. The order of the segments changes only the order of the unique positions."""
-        # Sorted as byte strings: what a segment shares with any one before it, it shares with the one just before.
+        # Sorted as byte strings of their ids, segments with a common beginning are neighbours, and what a segment
+        # shares with any one before it, it shares with the one just before. So one comparison per segment finds the
+        # tree.
         ends = np.cumsum(lengths_S)
         starts = ends - lengths_S
         parts = [ids_N[a:b] for a, b in zip(starts, ends, strict=True)]
@@ -71,16 +73,22 @@ class SharedTree:
             place_N[starts[s] : starts[s] + shared] = above
             place_N[starts[s] + shared : ends[s]] = np.arange(count, count + added)
             first.append(np.arange(starts[s] + shared, ends[s]))
-            if added:  # else it lies wholly in the one before
+            if added:
+                # A segment that lies wholly in the one before adds no position, and so no run.
                 runs.append(TreeRun(count, added, above.copy()))
             count, before = count + added, s
-        # In the order of the runs: old_U[new] is the number of a unique position so far, and new_U is its inverse.
-        runs.sort(key=lambda r: (len(r.above), -r.length, r.start))
-        old_U = np.concatenate([np.arange(r.start, r.start + r.length) for r in runs])
-        new_U = np.empty_like(old_U)
-        new_U[old_U] = np.arange(len(old_U))
-        moved = tuple(TreeRun(int(new_U[r.start]), r.length, new_U[r.above]) for r in runs)
-        return SharedTree(np.concatenate(first)[old_U], new_U[place_N], moved)
+        return _renumbered(np.concatenate(first), place_N, runs)
+
+
+def _renumbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun]) -> SharedTree:
+    """The tree with its unique positions in the order that `SharedTree.runs` says."""
+    order = sorted(runs, key=lambda r: (len(r.above), -r.length, r.start))
+    # old_U[new] is the number before the renumbering, and new_U is its inverse.
+    old_U = np.concatenate([np.arange(r.start, r.start + r.length) for r in order])
+    new_U = np.empty_like(old_U)
+    new_U[old_U] = np.arange(len(old_U))
+    moved = tuple(TreeRun(int(new_U[r.start]), r.length, new_U[r.above]) for r in order)
+    return SharedTree(first_U[old_U], new_U[place_N], moved)
 
 
 def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
@@ -189,8 +197,12 @@ class _Bucket:
 
 class _Padded(torch.autograd.Function):
     """Rows [U, ...] to the padded rows of every bucket, [B, L, ...] each. With `above` the rows above each run come
-    before its own: [B, A + L, ...]. All buckets write to one gradient: one of its own for each would be mostly zeros.
-    Runs below the same positions are summed by one product, which is quick. Padding has gradient zero, left out."""
+    before its own: [B, A + L, ...].
+
+    All buckets write to one gradient, since one of its own for each would be mostly zeros. Runs below the same
+    positions are summed by one product, since adding row by row is slow. No real position attends to padding, so the
+    gradient of padding is exactly zero and is left out.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, of: Sequence[_Bucket], above: bool) -> tuple[Tensor, ...]:
@@ -206,7 +218,8 @@ class _Padded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # First every position gets the gradient of its own run, which writes all of `out`: buckets partition it.
+        # First every position gets the gradient of its own run, which writes all of `out`: buckets partition it. Then
+        # the runs below it add theirs.
         out = grads[0].new_empty(ctx.rows, *grads[0].shape[2:])
         for b, grad in zip(ctx.of, grads, strict=True):
             b.collect(out, grad, b.deep if ctx.above else 0)
@@ -259,7 +272,7 @@ class TreeLayout(RunsLayout):
 
     @cached_property
     def runs(self) -> Runs:
-        start, length = np.array([(r.start, r.length) for r in self._runs], np.int64).T
+        start, length = (np.array(x, np.int64) for x in zip(*((r.start, r.length) for r in self._runs), strict=True))
         return Runs(start, length, [r.above for r in self._runs])
 
     @cached_property

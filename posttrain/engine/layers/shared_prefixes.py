@@ -60,7 +60,11 @@ class Sharing:
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
-        Positions behind the last one that is read are not computed, but with `every`."""
+
+        Without `every`, positions of a segment behind its last one that is read, such as an answer's last token, are
+        not computed. `routing`: the record of a mixture of experts. Where it is given different choices for equal
+        beginnings, nothing is shared.
+        """
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
         # Cut before the tree is made, so that positions that are not read are neither shared nor computed.
@@ -121,7 +125,11 @@ class Sharing:
         return self._out.hidden(*inputs) if at_M is None else self._out.hidden_at(*inputs, at_M)
 
     def _prove(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> None:
-        """Compare hidden states and gradients of a few segments, shared or not. InvariantError beyond rounding."""
+        """Compare hidden states and gradients of a few segments, with sharing and without.
+
+        Raises:
+            InvariantError: they differ by more than rounding.
+        """
         ids, lengths = _proof_segments(ids_N, lengths_S)
         tree, positions_N = SharedTree.of(ids, lengths), positions(lengths)
         trained = [p for p in self._out.decoder.parameters() if p.requires_grad]
@@ -129,7 +137,8 @@ class Sharing:
             shared_routing, plain_routing = self._choices(ids, lengths, tree)
             shared = self._shared(ids, positions_N, tree, None, shared_routing)[self._to(tree.place_N)]
             alone = self._plain(ids, lengths, None, plain_routing)
-            # Both passes follow the same choices, near ties too. `lead`: whether the routers would have chosen so.
+            # Both passes follow the same choices. Otherwise a choice near a tie could differ, and make a difference
+            # that sharing did not cause. `lead` says whether the routers would have chosen so themselves.
             lead = 0.0 if shared_routing is None else shared_routing.chosen_by_more(alone.dtype)
             gap = relative_gap([shared.detach()], [alone.detach()])
             # Without trained weights, as in a reference, there is no gradient to compare.
@@ -146,7 +155,8 @@ class Sharing:
 
     @torch.no_grad()
     def _choices(self, ids: np.ndarray, lengths: np.ndarray, tree: SharedTree) -> tuple[Routing | None, Routing | None]:
-        """The experts that the two passes of the proof follow, shared and plain; None where there is no router."""
+        """The experts that both passes of the proof follow, so that rounding decides none of them: for the pass that
+        computes a shared beginning once, and for the other one; None where there is no router."""
         recorded = Routing()
         self._plain(ids, lengths, None, recorded)
         if not recorded.used:
@@ -165,6 +175,8 @@ def _until_read(
     is read is left out, and `at_M` is numbered anew. Where nothing is read at all, nothing is cut."""
     if not len(at_M):
         return ids_N, lengths_S, at_M
+    # kept_S is how much of each segment is needed: up to its last
+    # read position. Places then shift by what was cut before them.
     starts, segment_N = np.cumsum(lengths_S) - lengths_S, np.repeat(np.arange(len(lengths_S)), lengths_S)
     kept_S = np.zeros_like(lengths_S)
     np.maximum.at(kept_S, segment_N[at_M], at_M - starts[segment_N[at_M]] + 1)
@@ -173,10 +185,13 @@ def _until_read(
 
 
 def _proof_segments(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, lengths) of the two segments that share the most, cut to `PROOF` tokens, and of more that begin alike."""
+    """(ids, lengths) of a few segments that begin alike: the two that share the most, and those that follow them in
+    sorted order, as long as all have at most `PROOF` tokens. Each is cut to `PROOF` tokens."""
     ends = np.cumsum(lengths_S)
     parts = [ids_N[a:b] for a, b in zip(ends - lengths_S, ends, strict=True)]
     parts.sort(key=lambda x: x.astype(">u4").tobytes())
+    # The neighbours that share most, and those that follow: a
+    # proof on segments which share nothing would prove nothing.
     best = max(range(1, len(parts)), key=lambda i: SharedTree.of(*_joined(parts[i - 1 : i + 1])).saving)
     chosen = parts[best - 1 : best + 1]
     for part in parts[best + 1 :]:
@@ -187,12 +202,15 @@ def _proof_segments(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarra
 
 
 def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> float:
-    """`relative_gap` of the gradients of one weighted sum, shared or not; of smaller sums where they overflow."""
+    """`relative_gap` between the gradients of one weighted sum of the hidden states, with and without sharing.
+
+    Gradients in float16 may overflow. Where those without sharing do, both are computed again of a smaller sum.
+    """
     weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(0)).to(alone)
 
     def gradients(hidden: Tensor, scale: float) -> list[Tensor]:
-        # The graph stays for the next scale.
         loss = (hidden * (weights * scale)).sum()
+        # The graph stays for the next scale.
         of_weights = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=True)
         return [whole(g) for g in of_weights if g is not None]
 
