@@ -57,7 +57,8 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
                 f"model.lora.targets={','.join(lora.targets)}: PEFT puts no such adapters into {type(module).__name__}"
                 f" ({first_line(error)}). Its linear layers are {', '.join(names)}"
             ) from error
-    # PEFT's ParamWrapper adapts a bare parameter, the form in which experts are stored. all-linear promises all layers.
+    # PEFT's ParamWrapper is an adapter over a bare parameter, the form in which experts are stored: it is refused.
+    # Under all-linear a linear layer that got no adapter is refused as well, because the setting promises all layers.
     kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
     without_adapter = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
     if refused := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or without_adapter:
@@ -183,7 +184,8 @@ def switched_off(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def loud(module: nn.Module) -> Iterator[None]:
-    """Inside, every adapter adds random numbers half as large as its layer's own output; then it is as before."""
+    """Inside, every adapter adds random numbers half as large as its layer's own output; afterwards all adapters hold
+    their own numbers again, bit for bit."""
     # Copies, and no arithmetic that is undone afterwards: rounding would leave other numbers than before.
     before = {n: t.detach().clone() for n, t in adapter_tensors(module).items()}
     generator = torch.Generator().manual_seed(0)
@@ -217,7 +219,8 @@ def loud_numbers(
 
 
 def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) of the plain layer that computes what this one does with its adapter, if it has one."""
+    """(weight, bias) of the plain layer that computes what this one does with its adapter. The layer's own weights are
+    left as they are. For a layer without an adapter these are its own."""
     plain: Any = _merged_layer(layer, torch.float32) if is_adapted(layer) else layer
     return plain.weight.detach(), None if plain.bias is None else plain.bias.detach()
 

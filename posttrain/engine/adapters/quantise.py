@@ -1,8 +1,9 @@
 """Frozen weights in 8 or 4 bits beneath an adapter. Learner, reference and engine multiply with the same numbers.
 
 int8: row r of a weight W is held as whole numbers q between -127 and 127 and one float32 scale s, the largest size in
-the row divided by 127: W is about s q. torchao's weight-only int8 is the same but for its divisor, 127.5, and its
-product keeps a float copy of every weight for the backward pass. The product here keeps the 8-bit numbers.
+the row divided by 127: W is about s q. torchao's weight-only int8 is the same but for its divisor, 127.5. torchao's
+product keeps a float copy of every weight for the backward pass, so training would take more memory than without
+rounding. The product here keeps the 8-bit numbers, and makes the float form of one layer at a time.
 
 nf4: the 4-bit numbers of QLoRA (2305.14314) by torchao, with scales in 8 bits. Its product keeps the 4-bit numbers.
 """
@@ -52,7 +53,8 @@ class Int8Linear(QuantisedLinear):
     scale: nn.Parameter
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: nn.Parameter | None) -> None:
-        # nn.Linear's own __init__ would allocate a float weight of full size.
+        # nn.Linear's own __init__ would allocate a float weight of full size. The class stays a linear layer, so that
+        # PEFT takes it for one.
         nn.Module.__init__(self)
         self.out_features, self.in_features = codes.shape
         self.weight = nn.Parameter(codes, requires_grad=False)
@@ -128,13 +130,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         # An int8 code is exact in bfloat16 and float16 (127 < 2**8), so the codes are multiplied as they are and the
-        # scale is applied to the product. The inputs are not kept, because no weight here has a gradient.
+        # scale, one for each output, is applied to the product: no float form of s q is kept. The inputs are not kept
+        # either, because no weight here has a gradient.
         ctx.save_for_backward(codes, scale)
         return ((x @ codes.to(x.dtype).t()) * scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (codes, scale), (grad,) = ctx.saved_tensors, grads
+        codes, scale = ctx.saved_tensors
+        (grad,) = grads
         # dL/dx = (dL/dy s) q.
         return (grad * scale).to(grad.dtype) @ codes.to(grad.dtype), None, None
 
@@ -151,8 +155,12 @@ KINDS: Mapping[str, type[QuantisedLinear]] = {"int8": Int8Linear, "nf4": Nf4Line
 
 
 def quantise(module: PreTrainedModel, kind: str) -> None:
-    """Put layers of this kind in the place of the decoder's linear layers. The head, embeddings and norms stay, and so
-    do layers that are quantised already. ConfigError where the linear layers do not fit, or torchao is missing."""
+    """Put layers of this kind in the place of the decoder's linear layers, in place. The head, embeddings and norms
+    stay, and so do layers that are quantised already.
+
+    Raises:
+        ConfigError: it has linear layers of another kind, or none, or ones that do not fit; or torchao is missing.
+    """
     if kind == "nf4" and find_spec("torchao") is None:
         raise ConfigError("model.quantize=nf4: torchao is not installed: pip install 'posttrain[nf4]', or take int8")
     head = read_out(module).head
@@ -190,6 +198,7 @@ def float_layer(layer: Any, dtype: torch.dtype) -> Any:
     """The plain layer that multiplies with the same numbers; the layer itself where it is not a quantised one."""
     if not isinstance(layer, QuantisedLinear):
         return layer
+    # On meta nothing is allocated for a weight that is replaced on the next line.
     plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(layer.float_weight(dtype), requires_grad=False)
     plain.register_parameter("bias", layer.bias)

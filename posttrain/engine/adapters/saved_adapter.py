@@ -46,7 +46,8 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
     """The adapter in a directory that holds no model of its own; None where there is no such directory. DataError where
     it is damaged, or of a kind that cannot be trained on here."""
     folder = Path(path).expanduser()
-    # A directory with a config.json is a model. Both files together are refused elsewhere (locate_model).
+    # A directory with a config.json is a model. Both files together are refused elsewhere (locate_model), because
+    # transformers would load the adapter silently.
     if not (folder / CONFIG).is_file() or (folder / "config.json").exists():
         return None
     file = folder / CONFIG
@@ -87,8 +88,10 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
     # float() of a whole number with hundreds of digits raises OverflowError.
     except (ConfigError, OverflowError) as error:
         raise DataError(f"{file} describes no adapter: {error}") from error
-    off = f"adapter dropout is off ({dropout} in {CONFIG}): sampler and learner must be the same function"
-    return SavedAdapter(folder, base, lora, (off,) if dropout else ())
+    if not dropout:
+        return SavedAdapter(folder, base, lora, ())
+    note = f"adapter dropout is off ({dropout} in {CONFIG}): sampler and learner must be the same function"
+    return SavedAdapter(folder, base, lora, (note,))
 
 
 def _targets(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:

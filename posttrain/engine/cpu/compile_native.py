@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,11 +79,13 @@ SIGNATURES = {
     "after": [POINTER] * 4,
     "pick": [POINTER] * 3 + [INT] * 2,
     "end": [POINTER] * 3 + [FLOAT, POINTER],
-    "attend": [
-        *(POINTER, POINTER),
-        *([POINTER, INT, INT] * 2 + [POINTER, INT] + [POINTER, INT, INT]),
-        *([POINTER] * 4 + [INT] * 6 + [FLOAT] * 2),
-    ],
+    "attend": [POINTER] * 2
+    + [POINTER, INT, INT] * 2
+    + [POINTER, INT]
+    + [POINTER, INT, INT]
+    + [POINTER] * 4
+    + [INT] * 6
+    + [FLOAT] * 2,
     "rms_rows": [POINTER] * 2 + [FLOAT] + [POINTER] * 2 + [INT] * 2,
     "rms_rows_back": [POINTER] * 6 + [INT] * 2,
     "heads_rows": [POINTER] * 2 + [FLOAT] + [POINTER] * 4 + [INT] * 3,
@@ -106,19 +108,22 @@ Attend = Callable[[Tensor, Tensor, float, int | None], None]
 
 
 class Kernels:
-    """The compiled functions, by their names in C. Tensors must be on the CPU, float32 (`digest_rows`: int64)."""
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
+    """The compiled functions. All tensors must be float32, or int64 for `digest_rows`, and on the CPU; the caller
+    ensures both."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         # Without `argtypes` ctypes would pass every number as a C int and cut addresses to 32 bits.
         for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, INT if name in FAILS else None
-            # A method below stands before the function that it calls.
-            setattr(self, f"_{name}" if hasattr(Kernels, name) else name, function)
+        self._attend, self._pick = library.attend, library.pick
+        self.begin, self.before, self.after, self.end = library.begin, library.before, library.after, library.end
+        self.rms_rows, self.rms_rows_back = library.rms_rows, library.rms_rows_back
+        self.heads_rows, self.heads_rows_back = library.heads_rows, library.heads_rows_back
+        self.gate_rows, self.gate_rows_back = library.gate_rows, library.gate_rows_back
+        self.segments_forward, self.segments_backward = library.segments_forward, library.segments_backward
+        self.transposed, self.digest_rows = library.transposed, library.digest_rows
+        self.fold_rows, self.cotangent_rows = library.fold_rows, library.cotangent_rows
 
     def attend(
         self,
@@ -133,7 +138,8 @@ class Kernels:
         softcap: float | None,
     ) -> Attend:
         """Returns a function for one layer's pools. It stores key and value [K, N, D] at rows `to_N`, and writes the
-        attention of query [H, B, D] over its rows to `out` [B, H, D]; see `attention.h`."""
+        attention of query [H, B, D] over its rows to `out` [B, H, D]; see `attention.h`. The tensors are float32 with
+        adjacent last elements, and are read at each call."""
         assert all(x.stride(-1) == 1 and x.dtype == torch.float32 for x in (key, value, query))
         heads, count, width = query.shape
         # What is the same in all layers of a pass is bound once: turning a dozen arguments into C numbers in every
@@ -191,7 +197,8 @@ def library() -> Kernels:
 @functools.cache
 def find() -> Kernels | str:
     """The kernels of this machine, compiled first if needed; or the reason why there are none."""
-    # Returned and cached: where there is no compiler every operation asks again, and each then takes its next form.
+    # A reason is returned and not raised, and the answer is cached: where there is no compiler every operation asks
+    # again, and each then takes its next form.
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     except ValueError as error:
@@ -203,9 +210,7 @@ def find() -> Kernels | str:
         # The processor is a part of the key because a home folder may be shared: code for another one (-march=native)
         # may be an illegal instruction here.
         text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
-        features = [line for line in processor().splitlines() if line.startswith(("flags", "Features"))]
-        machine = platform.machine(), platform.processor(), *features
-        key = "\n".join([*text, *compiler, version.stdout, *FLAGS, *machine])
+        key = "\n".join([*text, *compiler, version.stdout, *FLAGS, _processor()])
         name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
         if cache is not None and (kernels := _read_cached(cache / name)):
             return kernels
@@ -220,7 +225,8 @@ def find() -> Kernels | str:
 
 
 def own_cache() -> Path | None:
-    """The folder of compiled code in the user's cache folder; None where somebody else may have written there."""
+    """The folder of compiled code in the user's cache folder; None where there is none that only this user can have
+    written. What lies in it is loaded as code."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores a relative path. Links are resolved first: the folder that is read is judged.
     try:
@@ -244,8 +250,8 @@ def _read_cached(library: Path) -> Kernels | None:
 
 def _write_cached(fresh: Path, library: Path) -> Kernels | None:
     """Put a library into the cache, with its digest, for the processes that come; None where that fails."""
-    # Each process writes beside the name and renames, the digest last: a reader sees a whole library without a digest,
-    # which it does not load, or with the right one.
+    # Other processes may do the same at this moment. Each writes beside the name and renames, the digest last: a reader
+    # sees a whole library without a digest, which it does not load, or with the right one.
     with suppress(OSError), tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         data = fresh.read_bytes()
         for path, content in ((library, data), (library.with_suffix(".sha256"), _digest(data))):
@@ -280,3 +286,9 @@ def _digest(data: bytes) -> bytes:
 def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, and keeps what it prints."""
     return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+
+
+def _processor() -> str:
+    """The processor's name and features, which `-march=native` compiles for."""
+    features = [line for line in processor().splitlines() if line.startswith(("flags", "Features"))]
+    return "\n".join([platform.machine(), platform.processor(), *features])

@@ -65,6 +65,7 @@ def add_forms(operation: str, *forms: Kernel) -> None:
 def kernel(operation: str, device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto") -> Kernel:
     """The first form in the order of `FORMS` that the choice allows and that supports the device and dtype."""
     first = 0 if choice == "auto" else FORMS.index(choice)
+    # There is always one: the reference form is last, every choice allows it, and it fits everything.
     return next(k for k in TABLE[operation] if FORMS.index(k.form) >= first and not k.unfit(device, dtype))
 
 

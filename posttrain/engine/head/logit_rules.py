@@ -1,11 +1,16 @@
 """Steps 1 to 3 of the log-prob contract (`core.sampling`) for spoken tokens: logit bias, repetition penalty, bans.
 
-The bans follow from the contract and the ids before a position, and are computed again: stored, they would be a set of
-nearly V ids per token; computed, they are one mask [V] and a few pairs. The sampler's side of the same rules is
-`engine.embedded.schedule.slot_rules`; laws test that both agree. Past ids are ragged lists: a penalised id costs one
-entry, not a row of the vocabulary.
+The bans are computed again and not stored. They follow from the contract and the token ids before a position,
+which are the same integers for sampler and learner. A kept set, in contrast, depends on the last bits of floats. A
+stored ban would be a set of nearly V ids per token (150,000 x 4 bytes for each token said). Computed, the bans are
+one mask [V] for all tokens and a few pairs. The sampler's side of the same rules is
+`engine.embedded.schedule.slot_rules`; laws test that both agree.
 
-Axis letters: N packed positions, M spoken tokens, S segments, V vocabulary, C tokens, B ids of a tile, U listed ids.
+The past ids of a position are stored as ragged lists: a penalised id costs one entry, not a row of the vocabulary. With
+D distinct ids before a position, work and memory are D per token, one chunk at a time.
+
+Axis letters: N packed positions, M spoken tokens, S segments, V vocabulary, C tokens and B ids of one tile, U
+listed ids.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ class Ragged:
 
     def places(self, a: int, b: int, width: int, first_id: int = 0) -> Tensor:
         """int64: places of the ids of tokens a..b in a matrix [b - a, width] whose columns are the ids from `first_id`
-        on, numbered row by row. Ids that have no column are left out."""
+        on, numbered row by row. Ids that have no column are left out. The places are distinct if the ids of each run
+        are."""
         first, last = int(self._before[a]), int(self._before[b])
         # The output size is given. Otherwise the CPU would wait for the GPU to learn it.
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
@@ -106,6 +112,8 @@ class LogitRules:
             old, p = flat[places], self.penalty
             # A tensor: by a plain number a GPU would not divide but multiply by 1 / p, which rounds in another way.
             divisor = torch.full((), p, dtype=z.dtype, device=z.device)
+            # A penalty p > 1 makes every seen token less probable: it divides logits above 0, and multiplies those
+            # below.
             flat.index_copy_(0, places, torch.where(old < 0, old * divisor, old / divisor))
             penalised = places, torch.full_like(old, 1 / p).masked_fill_(old.detach() < 0, p)
         if self.never_V is not None:
@@ -153,7 +161,8 @@ def banned_here(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
         ids.append(np.tile(np.array(s.stop_ids, np.int64), len(early)))
     sequences = [b for b in s.bad_ids if len(b) > 1]
     if in_turn_M is not None and sequences:
-        # Two binary searches by the token before last give the few candidates, thinned out from back to front.
+        # The token before last of a bad sequence must stand directly before. Positions sorted by that token give the
+        # few candidates of each sequence by two binary searches; then they are thinned out from the back to the front.
         before_M = packed.ids_N[packed.source_M]
         order = np.argsort(before_M, kind="stable")
         token_before = before_M[order]
@@ -186,4 +195,4 @@ def _check_said(packed: Packed, never_V: np.ndarray | None, rows: np.ndarray, id
 
 def device_ids(x: np.ndarray, device: torch.device) -> Tensor:
     """Integers as int64 on the device."""
-    return torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(device)
+    return torch.from_numpy(np.array(x, np.int64)).to(device)

@@ -32,7 +32,9 @@ def picked(x: Tensor, named: Tensor) -> Tensor:
 
 
 class TiledHead(torch.autograd.Function):
-    """The head's autograd function. The backward computes each tile's scores again unless they were kept."""
+    """The head's autograd function. It saves its inputs, the normaliser and the entropy [M], and the backward computes
+    each tile's scores again unless they were kept. The outer loop is over the vocabulary, so a block of the weight is
+    converted once."""
 
     @staticmethod
     def forward(
@@ -81,7 +83,8 @@ class TiledHead(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
         grad_bias = torch.empty_like(bias) if bias is not None and need_bias else None
-        # The same tiles in the same order as kept scores come. Where none are kept, `to` is written over the scores.
+        # The same tiles in the same order, so that scores kept by the forward pass come as they are needed. Where none
+        # are kept, the gradient is written over the scores (`to`): a tile is all the memory there is.
         for first in range(0, weight.shape[0], tile.ids):
             w, b = block_of(weight, bias, first, tile.ids, dtype)
             sum_w = None if grad_weight is None else _sum_for(grad_weight, first, tile.ids, dtype)
@@ -121,19 +124,23 @@ def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor
 
 
 def _triton_head(hidden: Tensor, weight: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """The head by Triton's kernels, which are compared with torch's operations before they are first used."""
+    """The head by Triton's kernels. EngineError where they do not agree with torch's operations on this device; they are
+    compared before they are first used."""
     from posttrain.engine.head.triton_tiles import proved
 
     return TiledHead.apply(hidden, weight, *inputs, proved(hidden.device, logit_dtype(weight.dtype)))
+
+
+def _no_triton() -> str:
+    """Returns why Triton cannot be used; '' where it is installed."""
+    return "" if find_spec("triton") else "triton is not installed"
 
 
 _BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 add_forms(
     "head",
     in_c(lambda *inputs: TiledHead.apply(*inputs, native()), NATIVE_BOUND),
-    Kernel(
-        "compiled", _triton_head, ("cuda",), _BOUNDS, lambda: "" if find_spec("triton") else "triton is not installed"
-    ),
+    Kernel("compiled", _triton_head, devices=("cuda",), bounds=_BOUNDS, missing=_no_triton),
     Kernel("torch", lambda *inputs: TiledHead.apply(*inputs, TORCH), bounds=_BOUNDS),
     Kernel("reference", reference_ops.head),
 )

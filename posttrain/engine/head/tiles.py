@@ -23,13 +23,14 @@ from posttrain.system.errors import EngineError
 
 @dataclass(frozen=True)
 class TileForm:
-    """One way to compute the two operations on a tile."""
+    """One way to compute the two operations on a tile. Neither changes the scores it is given."""
 
     fold: Callable[[Tensor, bool, bool], tuple[Tensor, Tensor, Tensor | None]]
     """(z [C, B], want_entropy, masked) -> m, S, and U or None, [C] each. `masked`: some scores may be -inf."""
     cotangent: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, bool, Tensor], Tensor]
     """(z [C, B], norm [C], named [C, K], by_logp [C, K], by_entropy [C] or None, entropy [C], masked, out [C, B]) ->
-    `out`, the gradient by z, which may be written over it. Ids `named` outside of the block are ignored."""
+    `out`, the gradient with respect to z. `out` may be z itself, which is then lost. `named` are ids of the block;
+    those that lie outside of it are ignored."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Tile:
 
 def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `TileForm.fold`."""
-    # Where a row has no id that can be said, this is the lowest finite number: -inf minus -inf is nan. The mass is 0.
+    # A row may have no id that can be said in this block. Its largest score is then the lowest finite number and not
+    # -inf, since -inf minus -inf is nan; so its mass is 0.
     most = z.amax(1).clamp_min_(torch.finfo(z.dtype).min)
     q = z - most[:, None]
     if not want_entropy:
@@ -101,7 +103,8 @@ def _form_results(
 def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:
     """Returns the largest difference between a form and torch's operations, relative to the largest number, on a small
     tile of `width` ids, with banned ids, a row without any id, and large scores. nan where one has nan."""
-    # One row for each hard case. 500 overflows exp unless the largest score is subtracted; last, so that sums rescale.
+    # One row for each hard case. 500 overflows exp unless the largest score is subtracted. It stands last, so that a
+    # form which reads in pieces has to rescale what it summed before.
     rows, draws = 5, torch.Generator().manual_seed(0)
     z = torch.randn(rows, width, generator=draws, dtype=torch.float64) * 3
     z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0
@@ -173,8 +176,13 @@ def each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
 
 
 def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bool) -> Blocks:
-    """`soft`, torch's log-softmax or softmax, over all blocks. `single`: there is one, whose result is kept."""
-    # One block has the bits of torch's own function. With more, one reading computes the norm, and each use reads anew.
+    """`soft`, torch's log-softmax or softmax, over all blocks.
+
+    Args:
+        single: there is one block, whose result is computed once and kept.
+    """
+    # With one block torch's own function sees the whole row, so the bits are equal to the plain computation's. With
+    # more blocks, a first reading computes the norm, and every use reads the blocks once more.
     if single:
         whole = [(first, soft(z, 1)) for first, z in blocks()]
         return lambda: whole

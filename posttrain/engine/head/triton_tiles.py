@@ -78,8 +78,7 @@ def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, T
     most, mass, spread = z.new_empty(3, rows)
     if rows:
         lowest = torch.finfo(z.dtype).min
-        columns = min(COLUMNS, triton.next_power_of_2(width))
-        _launch(_fold_rows, (rows,), z, most, mass, spread, width, z.stride(0), lowest, want_entropy, columns)
+        _launch(_fold_rows, (rows,), z, most, mass, spread, width, z.stride(0), lowest, want_entropy, _columns(width))
     return most, mass, spread if want_entropy else None
 
 
@@ -99,13 +98,18 @@ def cotangent(
     if rows:
         # Without an entropy the kernel reads neither of the last two. They need some address, and `norm` has one.
         row_numbers = (total, norm if by_entropy is None else by_entropy.contiguous(), entropy if spread else norm)
-        size = min(COLUMNS, triton.next_power_of_2(width))
+        size = _columns(width)
         sizes = width, z.stride(0), out.stride(0), spread, size
         _launch(_cotangent_rows, (rows, triton.cdiv(width, size)), z, out, norm, *row_numbers, *sizes)
     return tiles.with_named(out, named, by_logp)
 
 
 TRITON = TileForm(fold, cotangent)
+
+
+def _columns(width: int) -> int:
+    """Scores that a program reads at once, for rows of this width."""
+    return min(COLUMNS, triton.next_power_of_2(width))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
