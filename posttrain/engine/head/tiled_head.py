@@ -124,8 +124,8 @@ def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor
 
 
 def _triton_head(hidden: Tensor, weight: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """The head by Triton's kernels. EngineError where they do not agree with torch's operations on this device; they are
-    compared before they are first used."""
+    """The head by tiles with Triton's kernels. EngineError where they do not agree with torch's operations on this
+    device; they are compared before they are first used."""
     from posttrain.engine.head.triton_tiles import proved
 
     return TiledHead.apply(hidden, weight, *inputs, proved(hidden.device, logit_dtype(weight.dtype)))

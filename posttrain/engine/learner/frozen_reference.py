@@ -6,17 +6,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.batch import Packed
 from posttrain.core.ports import Reference
+from posttrain.core.types import Top
 from posttrain.engine.adapters.adapter_modules import adapter_tensors, switched_off, without_adapters
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.engine.head.readout import CANARY, canary, read_out
 from posttrain.engine.layers.attention import PackedLayout
-from posttrain.engine.learner.learner import FrozenScorer, FrozenScores, HFLearner
+from posttrain.engine.learner.learner import FrozenScorer, HFLearner
 from posttrain.engine.learner.packed_reader import forward_only
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.system.errors import EngineError
@@ -29,7 +31,11 @@ def freeze(learner: HFLearner) -> Reference:
 
 
 def frozen_module(reference: Reference) -> PreTrainedModel:
-    """A module that computes what `reference` does, for an engine. It shares the reference's weights."""
+    """A module that computes what `reference` does, for an engine. It shares the reference's weights.
+
+    Raises:
+        EngineError: the reference is of another kind than those made here.
+    """
     if isinstance(reference, FrozenScorer):
         return reference.policy.twin().module
     if isinstance(reference, AdapterOff):
@@ -37,31 +43,50 @@ def frozen_module(reference: Reference) -> PreTrainedModel:
     raise EngineError(f"an engine cannot sample from a {type(reference).__name__}: it has no module of its own")
 
 
-class AdapterOff(FrozenScores):
-    """`core.ports.Reference`: the learner's own model with its adapter off. `digest` shows whether it was changed."""
+class AdapterOff:
+    """`core.ports.Reference`: the learner's own model with its adapter switched off. It needs no memory of its own.
 
-    _scorer: HFLearner
+    Its weights are those that do not train. They belong to the learner, so the digest shows whether something changed
+    them.
+    """
 
     def __init__(self, learner: HFLearner) -> None:
-        self._scorer = learner
+        self._learner = learner
         self.digest = self.fingerprint()
 
     @property
     def module(self) -> PreTrainedModel:
         """The learner's module, adapter included."""
-        return self._scorer.policy.module
+        return self._learner.policy.module
 
-    def _ask(self, method: str, packed: Packed, *arguments: int) -> Any:
-        # The routers choose for themselves here: the choices in a batch were made with the adapter.
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M] log-probs under `packed.sampling`. The sampler's own pass would compute with the adapter."""
+        return self._off(self._learner.packed_score, packed)
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M] entropies."""
+        return self._off(self._learner.entropy, packed)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
+        return self._off(self._learner.energy, packed)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """The `k` most probable tokens at each spoken position; 0: all of them."""
+        return self._off(self._learner.top, packed, k)
+
+    def _off(self, method: Callable[..., Any], packed: Packed, *arguments: Any) -> Any:
+        """The result of a learner's method with the adapter switched off."""
+        # The routers choose for themselves here: the choices in a batch were made by the policy's sampler, with the
+        # adapter.
         unrouted = packed if packed.routed_N is None else replace(packed, routed_N=None)
         with switched_off(self.module):
-            # The sampler's own pass (`score`) would compute with the adapter.
-            return super()._ask("packed_score" if method == "score" else method, unrouted, *arguments)
+            return method(unrouted, *arguments)
 
     def fingerprint(self) -> str:
         """Digest of the weights that do not train."""
         tensors = named_tensors(self.module)
-        return fingerprint((n, self._scorer.whole(t)) for n, t in tensors if not t.requires_grad)
+        return fingerprint((n, self._learner.whole(t)) for n, t in tensors if not t.requires_grad)
 
 
 def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()) -> bool:

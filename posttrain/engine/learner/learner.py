@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy as copied
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -169,7 +169,8 @@ class HFLearner:
             raise ConfigError("model.compile=true is not offered for models with a recurrent state. Set it to false")
 
         def measure() -> tuple[Tensor, dict[str, Tensor]]:
-            # Training with a gradient and scoring without one are two compiled forms. Both run here.
+            # Training with a gradient and scoring without one are two compiled forms. Both run here, so that neither is
+            # compiled within the first step.
             self.train_mode(True)
             trained = {n: p for n, p in self.parameters().items() if not n.startswith(HEADS)}
             logp = self._reader.head(packed, self._reader.hidden(packed), False)[0]
@@ -225,8 +226,13 @@ class HFLearner:
         return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
-        """Exact digest of the weights by name. InvariantError where a frozen one has other bits than at first."""
-        # Samplers get the adapter alone, and a reference may be this model without it: both rely on frozen weights.
+        """Exact digest of the weights under their state-dict names.
+
+        Raises:
+            InvariantError: a frozen weight has other bits than at the first call.
+        """
+        # Samplers get the adapter alone, and a reference may be this model without it: both take the frozen weights to
+        # be what they were. A digest of each tensor is made anyway, so it costs nothing to see whether one has moved.
         tensors = dict(named_tensors(self.policy.module))
         digests = fingerprints((name, self.whole(tensor)) for name, tensor in tensors.items())
         frozen = {n: digests[n] for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
@@ -248,11 +254,19 @@ class HFLearner:
         return None if self.policy.lora is None else TrialOfAdapter(self)
 
     def routers(self) -> LearnerRouters | None:
-        """Returns the routers; None where there are none, or they are not understood (`expert_routing.why_not`)."""
-        reader, modules = self._reader, self._reader.routers
-        if modules is None or is_stateful(reader.module):  # passes with a recurrent state are padded
+        """Returns the routers; None where the model is no mixture of experts, or its routers are not understood
+        (`expert_routing.why_not`)."""
+        modules = self._reader.routers
+        if modules is None or is_stateful(self._reader.module):  # passes with a recurrent state are padded
             return None
-        return LearnerRouters(**vars(modules), reader=reader, follow=self._following)
+        return LearnerRouters(
+            experts=modules.experts,
+            names=modules.names,
+            stacked=modules.stacked,
+            normalised=modules.normalised,
+            reader=self._reader,
+            follow=self._following,
+        )
 
     def _following(self) -> HFLearner:
         """A learner over the same weights whose passes follow the choices of a batch."""
@@ -264,7 +278,8 @@ class HFLearner:
         return follower
 
     def train_mode(self, on: bool) -> None:
-        """Switch training mode, in which activations are checkpointed. It adds no noise: `silence` has taken that."""
+        """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was
+        switched off at load (`model.disable_dropout`)."""
         self.policy.module.train(on)
 
     def _values(self, hidden: Tensor) -> Tensor:
@@ -287,28 +302,25 @@ class TrialOfAdapter:
 
 
 class FrozenScores:
-    """The scoring methods of a reference, done by `_scorer`, which runs a frozen model."""
+    """The scoring methods of a reference: all of them pass on to `_scorer`, which runs a frozen model."""
 
     _scorer: PackedReader | HFLearner
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`."""
-        return self._ask("score", packed)
+        return self._scorer.score(packed)
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M] entropies."""
-        return self._ask("entropy", packed)
+        return self._scorer.entropy(packed)
 
     def energy(self, packed: Packed) -> np.ndarray:
         """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
-        return self._ask("energy", packed)
+        return self._scorer.energy(packed)
 
     def top(self, packed: Packed, k: int) -> Top:
         """The `k` most probable tokens at each spoken position; 0: all of them."""
-        return self._ask("top", packed, k)
-
-    def _ask(self, method: str, packed: Packed, *arguments: int) -> Any:
-        return getattr(self._scorer, method)(packed, *arguments)
+        return self._scorer.top(packed, k)
 
 
 class FrozenScorer(FrozenScores):

@@ -26,7 +26,8 @@ from posttrain.system.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class LearnerRouters(RouterModules):
-    """`core.exchange.expert_choices.Routers` of a learner. `follow` returns one that follows the choices of a batch."""
+    """`core.exchange.expert_choices.Routers` of a learner. `follow` returns the learner whose passes follow the
+    choices of a batch."""
 
     reader: PackedReader
     follow: Callable[[], Learner]

@@ -58,7 +58,7 @@ class PackedReader:
     @property
     def computes_once(self) -> bool:
         """True where a beginning that several segments of a pass share is computed once, whatever its tokens are. In a
-        mixture of experts samplers may have chosen different experts for it."""
+        mixture of experts it is computed again where samplers chose different experts for it."""
         return isinstance(self._rows, Sharing) and self._rows.on and self.routers is None
 
     @property
@@ -67,7 +67,11 @@ class PackedReader:
         return self._rows.computed
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None) -> Tensor:
-        """[M, H]: the states that predict spoken tokens, or those `at` positions. DataError for too long a segment."""
+        """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
+
+        Raises:
+            DataError: a segment is longer than the context, so it has positions that the model does not have.
+        """
         longest = int(packed.lengths_S.max())
         if longest > self.context:
             raise DataError(
@@ -91,10 +95,17 @@ class PackedReader:
         if not self._proved and out.weight.dtype.itemsize < 4 and len(hidden):
             prove_logprobs(out, hidden, self.kernels)
             self._proved = True
-        # The node of the embedding's look-up where head and embedding share the weight, so that both have one gradient.
-        weight, targets = out.weight_to_read(), device_ids(packed.target_M, hidden.device)
-        contract = self._contract(packed)
-        return logprobs(hidden, weight, out.bias, targets, want_entropy=entropy, kernels=self.kernels, **contract)
+        return logprobs(
+            hidden,
+            # The node of the embedding's look-up where head and embedding
+            # share the weight, so that both have one gradient.
+            out.weight_to_read(),
+            out.bias,
+            device_ids(packed.target_M, hidden.device),
+            want_entropy=entropy,
+            kernels=self.kernels,
+            **self._contract(packed),
+        )
 
     def score(self, packed: Packed, dtype: torch.dtype = torch.float32) -> np.ndarray:
         """[M], forward only, in parts of at most `SCORE_TOKENS`."""
@@ -161,10 +172,12 @@ class PackedReader:
 
     def _contract(self, packed: Packed) -> HeadContract:
         """What shapes the distribution of these tokens: the batch's contract, and the model's scale and soft-cap."""
-        out, kept = self.out, packed.kept
+        out = self.out
         # From the part itself, since rules speak of packed positions.
         rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
-        return HeadContract(sampling=packed.sampling, kept=kept, rules=rules, softcap=out.softcap, scale=out.scale)
+        return HeadContract(
+            sampling=packed.sampling, kept=packed.kept, rules=rules, softcap=out.softcap, scale=out.scale
+        )
 
 
 def joined(parts: list[Tensor]) -> np.ndarray:
