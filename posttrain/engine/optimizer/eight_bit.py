@@ -59,8 +59,7 @@ class QuantisedMoments(UpdateRule):
     ) -> ExpectedUpdate:
         state = self.inner.state.get(self.tensors[name], {})
         g = exact(gradient, at) * scale
-        numbers = {m: x.dequantize() if hasattr(x, "codes") else x for m, x in state.items() if m in MOMENTS}
-        first, second = (exact(numbers[m], at) if m in numbers else torch.zeros_like(g) for m in MOMENTS)
+        first, second = (exact(_numbers(state[m]), at) if m in state else torch.zeros_like(g) for m in MOMENTS)
         step = float(state["step"]) + 1 if state else 1.0
         exact_update = adamw_update(config, exact(self.tensors[name], at), g, (first, second), step, lr)
         # The code of one number needs the scale of its whole block. So for a single index no codes are given.
@@ -112,8 +111,12 @@ def check_installed() -> None:
 
 
 def values(signed: bool) -> Tensor:
-    """float64 [256]: what codes stand for, in units of the scale, ascending. A decade has half of the next one's."""
-    # With 0 and 1: the middles of 1, 2, 4, ... 64 intervals in seven decades with both signs, or of twice as many.
+    """float64 [256]: the numbers that a code stands for, in units of the scale, ascending.
+
+    The range is cut into decades. Each decade towards 0 has half the numbers of the one above it.
+    """
+    # With 0 and 1 these are 256: seven decades of 1, 2, 4, ... 64 intervals with both signs, or of twice as many with
+    # one. Each interval is held by its middle.
     out = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float64)
@@ -135,11 +138,17 @@ def _is_quantised(tensor: Tensor) -> bool:
     return tensor.numel() >= SMALLEST and tensor.numel() % BLOCK == 0
 
 
+def _numbers(moment: Any) -> Tensor:
+    """A stored moment as numbers."""
+    return moment.dequantize() if hasattr(moment, "codes") else moment
+
+
 def _quantised(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """(codes, scales) of numbers, by definition: the nearest value, the upper one where two are as near."""
     blocks = x.reshape(-1, BLOCK)
     scales = blocks.abs().amax(1).clamp(min=LEAST_SCALE)
     code_values = values(signed)
-    # The nearest value changes at the middle between two neighbours: a code is how many of the middles lie below.
+    # The nearest value changes at the middle between two neighbours,
+    # so a code is how many of the middles lie at or below the number.
     middles = (code_values[:-1] + code_values[1:]) / 2
     return torch.bucketize(blocks / scales[:, None], middles, right=True).reshape(x.shape), scales

@@ -1,7 +1,8 @@
 """Loss scaling for float16: gradients below 6e-8 are 0 there, so the loss is multiplied before the backward pass.
 
-The gradient is divided again in float32 before it is read. Where it overflows, the step is left out and the scale is
-halved; after `PATIENCE` good steps in a row it is doubled. By powers of two, so that scaling rounds nothing.
+The gradient is divided again in float32 before anything reads it: the clip, the checks and the update see the true
+one. Where a scaled gradient overflows, the step is left out and the scale is halved. After `PATIENCE` good steps in a
+row it is doubled. The factors are powers of two, so scaling itself rounds nothing.
 """
 
 from __future__ import annotations

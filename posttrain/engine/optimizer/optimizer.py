@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,12 +26,10 @@ from posttrain.engine.optimizer.optimizer_offload import OffloadedState, groups
 from posttrain.engine.optimizer.update_rules import Moments, Momentum, Orthogonal, UpdateRule
 from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 
-if TYPE_CHECKING:
-    from posttrain.engine.parallel.tensor_parallel import TensorLearner
-
 NOT_HIDDEN = ("embed*", "*_embed*", "wte", "wpe", "lm_head", "embed_out", "value_head", "reward_head")
-"""Patterns of matrices that Muon leaves to AdamW: they turn tokens or positions into vectors, or vectors into scores.
-A pattern fits a word of a name: `embed*` fits `model.embed_tokens.weight`, `*_embed*` fits `word_embeddings.weight`."""
+"""Patterns of matrices that Muon leaves to AdamW: they turn tokens or positions into vectors, or vectors into scores,
+and their singular directions mean nothing together. A pattern fits a word of a name: `embed*` fits
+`model.embed_tokens.weight`, `*_embed*` fits `word_embeddings.weight`, `wte` and `wpe` are GPT-2's."""
 
 ELEMENTWISE = ("adamw", "sgd")
 """The kinds whose update of a number depends on nothing but that number's gradient and state, and the clip."""
@@ -39,6 +37,18 @@ ELEMENTWISE = ("adamw", "sgd")
 CLIP_EPS = 1e-6
 """The number that torch adds to a norm before it divides by the norm."""
 Rules = type[UpdateRule]
+
+
+class GradientParts(Protocol):
+    """A learner whose ranks split some weights and hold others whole. It reads gradients, by name, of both kinds."""
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Returns the norm of the gradients of all ranks together."""
+        ...
+
+    def agree(self, gradients: Mapping[str, Tensor]) -> None:
+        """Overwrite the gradients of weights that every rank holds whole with those of the first rank."""
+        ...
 
 
 class StageOptimizer:
@@ -50,7 +60,8 @@ class StageOptimizer:
         scaled: whether losses are scaled, because the model computes in float16.
         home: where moments and averages are between steps; None: on the device of their parameters.
         ranks: the processes that train together. The parameters are then this rank's parts of the weights.
-        parts: the learner of these tensors, where its ranks split some weights and hold others whole.
+        parts: the learner of these tensors, where its ranks split some weights and hold others whole
+            (`tensor_parallel`); None: any other learner.
     """
 
     def __init__(
@@ -61,7 +72,7 @@ class StageOptimizer:
         scaled: bool = False,
         home: torch.device | None = None,
         ranks: Ranks = ALONE,
-        parts: TensorLearner | None = None,
+        parts: GradientParts | None = None,
     ) -> None:
         self.parts = parts
         if (ranks.world > 1 or parts is not None) and config.kind not in ELEMENTWISE:
@@ -141,6 +152,7 @@ class StageOptimizer:
         size: dict[UpdateRule, int] = {}
         for name, rule in self._rules.items():
             if self._home.device is not None or not rule.state(name):
+                # With a home each rule is one group of parameters, whose state is on the device in its turn alone.
                 size[rule] = size.get(rule, 0) + rule.bytes(name)
         return sum(size.values()) if self._home.device is None else max(size.values(), default=0)
 
@@ -189,7 +201,8 @@ class StageOptimizer:
         at: int | None = None,
         share: float = 1.0,
     ) -> ExpectedUpdate:
-        """The update of the parameter's rule in float64; see `role.trainer.WeightOptimizer`."""
+        """The update of the parameter's rule with a global clip and the schedule, in float64; see
+        `role.trainer.WeightOptimizer`."""
         if config.kind != self.config.kind:
             raise InvariantError(f"the stage asks for the optimizer {config.kind}, and {self.config.kind} was built")
         scale = min(1.0, config.clip / norm) if norm > 0 else 1.0
@@ -274,7 +287,12 @@ class StageOptimizer:
         return {n: t.grad for n, t in self._moved.items() if t.grad is not None}
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:
-        """The norm of the gradients of all ranks together. InvariantError where the ranks have gone different ways."""
+        """The norm of the gradients of all ranks together.
+
+        Raises:
+            InvariantError: the ranks have taken different numbers of steps, step at different learning rates, or copies
+                of the weights differ.
+        """
         if self.parts is not None:
             return next(iter(self._moved.values())).new_tensor(self.parts.norm(self._gradients()))
         # The numbers of a gradient of rows are enough, since the rest is 0.
@@ -290,6 +308,7 @@ class StageOptimizer:
     def _clip(self, tensors: list[Tensor], norm: Tensor) -> None:
         """Multiply the gradients, whose norm is `norm`, so that their norm becomes the configured one."""
         gradients = [t.grad for t in tensors if t.grad is not None]
+        # Gradients of rows are multiplied below, by the formula of torch's function.
         dense = [t for t, g in zip(tensors, gradients, strict=True) if not g.is_sparse]
         torch.nn.utils.clip_grads_with_norm_(dense, self.config.clip, norm)
         for g in gradients:
@@ -342,5 +361,7 @@ def hidden_matrix(name: str, tensor: Tensor) -> bool:
 
 def _foreign(name: str) -> str:
     """The message for a state with a tensor that does not belong to this optimizer, or without one that does."""
-    wrong = f"the optimizer state is of other parameters ({name!r} does not fit)"
-    return f"{wrong}: resume with the model and stage the run was started with"
+    return (
+        f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run"
+        " was started with"
+    )

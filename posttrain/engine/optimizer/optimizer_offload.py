@@ -1,8 +1,9 @@
 """The state of an optimizer in the memory of the CPU: some tensors at a time are copied to the device that steps.
 
 Between steps a tensor of state is at home, which is pinned memory of the CPU. A step visits its tensors in groups of
-similar size: it copies the state of one group to the device, updates, and copies it back. The arithmetic is that of the
-optimizer, on the same numbers on the same device. All copies follow each other on the device's stream.
+similar size. It copies the state of one group to the device, updates, and copies the state back, so that the device
+holds the state of one group at a time. The arithmetic is that of the optimizer, on the same numbers on the same device.
+All copies follow each other on the device's stream. They do not overlap with the updates.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def groups(tensors: Mapping[str, Tensor], most: int = GROUP) -> Iterator[list[st
 
 
 class OffloadedState:
-    """Moves tensors between their home, a `device`, and the one that computes. None: they stay where they are made."""
+    """Moves tensors between their home and the device that computes.
+
+    Args:
+        device: where they are between steps; None: where they are made, and nothing is moved. It may be the device that
+            computes, which saves nothing; copies are made all the same.
+    """
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
@@ -44,10 +50,11 @@ class OffloadedState:
     @contextmanager
     def fetched(self, state: Any, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Inside: the state of these tensors, out of a torch optimizer's, is on their device, and may be changed."""
-        # The memory at home is kept and written again afterwards: allocating pinned memory is slow.
         if self.device is None:
             yield
             return
+        # The memory at home is kept and written again afterwards: allocating pinned memory is slow, and a step should
+        # not do it.
         homes = {t: dict(state[t]) for t in tensors if t in state}
         for t, at_home in homes.items():
             state[t] = {word: self._on_device(part, t.device) for word, part in at_home.items()}

@@ -30,7 +30,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_EPS = 1e-7
 MATCHED_RMS = 0.2
-"""An orthogonal update times this and the root of the longer side has AdamW's usual root mean square (2502.16982)."""
+"""An orthogonal update is scaled by this times the root of the longer side, so that its root mean square is that of a
+usual AdamW step and one learning rate serves both (2502.16982)."""
 PART, ROWS = 1 << 20, 16
 """A weight with a gradient of rows is updated in parts of about PART numbers, and a multiple of ROWS rows. So each part
 begins where a vector of the processor begins, and rounds as an update of the whole weight does."""
@@ -98,11 +99,14 @@ class UpdateRule(ABC):
 
     def load(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Replace a tensor's state by copies of what `state` gave."""
-        # A step count keeps its own dtype, as torch makes it: float32 also beside float64 weights.
         tensor = self.tensors[name]
-        dtypes = {word: part.dtype if word == "step" else tensor.dtype for word, part in parts.items()}
-        state = {word: part.to(device=tensor.device, dtype=dtypes[word], copy=True) for word, part in parts.items()}
-        self.inner.state[tensor] = state
+        # A step count keeps its own dtype, as torch makes it: float32 also beside float64 weights.
+        self.inner.state[tensor] = {
+            word: part.to(tensor.device, copy=True)
+            if word == "step"
+            else part.to(device=tensor.device, dtype=tensor.dtype, copy=True)
+            for word, part in parts.items()
+        }
 
 
 class Moments(UpdateRule):
@@ -126,7 +130,11 @@ class Moments(UpdateRule):
         return adamw_update(config, exact(self.tensors[name], at), g, (first, second), step, lr)
 
     def step(self, lr: float) -> None:
-        """Update the tensors; those whose gradient holds some rows in parts, with the result of a dense gradient."""
+        """Update the tensors, and those whose gradient holds only some rows in parts.
+
+        Each part gets a dense gradient of its own, which is zero in the other rows. The result is that of a whole dense
+        gradient, and no gradient of the weight's size is made.
+        """
         gradients_of_rows = {t: t.grad for t in self.tensors.values() if t.grad is not None and t.grad.is_sparse}
         # Hidden from torch's step, which takes dense gradients, and stepped by rows below.
         for tensor in gradients_of_rows:
@@ -152,7 +160,8 @@ class Moments(UpdateRule):
         new_step = state["step"]
         try:
             for first, low, high in zip(edges, cuts[:-1], cuts[1:], strict=True):
-                # Parts without a row are visited too, because moments fade and weights decay without a gradient.
+                # Parts without a row are visited too, because moments fade and weights decay without a gradient. `part`
+                # and its moments are views: the step changes the weight's own numbers.
                 part = weight.detach()[first : first + size]
                 part.grad = torch.zeros_like(part)
                 part.grad[rows[low:high] - first] = values[low:high]
@@ -242,7 +251,8 @@ class Orthogonal(UpdateRule):
 def orthogonal(x: Tensor) -> Tensor:
     """A matrix with its singular values brought near 1, in its own dtype."""
     a, b, c = NEWTON_SCHULZ
-    # With the shorter side for the Gram matrix. Divided by the Frobenius norm, no singular value is above 1.
+    # The Gram matrix below then has the shorter side. Divided by the Frobenius norm, no singular value is above 1,
+    # where the polynomial brings them towards 1.
     y = x.T if x.shape[0] > x.shape[1] else x
     y = y / y.norm().clamp(min=NEWTON_SCHULZ_EPS)
     for _ in range(NEWTON_SCHULZ_STEPS):
@@ -278,8 +288,12 @@ def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Te
 
 def adam_options(config: Optimizer) -> dict[str, Any]:
     """The settings of AdamW as torch's arguments."""
-    betas = config.beta1, config.beta2
-    return {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    return {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
 
 
 add_forms(
