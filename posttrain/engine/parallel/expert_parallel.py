@@ -29,7 +29,16 @@ STYLES = ("grouped_gemm", "ep_dispatch_experts")
 
 
 class ExpertLearner(TensorLearner):
-    """`core.ports.Learner` of one rank, given what one process would be. It cuts the experts in place."""
+    """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the experts of
+    `policy.module` in place, so the policy is no longer of use to others.
+
+    Args:
+        replays: as in `HFLearner`.
+
+    Raises:
+        ConfigError: the architecture has no plan for its experts, they do not divide, or another part is not built.
+        InvariantError: the ranks begin with different weights.
+    """
 
     every_part_is_used = False  # a rank's experts may compute no token
 
@@ -46,8 +55,11 @@ class ExpertLearner(TensorLearner):
         # Rank r has the experts r * per_rank to (r + 1) * per_rank - 1 of each layer, as transformers divides them.
         per_rank = all_routers.experts // self.holders.world
         begin = per_rank * self.holders.rank
-        every = self.holders.every
-        return replace(all_routers, held=slice(begin, begin + per_rank), of_all=lambda own: np.concatenate(every(own)))
+        return replace(all_routers, held=slice(begin, begin + per_rank), of_all=self._every_expert)
+
+    def _every_expert(self, own_experts: np.ndarray) -> np.ndarray:
+        """The arrays of all ranks, joined along the experts."""
+        return np.concatenate(self.holders.every(own_experts))
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
         # The plan's patterns name parameters (the experts' stacked weights) and modules (what holds them).
@@ -76,7 +88,7 @@ def whole_experts(policy: Policy, world: int) -> dict[str, str]:
             " --parallel experts, or train it in one process"
         )
     decoder: Any = policy.module.get_decoder()
-    # By the style grouped_gemm a plan names the stacked weights [experts, ...].
+    # By the style grouped_gemm a plan names the stacked weights [experts, ...], so their first axis counts the experts.
     counts = {
         int(p.shape[0])
         for name, p in decoder.named_parameters()

@@ -65,9 +65,10 @@ def gathered(shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, buck
     table, group = table[:copy_ranks], ranks.group if ranks.replicas == 1 else ranks.mesh.get_group("shard")
     # A gather needs pieces of the same size, so each bucket is as wide as the rank with the most bytes in it needs.
     runs = [(run, max(sum(labels[i].sent for i in run) for labels in table)) for run in _runs(table, bucket)]
-    # The same memory serves all buckets, as the C library keeps what is freed: row 0 to send, then one for each rank.
-    rows, widest = 1 + len(table) * (ranks.rank == 0), max((width for _, width in runs), default=0)
-    memory = torch.zeros(rows, widest, dtype=torch.uint8)
+    # The same memory serves all buckets, since what is freed for each one would stay with the C library. Row 0 is what
+    # this rank sends. On the receiving rank a row for each rank follows.
+    widest = max((width for _, width in runs), default=0)
+    memory = torch.zeros(1 + len(table) * (ranks.rank == 0), widest, dtype=torch.uint8)
     for run, width in runs:
         sent_row, at = memory[0, :width], 0
         for i in run:

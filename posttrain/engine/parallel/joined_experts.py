@@ -19,9 +19,13 @@ HOW = "posttrain_joined"
 class JoinedExperts(AllReduceEP):
     """A rank's experts over the batch that all ranks share; what they add is summed over ranks.
 
-    A rank none of whose experts was chosen computes one of them times 0. Otherwise its pass would not reach the
-    exchange of gradients in which the others wait. The choices are those of the first rank: where two experts score
-    alike rounding decides, and a token would be computed by both of them, or by none."""
+    A rank none of whose experts was chosen for any token computes one of them times 0. Otherwise its pass would not
+    reach the exchange of gradients in which the other ranks wait, and its experts would have no gradient, where one
+    process has zeros.
+
+    The choices are those of the first rank. Each rank's router makes them, but where two experts score alike rounding
+    decides, and a token would be computed by both of them, or by none.
+    """
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)

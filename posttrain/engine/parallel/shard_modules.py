@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from posttrain.core.batch import Packed
 from posttrain.core.exchange.shards import Shard
 from posttrain.engine.adapters.adapter_modules import layers, loud_numbers
 from posttrain.engine.learner.learner import HFLearner
@@ -31,10 +32,10 @@ class RankLearner(HFLearner):
         """This rank's own part of every trainable parameter: rows, columns, all of it, or nothing."""
         return dict(self._own)
 
-    def exact(self, packed: Any) -> None:
+    def exact(self, packed: Packed) -> None:
         """Returns None: no rank makes a whole copy of the weights."""
 
-    def compile(self, packed: Any) -> str:
+    def compile(self, packed: Packed) -> str:
         raise ConfigError("model.compile=true is not built for several ranks. Set it to false")
 
 
@@ -125,8 +126,9 @@ def with_memory(outermost: OutermostModule) -> set[str]:
 
 def cut_like(part: Tensor, like: Any) -> DTensor:
     """`part` as the rank's part of a tensor over all ranks, which has the shape and cut of `like`."""
-    whole_size = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **whole_size)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def giving(part: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any], None]:

@@ -74,7 +74,8 @@ def _shared(method: Callable[..., Any], per: Literal["token", "segment"] = "toke
 
 
 class ShardedLearner(RankLearner):
-    """`core.ports.Learner` of one rank. It cuts the weights of `policy.module` in place.
+    """`core.ports.Learner` of one rank. It cuts the weights of `policy.module` in place, so the policy is no longer of
+    use to others.
 
     Weights below float32 that train are float32 here, and rounded where they are computed with or sent: `parameters`
     are the master copies of an optimizer in one process. Frozen weights beneath an adapter keep their type.
@@ -82,7 +83,12 @@ class ShardedLearner(RankLearner):
     Args:
         offload: keep this rank's part of the weights in the memory of the CPU. On a CPU it changes nothing.
         fill: reads this rank's rows of the weights of a policy without memory (`sharded_load`).
-        prove: the checks at load of such a policy, in a pass, where weights are whole. Then fused layers are compared.
+        prove: the checks at load of such a policy. It is called inside a pass, where weights are whole; then the fused
+            layers are compared.
+
+    Raises:
+        ConfigError: names what is not built for ranks (docs/design/shards.md).
+        InvariantError: the ranks begin with different weights.
     """
 
     def __init__(
@@ -115,8 +121,10 @@ class ShardedLearner(RankLearner):
         self._inside = cut(policy.module, heads, ranks, compute_dtype=self.narrow, offload=offload)
         if fill is not None:
             _read_parts(self._inside, self.policy, self.narrow or policy.dtype, fill)
-        self._sharded = {n: p for n, p in HFLearner.parameters(self).items() if isinstance(p, DTensor)}
-        # Plain tensors over the same memory: a step on them steps the model. A hook moves torch's gradient over.
+        trained = HFLearner.parameters(self)
+        self._sharded: dict[str, DTensor] = {n: p for n, p in trained.items() if isinstance(p, DTensor)}
+        # Plain tensors over the same memory: an optimizer that steps on them has stepped the model, and need not know
+        # of DTensor. torch puts a gradient on its own parameter, from where a hook moves it over.
         self._own = {name: nn.Parameter(rows_of(p)) for name, p in self._sharded.items()}
         for name, p in self._sharded.items():
             p.register_post_accumulate_grad_hook(giving(self._own[name], lambda p: rows_of(p.grad)))

@@ -55,7 +55,15 @@ class BlankPolicy(Policy):
 
 
 def blank_policy(model: Model, seed: int = 0) -> BlankPolicy:
-    """The policy of the directory `model.path`, without its weights; `seed` is that of a new adapter."""
+    """The policy of the directory `model.path`, without its weights.
+
+    Args:
+        seed: of the adapter that `model.lora` asks for.
+
+    Raises:
+        ConfigError: `model.path` is no directory of a model, or asks for what is not offered this way.
+        DataError: its files cannot be read.
+    """
     folder = Path(model.path or "").expanduser()
     if model.path is None or not folder.is_dir() or saved_adapter(model.path) is not None:
         raise ConfigError(
@@ -91,10 +99,18 @@ def blank_policy(model: Model, seed: int = 0) -> BlankPolicy:
 def read_rows(
     policy: BlankPolicy, ranks: ProcessRanks, make: Callable[..., L], *arguments: Any, digest: str = "", **options: Any
 ) -> L:
-    """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it, on every rank. `digest`:
-    the model's fingerprint where it is known. InvariantError where ranks see different files, or read another model."""
-    advice = "Give every rank the same model: copy its directory to each machine"
-    check_same(ranks, policy.files.digest, "weight files", advice)
+    """The learner of one rank over a policy without memory, as `make(policy, ...)` makes it. Every rank calls it.
+
+    Args:
+        arguments, options: what `make` takes after the policy, such as the ranks.
+        digest: the fingerprint of the model where it is known. All ranks together must have read that.
+
+    Raises:
+        InvariantError: the ranks see different files, or have read another model.
+    """
+    check_same(
+        ranks, policy.files.digest, "weight files", "Give every rank the same model: copy its directory to each machine"
+    )
     with freed_at_once():  # what the passes of the checks free is several times a rank's rows
         learner = make(policy, *arguments, fill=policy.files.fill, prove=_prove, **options)
         if digest and learner.fingerprint() != digest:
@@ -113,7 +129,8 @@ def _prove(policy: Policy) -> None:
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Inside, parameters of new modules are on `meta`. Their buffers are real."""
-    # torch.device("meta") would put buffers there too, such as the frequencies of a rope, and no file has those.
+    # torch.device("meta") would put buffers there too, such as the frequencies of a rope, and no file has those. So
+    # only parameters are caught, where modules register them.
     real = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

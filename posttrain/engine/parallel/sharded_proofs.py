@@ -38,7 +38,12 @@ def prove_layers(
     rank_parts: dict[str, nn.Parameter],
     ranks: Ranks,
 ) -> None:
-    """Compare fused layers with the model's own, on all ranks, which raise EngineError beyond rounding."""
+    """Compare fused layers with the model's own: hidden states, and gradients of the first layer. Every rank calls it.
+    Leaves no gradient.
+
+    Raises:
+        EngineError: they differ by more than rounding, on every rank.
+    """
     if not isinstance(out, FusedReadOut):
         return
     # The first layer's arguments are recorded in a pass of the whole model, so that it can be run alone afterwards.
@@ -52,25 +57,13 @@ def prove_layers(
             results = [[inside(lambda read=read: sample_states(read))] for read in (out, read_out(module))]
     finally:
         hook.remove()
-
-    def first_layer() -> Tensor:
-        output = out.layers[0](*first_layer_input["given"], **first_layer_input["named"])
-        return output[0] if isinstance(output, tuple) else output
-
-    # A pass of all layers would need memory for the gradients of all.
-    for parts, replaced in zip(results, (out.replaced, nullcontext), strict=True):
-        with torch.enable_grad():
-            with using(PackedLayout([CANARY])), replaced():
-                output = inside(first_layer)
-            if output.requires_grad:
-                # A sum with different factors: by a plain sum, errors that cancel would not be seen.
-                factors = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
-                (output * factors).sum().backward()
-        parts += [output.detach(), *_take_gradients(rank_parts)]
+    for parts, replaced in zip(results, (True, False), strict=True):
+        parts += _gradients(out, inside, rank_parts, first_layer_input, replaced)
     # A rank may have no row of a weight, and max of nothing is an error.
     gaps = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*results, strict=True)]
     sizes = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
-    # The largest numbers of all ranks, so that every rank takes the same decision.
+    # The largest numbers of all ranks, so that every rank takes the same decision: one that raised alone would leave
+    # the others waiting.
     largest = (max(numbers[1:], key=_badness, default=0.0) for numbers in (gaps, sizes))
     table = ranks.every((gaps[0], sizes[0], *largest))
     states_gap, states, gradients_gap, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
@@ -87,6 +80,30 @@ def prove_layers(
 def _badness(x: float) -> float:
     """The number to compare by: NaN, which `max` may pass over, counts as infinity."""
     return x if math.isfinite(x) else math.inf
+
+
+def _gradients(
+    out: FusedReadOut,
+    inside: Inside,
+    rank_parts: dict[str, nn.Parameter],
+    layer_input: dict[str, Any],
+    replaced: bool,
+) -> list[Tensor]:
+    """Returns the output of the first layer for the recorded input, and this rank's parts of the gradients of one
+    weighted sum of that output. A pass of all layers would need memory for the gradients of all."""
+
+    def layer() -> Tensor:
+        with using(PackedLayout([CANARY])), out.replaced() if replaced else nullcontext():
+            output = out.layers[0](*layer_input["given"], **layer_input["named"])
+        return output[0] if isinstance(output, tuple) else output
+
+    with torch.enable_grad():
+        output = inside(layer)
+        if output.requires_grad:
+            # A sum with different factors: by a plain sum, errors that cancel would not be seen.
+            factors = torch.arange(output.numel(), dtype=output.dtype).sin().view_as(output)
+            (output * factors).sum().backward()
+    return [output.detach(), *_take_gradients(rank_parts)]
 
 
 def _take_gradients(rank_parts: dict[str, nn.Parameter]) -> list[Tensor]:
@@ -111,7 +128,11 @@ def prove_sharing(
     vocabulary: int,
     context: int,
 ) -> None:
-    """Compare hidden states and gradients, shared or not. On every rank InvariantError beyond rounding."""
+    """Compare hidden states and gradients of two segments with sharing and without. Leaves no gradient.
+
+    Raises:
+        InvariantError: they differ by more than rounding, on every rank.
+    """
     packed = _two_segments(vocabulary, context)
 
     def states_and_gradients(shared: bool, scale: float) -> list[Tensor]:
@@ -132,7 +153,7 @@ def prove_sharing(
         table = ranks.every((apart[0], size[0], sum(apart[1:]), sum(size[1:])))
         gap = max(*(ratio(t[0], t[1]) for t in table), ratio(sum(t[2] for t in table), sum(t[3] for t in table)))
         dtype = results[1][0].dtype
-        # In float16 the gradients may overflow. All ranks look at the same table.
+        # In float16 the gradients may overflow. All ranks look at the same table, so all try the next scale or none.
         if all(math.isfinite(t[3]) for t in table):
             break
     rows.proved = True

@@ -48,13 +48,21 @@ def divided(
             " the whole batch, packed once"
         )
     results = [compute(part) for part in parts]
+    # Weights come together in exchanges of all ranks, so each makes as many passes as the one with the most.
     for _ in range(max(n for _, n in table) - len(parts)):
         compute(_smallest(packed))  # so that others can compute theirs
-    # The results of each share in the results of the whole batch. The pieces come in the order of the ranks.
-    episode_of_result = packed.sequence_M if per == "token" else packed.sequence_S
-    places = [np.flatnonzero(np.isin(episode_of_result, share)) for share in shares]
+    places = [_places(packed, share, per) for share in shares]
     pieces = [piece for of_rank in ranks.every(results) for piece in of_rank]
-    return _joined(pieces, np.argsort(np.concatenate(places), kind="stable"))
+    # The pieces come in the order of the ranks. places[i] is where result i belongs in the batch, so sorting by it puts
+    # the results into the order of the batch.
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return _joined(pieces, order)
+
+
+def _places(packed: Packed, episodes: np.ndarray, per: str) -> np.ndarray:
+    """Returns the places of the results of these episodes in the results of the whole batch."""
+    episode_of_result = packed.sequence_M if per == "token" else packed.sequence_S
+    return np.flatnonzero(np.isin(episode_of_result, episodes))
 
 
 def _joined(pieces: list[R], order: np.ndarray) -> R:

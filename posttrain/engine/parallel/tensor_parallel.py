@@ -4,7 +4,8 @@ for the architecture (`base_model_tp_plan`) and PyTorch's `parallelize_module`.
 Every rank computes every token, with its attention heads and its part of the feed-forward layers; their results are
 summed over ranks twice in a layer. So all ranks are given the same micro-batches, and each has the trainer of a single
 process. Embedding, norms and the output head are whole on each rank. Beside the sums ranks exchange the gradients of
-what is whole (`agree`) and the squares of the gradient's norm (`StageOptimizer(parts=...)`).
+what is whole (`agree` gives all of them those of rank 0) and the squares of the gradient's norm
+(`StageOptimizer(parts=...)`).
 """
 
 from __future__ import annotations
@@ -39,11 +40,19 @@ WHOLE = ("replicated_with_grad_allreduce",)
 """Styles of a plan whose weights are whole on each rank and read by its own heads, so their gradients are summed."""
 
 ROUNDING, NOISE = 1e-3, 1e-6
-"""Two ranks' gradients of the same weights may differ by ROUNDING times their norm, plus NOISE."""
+"""Largest distance between two ranks' gradients of the same weights that counts as rounding: ROUNDING times their norm,
+plus NOISE, for gradients that are nothing but rounding."""
 
 
 class TensorLearner(RankLearner):
-    """`core.ports.Learner` of one rank, given what one process would be. It cuts layers in place. Nothing is shared."""
+    """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the layers of `policy.module`
+    in place, so the policy is no longer of use to others. Beginnings that segments share are computed for each of them.
+
+    Raises:
+        ConfigError: the architecture has no plan of columns and rows, its heads do not divide, or another part is not
+            built.
+        InvariantError: the ranks begin with different weights.
+    """
 
     every_part_is_used = True  # by each token
 
@@ -82,7 +91,8 @@ class TensorLearner(RankLearner):
         """Cut the weights that the plan names, in place."""
         styles = {name: ColwiseParallel() if style == "colwise" else RowwiseParallel() for name, style in plan.items()}
         parallelize_module(decoder, self.holders.mesh, {n: s for n, s in styles.items() if plan[n] not in WHOLE})
-        # Of weights that are whole and read by a rank's own heads only, each rank has a part of the gradient.
+        # Weights such as the norms of queries and keys are whole on each rank and read by its own heads only, so each
+        # rank has a part of their gradient.
         shared = [n for n, style in plan.items() if style in WHOLE]
         for name, p in decoder.named_parameters():
             if p.requires_grad and any(fnmatch.fnmatch(name.rpartition(".")[0], pattern) for pattern in shared):
@@ -123,7 +133,7 @@ class TensorLearner(RankLearner):
                 first = gradient.clone()
                 dist.broadcast(first, group=self.holders.group, group_src=0)
                 size = math.hypot(size, float(torch.linalg.vector_norm(first)))
-                # sub_ overwrites this rank's gradient, which the next line replaces.
+                # sub_ overwrites this rank's gradient, which the next line replaces: the difference needs no memory.
                 apart = math.hypot(apart, float(torch.linalg.vector_norm(gradient.sub_(first))))
                 gradient.copy_(first)
         self._of_one_way(size, self.holders.every(apart))

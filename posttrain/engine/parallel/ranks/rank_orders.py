@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -30,8 +29,10 @@ LONG = timedelta(days=365)
 """How long a rank waits for its next order. It ends with the store, or with torchrun."""
 END = "end"
 """Stands in place of an order when there will be none any more."""
-HERE, ORDER = "here/{}", "order/{}"
-"""The keys that say that a rank has begun, and that the order of a number exists."""
+HERE = "here/{}"
+"""The key by which a rank says that it has begun."""
+ORDER = "order/{}"
+"""The key that says that the order of this number exists."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable: the network interface at which gloo listens."""
 LOOK_SECONDS = 0.05
@@ -71,8 +72,9 @@ def met(
     with signed(key):
         # Only while they meet, which is when gloo reads the variable.
         with _loopback() if local else contextlib.nullcontext():
-            meet = partial(_meet, store, rank, world, seconds, replicas)
-            ranks = _meet_watched(meet, max(seconds, MEET_SECONDS), gone)
+            ranks = _meet_watched(
+                lambda: _meet(store, rank, world, seconds, replicas), max(seconds, MEET_SECONDS), gone
+            )
         try:
             yield ranks
         finally:
@@ -81,14 +83,17 @@ def met(
 
 def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) -> ProcessRanks:
     """Meet the other ranks in the store, and make a group with them."""
-    # torch's own meeting waits for each rank in turn and cannot be interrupted, so it begins when none is missing.
+    # torch's own meeting waits for each rank in turn and cannot be interrupted. All say that they are here first, so it
+    # begins only when none is missing.
     store.set(HERE.format(rank), "1")
     store.wait([HERE.format(r) for r in range(world)], timedelta(seconds=max(seconds, MEET_SECONDS)))
     # A prefix, so that torch's keys and the keys of the orders do not meet in the same store.
-    exchange_store, limit = PrefixStore("exchange", store), timedelta(seconds=seconds)
+    exchange_store = PrefixStore("exchange", store)
     # torch names groups by this count. A process that met before, or failed to, would name them otherwise than others.
     c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
-    dist.init_process_group("gloo", store=exchange_store, rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=exchange_store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
+    )
     return in_copies(seconds, replicas)
 
 
@@ -144,10 +149,12 @@ class RankOrders:
         if self.ranks.world == 1:
             return
         self.number += 1
-        # The key first, then the broadcast: a rank waits at the store without a time-out, and the exchange has one.
+        # The key first, then the broadcast. A rank waits at the store without a time-out; the key tells it to come to
+        # the exchange, which has one.
         self._store.set(ORDER.format(self.number), what)
         dist.broadcast_object_list([work], group_src=0, group=self.ranks.group)
-        # Every rank was in this broadcast, so none can still want the key of the order before.
+        # Every rank was in the broadcast of this order, so none can still want the key of the one before. The store
+        # does not grow with the steps of a run.
         if self.number > 1:
             self._store.delete_key(ORDER.format(self.number - 1))
 

@@ -55,7 +55,8 @@ def _key_of_file(path: Path) -> bytes:
     """The key in a file, which is made where it is not there. PermissionError where others can read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
-        # Written beside and linked when it is whole: several ranks may start at once, and the first link wins.
+        # Written beside under another name and linked when it is whole: several ranks may start at once, the first link
+        # wins, and the others read that file. No rank ever reads half a key.
         with tempfile.NamedTemporaryFile(dir=path.parent) as part, suppress(FileExistsError):
             part.write(fresh_key())
             part.flush()
@@ -101,7 +102,8 @@ class _Writer:
 class _Reader(_Writer):
     def load(self) -> Any:
         with self._file.getbuffer() as data:
-            # Checked before the unpickler sees a byte. compare_digest takes the same time wherever the bytes differ.
+            # The signature is checked over all bytes before the unpickler sees the first of them. compare_digest takes
+            # the same time wherever the bytes differ, so that timing tells nothing about the right signature.
             genuine = hmac.compare_digest(data[:SIGNED], _signature(self._key, data[SIGNED:]))
         if not genuine:
             raise EngineError(
