@@ -1,6 +1,7 @@
 """The embedded engine: `core.ports.Sampler` over a Hugging Face module that it owns, in the running event loop.
 
-It runs steps (`engine_step.Stepper`) while there is work. Between them the event loop lets episodes ask for more turns.
+It runs steps (`engine_step.Stepper`) while there is work. The event loop runs between steps, so an episode can ask for
+its next turn before the next admission.
 """
 
 from __future__ import annotations
@@ -52,10 +53,13 @@ class EmbeddedEngine:
         deterministic: use fixed matrix shapes, so that the bits of a turn do not depend on other requests.
         cache_bytes: upper bound of the key-value cache.
         budget: most positions of a forward pass. Generating slots come first; pieces of prompts take the rest.
-        retain: tokens of ended sequences kept for later turns; None: half of all slots', up to an eighth of the cache.
-        update: what unfinished sequences do when new weights come. drain: they end first. inflight: they continue, and
-            their cache is computed again. stale: they continue over the old one, and a gauge reports the difference.
-        timeline: record when each request was queued, admitted and finished.
+        retain: tokens of ended sequences that the cache keeps for later turns; None: half of what all slots can hold,
+            but at most an eighth of the cache.
+        update: what happens to unfinished sequences when new weights come. drain: they end first. inflight: they
+            continue under the new weights, and their cache is computed again. stale: they continue over keys and values
+            of the old weights, and a gauge reports the difference.
+        timeline: record when each request was queued, admitted and finished (`EmbeddedEngine.timeline`).
+        kernels: the choice of kernels (`Model.kernels`).
         text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
         speculate: draft several tokens per pass (module `speculation`); None: one token per pass.
         mixture: a second model; tokens are drawn from the mixture of the two (`policy_mixture`). None: from `module`.
@@ -108,18 +112,21 @@ class EmbeddedEngine:
         kept_blocks = min(slots * blocks_for(context) // 2, self._most_blocks // 8)
         self._retain = kept_blocks if retain is None else blocks_for(retain)
         self._admission = Admission(context, self._served.vocabulary, self._most_blocks, text)
-        self._version, self._counters = version, EngineCounters(slots)
+        self._version = version
+        self._counters = EngineCounters(slots)
         proposer = self._make_proposer(speculate, device)
         # A draft model's cache has the same rows, so both grow and are freed together.
-        self._pools += (proposer.served.pool,) if isinstance(proposer, DraftModel) else ()
+        if isinstance(proposer, DraftModel):
+            self._pools += (proposer.served.pool,)
         self.draws_by_place = not isinstance(proposer, DraftModel)
         """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
         self.timeline = Timeline() if timeline else None
         """When each request was queued, admitted and finished; None where the engine does not record it."""
         self.fused = self._served.fused
         """Whether the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
-        scheduler, others = self._new_scheduler(), self._pools[1:]
-        self._stepper = Stepper(self._served, scheduler, self._counters, proposer, self.timeline, others)
+        self._stepper = Stepper(
+            self._served, self._new_scheduler(), self._counters, proposer, self.timeline, others=self._pools[1:]
+        )
         self._loading = 0
         """Calls of `load` that have not ended. No new turn is admitted meanwhile."""
         self._slept = 0
@@ -199,11 +206,7 @@ class EmbeddedEngine:
             # Again, because another load may have come while this one waited.
             self._check_newer(version)
             self._served.load(tensors)
-            stale = self._update == "stale"
-            self._scheduler.renew(version, stale=stale)
-            self._version = version
-            if stale:
-                self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
+            self._renew(version)
         finally:
             # New requests were not admitted meanwhile, and no step may be running that would take them now.
             self._loading -= 1
@@ -282,6 +285,14 @@ class EmbeddedEngine:
         """EngineError where the version is not newer than the served one."""
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
+
+    def _renew(self, version: int) -> None:
+        """Prepare the scheduler for the weights that were just copied."""
+        stale = self._update == "stale"
+        self._scheduler.renew(version, stale=stale)
+        self._version = version
+        if stale:
+            self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
 
     def _make_proposer(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
         """The proposer of drafts; None without speculation. EngineError where drafts do not fit the engine."""

@@ -200,8 +200,8 @@ class Stepper:
 
     def _stream_tokens(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
         """Call the request's callback with its new tokens. If the callback fails, only this request gets the error."""
-        request = self.scheduler.slots.of(s)
-        if request.heard is None:
+        request = self.scheduler.slots.request[s]
+        if request is None or request.heard is None:
             return
         try:
             request.heard(ids, logp)

@@ -1,9 +1,11 @@
 """The sampler's own function of the learner's weights, for `exact=true`: its log-probs, bit for bit.
 
-Two forward passes of one model differ in their last bits, because products and sums depend on their shapes. A
-deterministic engine (`EmbeddedEngine`) computes every position in a pass of the same number of rows, and its attention
-over exactly the rows that it sees: the log-prob of a token is one function of weights and tokens. Here it is computed
-again, with a learner's weights, by the same code in the same shapes. The learner's gradients are of the packed pass.
+Two forward passes of one model differ in their last bits, because matrix products and sums depend on the shapes they
+are computed in. A deterministic engine (`EmbeddedEngine`) computes every position in a pass of the same number of rows,
+and its attention over exactly the rows that the position sees. So the log-prob of a token is one function of weights
+and tokens, whatever else is in the pass. Here that function is computed again, with the weights of a learner, by the
+same code in the same shapes. The learner takes these values. Its gradients still come from the packed pass, whose
+log-probs differ by rounding alone.
 
 Axis letters: N packed positions, M spoken tokens, R rows of a pass, V vocabulary.
 """
@@ -45,7 +47,11 @@ class SamplerReplay:
 
     @torch.no_grad()
     def values(self, packed: Packed) -> Tensor:
-        """float32 [M]: the log-prob of each spoken token under the learner's weights of now."""
+        """float32 [M]: the log-prob of each spoken token under the learner's weights of now.
+
+        Raises:
+            InvariantError: the contract bans a token that was said.
+        """
         self._served.load(served_tensors(self._learner))
         return torch.cat([self._part(part) for part in packed.split(TOKENS)])
 
@@ -53,10 +59,7 @@ class SamplerReplay:
     def _part(self, packed: Packed) -> Tensor:
         """`values` of segments that together have at most `TOKENS` positions."""
         pool, size, rows = self._served.pool, len(packed.ids_N), self._rows
-        # The pool row of each position. Each segment begins a block: compiled attention sums block by block.
-        blocks_S = -(-packed.lengths_S.astype(np.int64) // BLOCK)
-        starts_S = (np.cumsum(blocks_S) - blocks_S) * BLOCK
-        row_N, blocks = np.repeat(starts_S, packed.lengths_S) + packed.positions_N, int(blocks_S.sum())
+        row_N, blocks = _places(packed)
         if pool.rows < blocks * BLOCK:
             pool.grow(blocks)
         out = torch.empty(packed.spoken, device=pool.device)
@@ -108,3 +111,11 @@ class SamplerReplay:
             outside = torch.cat([mask.outside(m, m + 1, z.shape[1]) for m in said.tolist()])
             z = z.masked_fill_(outside, float("-inf"))
         return torch.log_softmax(z, -1)
+
+
+def _places(packed: Packed) -> tuple[np.ndarray, int]:
+    """(pool row of each position [N], blocks of all). Each segment begins a block, as in the engine: compiled
+    attention sums block by block."""
+    blocks_S = -(-packed.lengths_S.astype(np.int64) // BLOCK)
+    starts_S = (np.cumsum(blocks_S) - blocks_S) * BLOCK
+    return np.repeat(starts_S, packed.lengths_S) + packed.positions_N, int(blocks_S.sum())

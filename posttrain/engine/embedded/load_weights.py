@@ -15,8 +15,10 @@ from posttrain.system.errors import EngineError, nearest
 def checked_tensors(
     expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[tuple[str, Any]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The given tensors, one at a time: each name of `expected` must come exactly once, with that dtype and shape. A
-    missing one is noticed only at the end, so nothing may be served before."""
+    """The given tensors, one at a time: each name of `expected` must come exactly once, with that dtype and shape.
+
+    EngineError names what is wrong. A missing tensor is noticed only at the end, so nothing may be served before.
+    """
     names_seen = set[str]()
     for name, tensor in tensors:
         if name not in expected:
@@ -41,6 +43,6 @@ def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> No
     """Copy named tensors over the module's own, under the names of `served_tensors`; none where one is wrong."""
     module_tensors: dict[str, Tensor] = dict(served_tensors(module))
     expected = {n: (t.dtype, tuple(t.shape)) for n, t in module_tensors.items()}
-    # The list is complete before the first copy: what is wrong may come last.
+    # The list is complete before the first copy: what is wrong may come last, and half of the weights must not be new.
     for name, tensor in list(checked_tensors(expected, tensors)):
         module_tensors[name].copy_(tensor)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posttrain.config.engines import KernelChoice
 from posttrain.core.gauge import Gauge
 from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Plan
@@ -44,20 +45,40 @@ class Mixture:
             raise EngineError(f"a mixture with share={self.share}: it is an exponent from 0 to 1")
 
 
-def served_model(module: PreTrainedModel, context: int, mixture: Mixture | None = None, **how: Any) -> CachedModel:
-    """The form in which an engine serves a model, mixed with another one if there is one. `how`: as `CachedModel`."""
+def served_model(
+    module: PreTrainedModel,
+    context: int,
+    mixture: Mixture | None = None,
+    *,
+    device: str,
+    rows: int | None,
+    kernels: KernelChoice,
+) -> CachedModel:
+    """The form in which an engine serves a model, mixed with another one if there is one."""
     if mixture is not None:
-        return MixedModel(module, mixture, context, **how)
-    return (RecomputedModel if is_stateful(module) else CachedModel)(module, context, **how)
+        return MixedModel(module, mixture, context, device=device, rows=rows, kernels=kernels)
+    form = RecomputedModel if is_stateful(module) else CachedModel
+    return form(module, context, device=device, rows=rows, kernels=kernels)
 
 
 class MixedModel(CachedModel):
     """`CachedModel` of a model and a second one that it is mixed with. Both compute every position, and a hidden state
     is the states of both side by side. New weights, scores and fingerprints are those of the first model alone."""
 
-    def __init__(self, module: PreTrainedModel, mixture: Mixture, context: int, **how: Any) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        mixture: Mixture,
+        context: int,
+        *,
+        device: str,
+        rows: int | None = None,
+        kernels: KernelChoice = "auto",
+    ) -> None:
         # `CachedModel.__init__` is not called: this model has two of them, and no cache of its own.
-        self._own, self._other = (served_model(m, context, **how) for m in (module, mixture.module))
+        self._own, self._other = (
+            served_model(m, context, device=device, rows=rows, kernels=kernels) for m in (module, mixture.module)
+        )
         weight, other_weight = self._own.read_out.weight, self._other.read_out.weight
         if weight.shape[0] != other_weight.shape[0]:
             raise EngineError(
@@ -70,7 +91,7 @@ class MixedModel(CachedModel):
                 f"a model in {weight.dtype} cannot be mixed with one in {other_weight.dtype}: load both in one dtype"
             )
         self.module, self.read_out = self._own.module, self._own.read_out
-        self.kernels, self.fused, self.lanes = self._own.kernels, self._own.fused, self._own.lanes
+        self.kernels, self.fused, self.lanes = kernels, self._own.fused, self._own.lanes
         self.pool, self.others = self._own.pool, (self._other.pool,)
         self._share, self._width = mixture.share, weight.shape[1]
 
@@ -93,6 +114,7 @@ class MixedModel(CachedModel):
         return mixed.mul_(1 - self._share).add_(other_logits, alpha=self._share)
 
     def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1] of the first model alone, by which a push of weights is checked."""
         return self._own.score(ids)
 
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:

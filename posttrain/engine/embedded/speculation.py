@@ -3,13 +3,15 @@
 A proposer drafts up to k tokens after the pending one. The target model computes all of them in one pass, so
 position j has the target's distribution p_j given the drafts before it. A draft d from the proposer's distribution q
 is accepted with probability min(1, p(d) / q(d)). A rejected one is replaced by a draw from (p - q)+ / sum (p - q)+,
-and all later drafts are dropped (2211.17192, algorithm 1; 2302.01318). The tokens then have distribution p.
+and all later drafts are dropped (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318). The tokens
+then have distribution p.
 
 A deterministic proposer has q = 1 at d: draw from p, and accept d if it was drawn. With the position's uniform, this
 is the token of no speculation. Drafts of a model are drawn and accepted with two more random streams of the same place:
 the distribution is exact, but the tokens are others.
 
-At temperature 1 it is seldom faster, since half of the computed positions are rejected. It is off by default.
+At temperature 1 it is seldom faster: half of the computed positions are rejected, and in a full batch reading the
+weights is not what costs most. It is off by default.
 
 Axis letters: n slots, R rows (position j of slot i), V vocabulary.
 """
@@ -70,7 +72,10 @@ def positions_ahead(slots: Slots, at: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def within(most: np.ndarray, room: int) -> np.ndarray:
-    """`most` [n] drafts per slot, cut at one level so that all are at most `room`: [4, 1, 4] for 7 is [3, 1, 3]."""
+    """`most` [n] drafts per slot, cut at one common level so that their sum is at most `room`.
+
+    Example: [4, 1, 4] in a room of 7 becomes [3, 1, 3].
+    """
     level = int(most.max(initial=0))
     while np.minimum(most, level).sum() > room:
         level -= 1
@@ -121,7 +126,11 @@ class PromptLookup:
 
 
 class DraftModel:
-    """The proposer of `Draft`: a model whose cache has the same rows. `vocabulary` is the target's."""
+    """The proposer of `Draft`: a second model whose cache pool has the same rows, so that both use the slots' tables.
+
+    Args:
+        vocabulary: size of the target's vocabulary. kernels: as in the engine.
+    """
 
     def __init__(
         self, options: Draft, context: int, vocabulary: int, slots: int, device: str, kernels: KernelChoice
@@ -178,8 +187,13 @@ class DraftModel:
 def verify(
     spread: DrawDistributions, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None
 ) -> tuple[DrawnTokens, np.ndarray]:
-    """(a token for every row, int64 [n]: accepted drafts of each slot). `spread`: the target's distributions, a slot's
-    rows side by side, one per draft and one more. `uniform` [R]: the rows' own; `accept_at` [R]: for `drafts.q`."""
+    """(a token for every row, and int64 [n] how many drafts of each slot are accepted).
+
+    Args:
+        spread: the target's distributions. The rows of one slot are consecutive: one per draft, then one more.
+        uniform: float64 [R], one for each row's position. accept_at: float64 [R], to accept drafts
+            drawn from `drafts.q`.
+    """
     widths = drafts.counts + 1
     slot, step = np.repeat(np.arange(len(widths)), widths), ragged_arange(widths)
     # The draft that each row decides about; -1 in a slot's last row, which has none.
@@ -188,8 +202,10 @@ def verify(
         drawn = spread.draw(uniform)
     else:
         drawn = spread.say(_residual(spread, drafts.q, uniform, accept_at, slot, step, draft))
-    # The first row of a slot that drew something else than its draft: the last row has no draft, so there is one.
-    differing_row = np.where(drawn.ids == draft, len(slot), np.arange(len(slot)))
+    # How many drafts of a slot are accepted is the index of its first row that drew something else. -1 is no token, so
+    # the last row always does, and every slot has such a row.
+    equals_draft = drawn.ids == draft
+    differing_row = np.where(equals_draft, len(slot), np.arange(len(slot)))
     starts = np.cumsum(widths) - widths
     return drawn, np.minimum.reduceat(differing_row, starts) - starts
 
@@ -210,11 +226,12 @@ def _residual(
     rows = np.flatnonzero(draft >= 0)
     if not len(rows):
         return ids
-    q = torch.stack([drafted_from[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)])
-    q = q.double()
+    of_rows = [drafted_from[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)]
+    q = torch.stack(of_rows).double()
     at, d = torch.from_numpy(rows).to(device), torch.from_numpy(draft[rows]).to(device)[:, None]
     p_rows = p.index_select(0, at)
-    # With probability min(1, p / q). Strictly less: a draft of probability 0 under p is never accepted.
+    # Accepted with probability min(1, p / q). Strictly less, so that a draft of probability 0 under p is never
+    # accepted, not even for a uniform of 0.
     accepted = torch.from_numpy(accept_at[rows]).to(device) * q.gather(1, d)[:, 0] < p_rows.gather(1, d)[:, 0]
     residual = (p_rows - q).clamp_min(0)
     # where the residual is zero, p equals q and every draft is accepted

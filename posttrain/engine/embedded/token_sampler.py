@@ -31,15 +31,22 @@ NOTHING = np.zeros(0, np.int64)
 
 @dataclass(eq=False)
 class Contracts:
-    """The contracts of B rows as columns. `beta`: 1 / temperature; `top_k` 0: all; `top`: best tokens to return."""
+    """The contracts of B rows as columns."""
 
     beta: np.ndarray
+    """float32: 1 / temperature."""
     top_k: np.ndarray
+    """int64; 0 keeps all."""
     top_p: np.ndarray
+    """float64"""
     min_p: np.ndarray
+    """float64"""
     greedy: np.ndarray
+    """bool"""
     truncated: np.ndarray
+    """bool"""
     top: np.ndarray
+    """int64: number of most probable tokens to return with each draw."""
     rules: SlotRules | None = None
     """The steps before the temperature; None where no row has any."""
     slots: np.ndarray | None = None
@@ -52,9 +59,17 @@ class Contracts:
     @staticmethod
     def plain(n: int) -> Contracts:
         """`n` contracts with temperature 1 and no truncation."""
-        (top_k, top), (greedy, truncated) = np.zeros((2, n), np.int64), np.zeros((2, n), bool)
-        beta, top_p, min_p = np.ones(n, np.float32), np.ones(n), np.zeros(n)
-        return Contracts(beta, top_k, top_p, min_p, greedy, truncated, top, special=set())
+        zeros = np.zeros(n, bool)
+        return Contracts(
+            np.ones(n, np.float32),
+            np.zeros(n, np.int64),
+            np.ones(n),
+            np.zeros(n),
+            zeros,
+            zeros.copy(),
+            np.zeros(n, np.int64),
+            special=set(),
+        )
 
     @property
     def easy(self) -> bool:
@@ -107,9 +122,18 @@ class Contracts:
             return EASY
         slots = rows if self.slots is None else self.slots[rows]
         ruled = self.rules is not None and bool(self.rules.active[slots].any())
-        columns = self.beta, self.top_k, self.top_p, self.min_p, self.greedy, self.truncated, self.top
-        rules = (self.rules, slots, ahead) if ruled else ()
-        return Contracts(*(column[rows] for column in columns), *rules)
+        return Contracts(
+            self.beta[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.greedy[rows],
+            self.truncated[rows],
+            self.top[rows],
+            self.rules if ruled else None,
+            slots if ruled else None,
+            ahead if ruled else None,
+        )
 
 
 EASY = Contracts.plain(0)
@@ -121,6 +145,7 @@ class DrawnTokens:
     """One token per row. `kept`: the kept ids (ascending) of each truncated row, in the order of `truncated_rows`."""
 
     ids: np.ndarray
+    """int64 [B]"""
     logp: np.ndarray
     """float32 [B]: log-prob under the distribution that was sampled from; 0 for a greedy row."""
     truncated_rows: np.ndarray
@@ -198,6 +223,7 @@ class DrawDistributions:
         c = self.contracts
         logp = self.logp.gather(1, ids[:, None])[:, 0]
         if self.best is not None:
+            # A greedy row says its token with probability 1.
             logp = logp.masked_fill(placed(c.greedy, ids), 0.0)
         out, out_logp = ids.cpu().numpy(), logp.float().cpu().numpy()
         if c.easy:
@@ -207,7 +233,13 @@ class DrawDistributions:
 
 
 def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, kernels: KernelChoice = "auto") -> DrawnTokens:
-    """Draw a token for each row of logits [B, V], overwritten, by uniform [B] in [0, 1). NoDraw where some cannot."""
+    """Draw one token per row. logits: float32 [B, V], overwritten. uniform: float64 [B] in [0, 1).
+    `kernels` as in `pick`.
+
+    Raises:
+        NothingLeft: in some rows every token is banned.
+        NotADistribution: some rows have probabilities that are not finite.
+    """
     return DrawDistributions.of(logits, contracts, kernels).draw(uniform)
 
 
@@ -290,7 +322,9 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     top_k = placed(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
-    # The log of the mass that top-k leaves; for top_k > n that of all, which is wrong where top-p needs it (`beyond`).
+    # `norm` is the log of the mass that top-k leaves. Without top-k, or where top_k > n, the mass of the whole
+    # vocabulary is taken. That is wrong where top-k cuts behind these n tokens and top-p needs the mass; `beyond` marks
+    # such rows.
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))

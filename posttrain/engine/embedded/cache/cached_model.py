@@ -30,7 +30,13 @@ PREFILL_WASTE = 0.01
 
 
 class CachedModel:
-    """`module` with its key-value cache. `rows`: rows of logits in every pass, for fixed bits; None: as needed."""
+    """`module` with its key-value cache.
+
+    Args:
+        rows: compute logits on this many rows in every pass, so that their bits do not depend on other requests;
+            None: on as many as needed.
+        kernels: the choice of kernels (`Model.kernels`).
+    """
 
     others: tuple[CachePool, ...] = ()
     """Pools of other models, with the same rows as `pool`."""
@@ -56,7 +62,7 @@ class CachedModel:
     def _serve(self, shapes: list[LayerShape], context: int) -> None:
         """Make the pool, for layers of these shapes, and the decoder."""
         module, device = self.module, self.read_out.weight.device
-        # Only a draft model comes here: an engine samples from a `RecomputedModel` of it (`served_model`).
+        # Only a draft model comes here: what an engine samples from becomes a `RecomputedModel` (`served_model`).
         if not shapes:
             raise EngineError(
                 f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"

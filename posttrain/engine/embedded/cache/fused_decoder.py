@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,8 +42,43 @@ BOUND = 1e-4
 """Largest relative difference allowed between fused and original hidden states."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Weights of one decoder layer. `before` and `after` are the norms before its attention and before its feed-forward
+    part; `out` and `down` are the last products of these two."""
+
+    attention: nn.Module
+    index: int
+    scaling: float
+    window: int | None
+    before: Any
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Any | None
+    k_norm: Any | None
+    out: Plain
+    after: Any
+    gate_up: Tensor
+    down: Plain
+
+
+@dataclass(frozen=True, eq=False)
+class MergedLinear:
+    """The plain layer that computes what a layer with an adapter does."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Plain = nn.Linear | MergedLinear
+
+
 class FusedDecoder:
-    """`ReadOut.hidden` for a model that `fusable` accepts. `read_out` is that model's."""
+    """`ReadOut.hidden` for a model that `fusable` accepts. `read_out` is that model's.
+
+    Args:
+        compiled: use the compiled kernels, which this machine must have.
+    """
 
     def __init__(self, module: PreTrainedModel, read_out: ReadOut, context: int, compiled: bool) -> None:
         self._kernels = compile_native.library() if compiled else None
@@ -68,7 +103,8 @@ class FusedDecoder:
         self._structures = [self._address(layer) for layer in self._layers]
         self._addresses = [ctypes.addressof(x) for x in self._structures]
         half = self._width // 2
-        # transformers rotates by x cos + [-x2, x1] sin of a head's halves. With the sign in the table it is a roll.
+        # transformers rotates by x cos + [-x2, x1] sin, where x1 and x2 are the halves of a head. With the sign of the
+        # first half in the table, [x2, x1] is a plain roll by half a head.
         self._cos = cos[0, :, None].contiguous()
         self._sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
         self._check(read_out, min(CANARY, context))
@@ -154,7 +190,7 @@ class FusedDecoder:
         start = -(-self._memory.data_ptr() // 64) * 64
         return [start + 4 * wide * before for before in itertools.accumulate((0, *features[:-1]))]
 
-    def _address(self, layer: SimpleNamespace) -> compile_native.Layer:
+    def _address(self, layer: _Layer) -> compile_native.Layer:
         """The addresses of a layer's weights. The layer keeps the weights alive."""
         q, k = layer.q_norm, layer.k_norm
         attention = layer.before.weight, layer.qkv, layer.qkv_bias, q and q.weight, k and k.weight
@@ -162,19 +198,18 @@ class FusedDecoder:
         eps = layer.before.variance_epsilon, q.variance_epsilon if q else 0.0, layer.after.variance_epsilon
         return compile_native.Layer(*compile_native.addresses(*attention, *products), *eps)
 
-    def _join(self, layer: Any) -> SimpleNamespace:
-        """The joined weights of a layer, whose parts begin with `before` and `after`, and end with `out` and `down`."""
+    def _join(self, layer: Any) -> _Layer:
+        """The joined weights of a layer."""
         a, m = layer.self_attn, layer.mlp
         qkv = [a.q_proj, a.k_proj, a.v_proj]
-        biases = [getattr(layer, "base_layer", layer).bias for layer in qkv]  # no adapter changes a bias
-        return SimpleNamespace(
+        return _Layer(
             attention=a,
             index=a.layer_idx,
             scaling=a.scaling,
             window=window_of(a),
             before=layer.input_layernorm,
             qkv=self._join_weights(qkv),
-            qkv_bias=None if biases[0] is None else _joined(biases),
+            qkv_bias=_biases(qkv),
             q_norm=getattr(a, "q_norm", None),
             k_norm=getattr(a, "k_norm", None),
             out=self._plain(a.o_proj),
@@ -192,13 +227,13 @@ class FusedDecoder:
         self._merged += zip(layers, joined_weight.split([len(w) for w in weights]), strict=True)
         return joined_weight
 
-    def _plain(self, layer: Any) -> Any:
+    def _plain(self, layer: Any) -> Plain:
         """The layer, or what stands for one with an adapter."""
         if not is_adapted(layer):
             return layer
         weight, bias = effective(layer)
         self._merged.append((layer, weight))
-        return SimpleNamespace(weight=weight, bias=bias)
+        return MergedLinear(weight, bias)
 
     @torch.no_grad()
     def _check(self, read_out: ReadOut, length: int) -> None:
@@ -215,14 +250,20 @@ class FusedDecoder:
 
 
 def fusable(module: PreTrainedModel) -> bool:
-    """Returns whether the fused decoder computes what the model does: float32, and plain layers of a known family."""
+    """Returns whether the fused decoder computes what the model does: float32, and every layer a plain one of a known
+    family, without hooks or other parts. Linear layers may have an adapter."""
     prefix = FAMILIES.get(type(module).__name__)
     config = module.config
-    known = prefix is not None and module.dtype == torch.float32 and config.hidden_act == "silu"
-    if not known or getattr(config, "mlp_bias", False):
+    if (
+        prefix is None
+        or module.dtype != torch.float32
+        or config.hidden_act != "silu"
+        or getattr(config, "mlp_bias", False)
+    ):
         return False
     allowed = {"Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "ForCausalLM"}
-    # One more module, or a hook, may compute what the fused layers leave out. Of an adapter the merged weight counts.
+    # Every part must be known by name: one more module, or one with a hook, may compute something that the fused layers
+    # leave out. Of an adapter the parts are not looked at, since only its merged weight is used.
     names = {prefix + x for x in allowed} | {"Linear", "Embedding", "ModuleList", "SiLUActivation", "SiLU"}
     adapted = {n: x for n, x in layers(module).items() if type(getattr(x, "base_layer", None)) is nn.Linear}
     inside = tuple(f"{n}." for n in adapted)
@@ -233,8 +274,15 @@ def fusable(module: PreTrainedModel) -> bool:
 
 def window_of(layer: Any) -> int | None:
     """The sliding window of an attention layer; None: it sees everything."""
-    of_config = type(layer).__name__ == "MistralAttention"
-    return layer.config.sliding_window if of_config else getattr(layer, "sliding_window", None)
+    if type(layer).__name__ == "MistralAttention":
+        return layer.config.sliding_window
+    return getattr(layer, "sliding_window", None)
+
+
+def _biases(layers: list[Any]) -> Tensor | None:
+    """The biases of several layers as one. No adapter changes a bias."""
+    parts = [getattr(layer, "base_layer", layer).bias for layer in layers]
+    return None if parts[0] is None else _joined(parts)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -257,7 +305,7 @@ def _norm(x_NE: Tensor, module: Any) -> Tensor:
     return (x_NE * _inverse_rms(x_NE, module.variance_epsilon)).mul_(module.weight)
 
 
-def _add(x_NE: Tensor, inner: Tensor, linear: Any) -> Tensor:
+def _add(x_NE: Tensor, inner: Tensor, linear: Plain) -> Tensor:
     """x + linear(inner)"""
     out = torch.addmm(x_NE, inner, linear.weight.t())
     return out if linear.bias is None else out.add_(linear.bias)

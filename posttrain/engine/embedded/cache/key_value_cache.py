@@ -34,7 +34,8 @@ from posttrain.system.errors import EngineError
 LANES = 64
 """The width of the score matrix is padded to a multiple of this, so that a row is always summed in the same way."""
 RESERVE = 2
-"""Rows of address space that a pool on a CPU reserves for each row asked for: so it seldom copies when it grows."""
+"""On a CPU the pool reserves this many rows of address space for each row that is asked for. Growth within them copies
+nothing, and a page takes memory only when it is first written."""
 
 
 class CachePool:
@@ -62,12 +63,22 @@ class CachePool:
             check_compiled("paged_attention", device, self.dtype)
         self.kernel = kernel("paged_attention", device, self.dtype, kernels)
         self.device = device
-        self.release()
-        # torch warns once a process, at its first CSR tensor. It is made here, where that hides no other warning.
+        self.rows = 0
+        self._reserved_rows = 0
+        self._reserved_memory: list[tuple[Tensor, Tensor]] = []
+        self.keys = [self._rows(0, s.key) for s in shapes]
+        self.values = [self._rows(0, s.value) for s in shapes]
+        # torch warns once a process, at its first CSR tensor. That first one is made here, where the warning can be
+        # dropped without hiding others.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            none, two = torch.zeros(0), torch.zeros(2, dtype=torch.int32)
-            torch.sparse_csr_tensor(two, none.int(), none, size=(1, 1), check_invariants=False)
+            torch.sparse_csr_tensor(
+                torch.zeros(2, dtype=torch.int32),
+                torch.zeros(0, dtype=torch.int32),
+                torch.zeros(0),
+                size=(1, 1),
+                check_invariants=False,
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -94,7 +105,7 @@ class CachePool:
     def release(self) -> None:
         """Free all memory of the pool. It holds nothing until it grows again."""
         self.rows = self._reserved_rows = 0
-        self._reserved_memory: list[tuple[Tensor, Tensor]] = []
+        self._reserved_memory = []
         self.keys = [self._rows(0, s.key) for s in self.shapes]
         self.values = [self._rows(0, s.value) for s in self.shapes]
 
@@ -190,7 +201,7 @@ class CachedLayout:
         rows_N: pool row of every stored position: ragged, dense and chunk positions, without idle ones.
         visible_T: pool rows. Ragged query b sees `lengths_B[b]` of them (0: it is idle), from `starts_B[b]` on, or
             after the rows of the query before it.
-        dense: layout of the starts of prompts.
+        dense: layout of the starts of prompts; None where there are none.
         chunks: for each later chunk, the pool rows of its prompt so far, and how many at the end are queries.
     """
 
@@ -234,7 +245,8 @@ class CachedLayout:
         [1, B, H, D]. The result is overwritten when the next layer attends."""
         layer, dtype = _layer(call), call.query.dtype
         query, key, value = (
-            # C reads float32 with adjacent last elements, and is told the strides of positions and heads.
+            # C reads float32 with adjacent last elements. The strides of positions
+            # and heads are passed on, so a transposed tensor is not copied.
             x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous()
             for x in (self._ragged(call), call.key[0], call.value[0])
         )
@@ -278,9 +290,16 @@ class CachedLayout:
         if not count:
             return query.new_empty(1, 0, heads, call.value.shape[-1])
         pattern = self._pattern(heads, self.pool.shapes[layer].heads, call.window)
-        csr, flat = pattern.csr, query.reshape(-1, width).to(self.pool.dtype)
+        csr = pattern.csr
         # Only the scores of the pattern are computed: one for each entry, and none for rows that a query does not see.
-        torch.sparse.sampled_addmm(csr, flat, self.pool.keys[layer].t(), beta=0.0, alpha=call.scaling, out=csr)
+        torch.sparse.sampled_addmm(
+            csr,
+            query.reshape(-1, width).to(self.pool.dtype),
+            self.pool.keys[layer].t(),
+            beta=0.0,
+            alpha=call.scaling,
+            out=csr,
+        )
         scores_E = csr.values()
         if softcap is not None:
             scores_E = softcap * torch.tanh(scores_E / softcap)
@@ -317,9 +336,14 @@ class CachedLayout:
         return (weights[..., None, :] @ v_HBTD)[:, :, 0].transpose(0, 1).unsqueeze(0).to(query.dtype)
 
     def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
-        """The indices by which sparse product and embedding bag find their rows, made once a pass for layers alike."""
-        if (heads, kv_heads, window) in self._patterns:
-            return self._patterns[heads, kv_heads, window]
+        """The indices for all layers of one shape. They are made once per forward pass."""
+        at = (heads, kv_heads, window)
+        if at not in self._patterns:
+            self._patterns[at] = self._build(*at)
+        return self._patterns[at]
+
+    def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+        """The indices by which the sparse product and the embedding bag find their rows in the pool."""
         # With a window a query sees its last rows only: fewer of them, from a later place on.
         lengths_B = self._lengths_B if window is None else np.minimum(self._lengths_B, window)
         before_B = self._starts_B + self._lengths_B - lengths_B
@@ -344,8 +368,7 @@ class CachedLayout:
         csr = torch.sparse_csr_tensor(
             crow_, rows, values, size=(heads * count, self.pool.rows * kv_heads), check_invariants=False
         )
-        self._patterns[heads, kv_heads, window] = pattern = _Pattern(csr, rows, crow_[:-1], places, width)
-        return pattern
+        return _Pattern(csr, rows, crow_[:-1], places, width)
 
 
 add_forms(

@@ -82,8 +82,12 @@ class PrefixTree:
         return Match(blocks, node.block, extra)
 
     def _partial_match(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
-        """(the block below node `at` that begins with most tokens of `wanted`, how many these are), among the newest
-        `LOOKED_AT`; None where no block begins with the first of them."""
+        """(the block below node `at` that begins with most tokens of `wanted`, how many these are); None where no block
+        begins with the first of them.
+
+        A sequence that leaves a cached one inside a block need not compute the tokens before that place again. Only the
+        newest `LOOKED_AT` blocks are compared.
+        """
         best: tuple[_Node, int] | None = None
         for node in self._below.get((at, int(wanted[0])), ())[-LOOKED_AT:] if len(wanted) else ():
             tokens = np.frombuffer(node.edge[1], np.int32)[: len(wanted)]
@@ -135,10 +139,7 @@ class PrefixTree:
                     node.parent.children -= 1
         for node in gone:
             del self._nodes[node.edge], self._order[node.serial]
-            siblings = node.edge[0], int(np.frombuffer(node.edge[1], np.int32)[0])
-            self._below[siblings].remove(node)
-            if not self._below[siblings]:
-                del self._below[siblings]
+            self._forget(node)
         if gone:
             self._blocks.uncache(np.array([g.block for g in gone], np.int64))
         return len(gone)
@@ -151,6 +152,13 @@ class PrefixTree:
         self._below.clear()
         self._order.clear()
         self._root = -1 - version
+
+    def _forget(self, node: _Node) -> None:
+        """Take an evicted node from the list of its siblings."""
+        key = (node.edge[0], int(np.frombuffer(node.edge[1], np.int32)[0]))
+        self._below[key].remove(node)
+        if not self._below[key]:
+            del self._below[key]
 
     def _walk(self, ids: np.ndarray, most: int) -> tuple[list[_Node], int]:
         """(nodes of the cached full blocks of `ids`, at most `most`; serial of the last one or of the root)."""

@@ -68,7 +68,7 @@ class RecomputedModel(CachedModel):
         return self._last_states(seqs)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
-        """[N, H]: hidden states of whole sequences back to back."""
+        """[N, H]: hidden states of whole sequences back to back. Each sequence begins at position 0."""
         starts = np.flatnonzero(positions.cpu().numpy() == 0)
         lengths = np.diff(np.append(starts, len(ids)))
         return rows_alone(self.read_out, ids.cpu().numpy(), lengths, np.arange(len(ids)), self._layout, BATCH)

@@ -16,7 +16,12 @@ from posttrain.system.errors import ConfigError, DataError, EngineError
 
 
 class Admission:
-    """Checks requests against the sizes of one engine: `most` are the blocks of its cache."""
+    """Checks requests against the sizes of one engine.
+
+    Args:
+        context: most tokens of a sequence. vocabulary: rows of the read-out. most: blocks of the cache.
+        text: decodes token ids; None: stop strings are refused.
+    """
 
     def __init__(self, context: int, vocabulary: int, most: int, text: Text | None) -> None:
         self.context, self.vocabulary, self.most, self.text = context, vocabulary, most, text
@@ -45,13 +50,15 @@ class Admission:
         return np.ascontiguousarray(tokens, np.int32)
 
     def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: TokenCallback | None) -> GenerateCall:
-        """A request of the running event loop for token ids [T]. Refuses what cannot be served."""
+        """A request of the running event loop for token ids [T]; DataError, ConfigError or EngineError
+        where it cannot be served."""
         if np.ndim(ids) == 1 and len(ids) >= self.context:
             raise DataError(
                 f"a prompt of {len(ids)} tokens leaves no room in a context of {self.context}: shorten one or raise the"
                 " other"
             )
         ids = self.ids(ids)
+        # The same object has been checked for the request before.
         if sampling is not self._accepted:
             if not sampling.resolved:
                 raise EngineError(

@@ -91,7 +91,8 @@ class EngineCounters:
         self._prefilled += len(plan.rows) - plan.front
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
-        """Count a pass with drafts, of which `said` were accepted. `needed`: its positions without rejected drafts."""
+        """Count a pass with drafts, of which `said` were accepted. `needed`: indices of the positions of generating
+        slots without those of rejected drafts."""
         # `forward` has counted every position as needed. Here the rejected drafts are taken off again.
         computed = plan.front
         self._drafted += computed - len(plan.generating)

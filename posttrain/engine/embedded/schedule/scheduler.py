@@ -96,9 +96,15 @@ class Scheduler:
         self.queue.append(request)
 
     def admit(self, begun_only: bool = False) -> list[GenerateCall]:
-        """Fill free slots from the queue, in order, while there are blocks for the prompts. Returns the admitted
-        requests. `begun_only`: those alone that have said a token, because new weights wait for these to end."""
-        # Order of arrival is kept, or a long prompt would wait for ever; but what has begun ends before new weights.
+        """Fill free slots from the queue, in order, while there are blocks for the prompts. Returns
+        the admitted requests.
+
+        Args:
+            begun_only: admit only requests that have already said a token, because new weights wait for these to end.
+        """
+        # Order of arrival is kept, also where a later request would fit and the first does not: a long prompt would
+        # wait for ever otherwise. Only new weights change it: what has begun must end before they come, so it goes
+        # first.
         if begun_only:
             self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
         admitted: list[GenerateCall] = []
@@ -140,9 +146,11 @@ class Scheduler:
         return True
 
     def make_room(self, ahead: int = 0) -> np.ndarray:
-        """Allocate blocks for the next position of every generating slot; where there are too few, the youngest is
-        preempted. Also for `ahead` more positions, if no other request loses blocks. Returns the generating slots."""
-        # This ends: the oldest keeps its blocks, and alone it fits. The youngest has the least to compute again.
+        """Allocate blocks for the next position of every generating slot; where there are too few, the
+        youngest is preempted. Allocate also for `ahead` more positions each, if no other request loses blocks.
+        Returns the generating slots."""
+        # Preempting the youngest until the others fit ends: the oldest keeps its blocks, and a request alone fits the
+        # cache (checked when it was accepted). The youngest has the least to compute again.
         s = self.slots
         while True:
             at = s.generating.nonzero()[0]
@@ -171,7 +179,8 @@ class Scheduler:
         """Record that the pass was computed. `hidden(i)`: state of its position i. Drafts count once they are said."""
         self.slots.cached[plan.generating] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
-            # At once, not when the prompt ends: a prompt that begins alike and waits in `_pieces` takes them up next.
+            # Whole blocks go into the tree as soon as they are computed, not when the prompt ends: another prompt with
+            # the same beginning, which waits in `_pieces`, takes them up in the next pass.
             prompt.done = to
             if full := to // BLOCK:
                 self._take_over(prompt, self.tree.insert(prompt.ids[: full * BLOCK], prompt.blocks[:full]))
@@ -289,6 +298,8 @@ class Scheduler:
         for prompt in self._caching:
             if room <= 0:
                 break
+            # Two prompts that begin alike arrive together at a stage's start. The second one waits a pass for the block
+            # that the first computes now, and then adopts it, where otherwise both would compute it.
             if len(self._caching) > 1 and prompt.done % BLOCK == 0 and len(prompt.ids) - prompt.done > BLOCK:
                 self._adopt(prompt)
                 next_block = prompt.ids[: prompt.done + BLOCK].tobytes()
@@ -314,8 +325,12 @@ class Scheduler:
             prompt.done = len(cached_blocks) * BLOCK
 
     def _take_over(self, prompt: Prompt, tree_blocks: np.ndarray) -> None:
-        """Let the prompt hold `tree_blocks`, the tree's blocks of its beginning, instead of its own ones. So who holds
-        a block of the tree holds all before it, and all spare blocks, which only the tree owns, can be evicted."""
+        """Let the prompt hold `tree_blocks`, the tree's blocks of its beginning, in place of its own
+        blocks of the same tokens.
+
+        So a request that holds a block of the tree also holds all blocks before it, even where two requests
+        computed the same at once. Therefore no request holds a block after one that only the tree owns, and all
+        spare blocks can be evicted."""
         # Shared before its own are released: at no moment is a block that is in use without an owner.
         differs = prompt.blocks[: len(tree_blocks)] != tree_blocks
         self.blocks.share(tree_blocks[differs])
@@ -325,14 +340,17 @@ class Scheduler:
     def _join(self, prompt: Prompt) -> bool:
         """The first waiting slot begins after `prompt`. It shares the full blocks and copies the partial one; the last
         request of the prompt takes both without a copy. False where there is no block for the copy."""
-        # Slots write behind the prompt from now on, so each needs a partly filled last block of its own.
+        # Slots write behind the prompt from now on, so each needs a partly filled last block of its own. The last
+        # request to begin takes the prompt's own block. `_users` tells whether other requests of the prompt have not
+        # begun yet.
         s = prompt.waiting[0]
         request = self.slots.of(s)
         size, full = len(prompt.ids), len(prompt.ids) // BLOCK
         inherits = self._users[request.key] == 1
         if not inherits and full * BLOCK < size and not self._room(1):
-            # While other slots generate, this one waits for a block. If none does, the last sibling gives its slot up.
-            # A slot that waits alone takes the prompt's own block, and queued requests cache the prompt again.
+            # No room for a copy. While other slots generate, a block will become free, and this slot waits for it. If
+            # no slot generates, none ever will, so the last sibling gives its slot up. A slot that waits alone takes
+            # the prompt's own block, and requests that are still in the queue cache the prompt again.
             if len(prompt.waiting) > 1:
                 if not self.slots.generating.any():
                     self.counts.preempted += 1

@@ -1,7 +1,8 @@
 """Steps 1 to 3 of the log-prob contract (`core.sampling`) while tokens are drawn, for all slots at once.
 
 `engine.head.logit_rules` computes the same for tokens that were said. Here every option is a column or a table with one
-row per slot, so that a step runs no Python code per slot. A table is made when some slot first needs it.
+row per slot, so that a step runs no Python code per slot. A table is made when some slot first needs it. A slot's state
+follows from its prompt and the tokens it said, so it can be made again after a preemption.
 
 Axis letters: s a slot, B rows of a draw (each a slot, or a slot some tokens ahead), V vocabulary, K ids of the longest
 list, W sequences, L tokens of the longest sequence without its last, D tokens ahead.
@@ -126,14 +127,18 @@ class SlotRules:
             NothingLeft: in some rows without drafted tokens every token is banned.
         """
         self._write(logits)
-        # Places b * V + id, steps in the contract's order: a penalty looks at the biased logit, and -inf comes last.
+        # Place b * V + id of the flat logits. The steps come in the order of the contract: bias, penalty, bans. So a
+        # penalty looks at the sign of the biased logit, and nothing is computed with -inf.
         flat, width = logits.view(-1), logits.shape[1]
         drafted = None if ahead is None else (ahead != NO_ID).sum(1)
         # (row, column) pairs of the entries that are no filling.
         b, k = np.nonzero(self.bias_ids[rows] != NO_ID)
         if len(b):
-            at, bias = b * width + self.bias_ids[rows[b], k], self.bias[rows[b], k]
-            flat.index_add_(0, placed(at, logits), placed(bias, logits).to(logits.dtype))
+            flat.index_add_(
+                0,
+                placed(b * width + self.bias_ids[rows[b], k], logits),
+                placed(self.bias[rows[b], k], logits).to(logits.dtype),
+            )
         self._penalise(logits, rows, ahead)
         banned = [np.zeros(0, np.int64)]
         # Rows ahead have said the drafted tokens as well.
@@ -153,7 +158,8 @@ class SlotRules:
         return self._dead_ends(logits, rows, np.union1d(static, where // width), drafted)
 
     def _penalise(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None) -> None:
-        """Apply the repetition penalty, in place: logits of said tokens are divided by it above 0, multiplied below."""
+        """Apply the repetition penalty, in place: logits of tokens in the sequence are divided by it where they are
+        above 0, and multiplied by it below."""
         penalised = np.flatnonzero(self.penalty[rows] != 1)
         if not len(penalised) or self._seen is None:
             return
@@ -223,8 +229,11 @@ class SlotRules:
     def _dead_ends(
         self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, drafted: np.ndarray | None
     ) -> np.ndarray:
-        """The rows of `touched` in which every token is banned; their logits become 0. `drafted`: how many drafted
-        tokens each row has. NothingLeft where a row without any is dead."""
+        """The rows among `touched` in which every token is banned. Their logits become 0.
+
+        `drafted` is the number of drafted tokens of each row; None: no row has any. NothingLeft where a row without
+        drafted tokens is dead.
+        """
         dead = touched
         if len(touched):
             dead = touched[(logits.index_select(0, placed(touched, logits)).amax(1) == INF).cpu().numpy()]

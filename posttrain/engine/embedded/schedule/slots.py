@@ -149,10 +149,14 @@ class Slots:
         return s
 
     def set_contract(self, s: int, request: GenerateCall) -> None:
-        """Store the request's contract and the tokens said before a preemption. If it raises, `clear` undoes it."""
+        """Store the contract of the slot's request, and the tokens it had said before a preemption.
+
+        It reads numbers that callers gave, so it may raise. `clear` then undoes what it has done.
+        """
         stops = request.sampling.stop_ids or ()
-        if (wider := len(stops) - self.stops.shape[1]) > 0:
-            self.stops = np.pad(self.stops, ((0, 0), (0, wider)), constant_values=-1)
+        more = len(stops) - self.stops.shape[1]
+        if more > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, more)), constant_values=-1)
         self.stops[s] = -1
         self.stops[s, : len(stops)] = stops
         self.contracts.put(s, request.sampling, request.ids, None if request.begun is None else request.begun.ids)

@@ -1,7 +1,9 @@
 """Stop strings: which token of a turn completes one.
 
-It is the first token with which the text of the turn contains a stop string that ends behind the first `min_tokens`.
-All tokens are decoded together, so it does not matter how strings and characters were cut into tokens.
+It is the first token with which the text of the turn contains a stop string. The first `min_tokens` tokens complete
+none: the string must end behind their text. All tokens of the turn are decoded together. So a string may span tokens,
+and a token may hold several characters or a part of one. It does not matter how a character was cut into tokens.
+Nothing is stored between steps.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ class Strings:
         self.wanted.pop(s, None)
 
     def ended(self, at: np.ndarray, ids: np.ndarray, said: np.ndarray) -> np.ndarray:
-        """bool [len(at)]: whether the token said last completes a stop string, by the turns `ids` [slots, C] so far."""
+        """bool [len(at)]: whether the token each slot said last completes a stop string.
+
+        Args:
+            at: slots. ids: int32 [slots, C], the turn of every slot. said: int64 [slots], its length.
+        """
         out = np.zeros(len(at), bool)
         for i, s in enumerate(at.tolist()) if self.wanted else ():
             if (waits := self.wanted.get(s)) is not None and self.text is not None:
@@ -61,9 +67,12 @@ def check_strings(sampling: Sampling, text: Text | None) -> None:
 
 
 def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) -> bool:
-    """Returns whether a turn ends with the last of these tokens. It must not have ended at an earlier one. Only the end
-    of the turn is decoded, and a string found there is confirmed in the whole text. Under stop=(";",) the turn "a" "b;"
-    ends with its second token; with least=2 the turn "a" "b;" "c;" ends with its third."""
+    """Returns whether a turn ends with the last of these tokens. It must not have ended at an earlier one.
+
+    Only the end of the turn is decoded: as much as the longest string needs, and until no character is cut. A string
+    found there is confirmed in the whole text. Worked example: under stop=(";",) the turn "a" "b;" ends with its second
+    token. With least=2 the turn "a" "b;" "c;" ends with its third.
+    """
     if len(ids) <= least:
         return False
     # Decoding a whole turn at each of its tokens would cost time in proportion to its square.
@@ -77,8 +86,10 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
 
 
 def _end(ids: np.ndarray, characters: int, text: Text) -> str:
-    """The last tokens' text, uncut, from at least `characters` before the last one; all text where none is found."""
-    # As many tokens as characters mostly do. The window is doubled where tokens hold less, or one is cut.
+    """The text of the last tokens: without a cut character, and with at least `characters` characters before the last
+    token. The whole turn's text where no such end is found."""
+    # As many tokens as characters are enough for most texts. Some tokens hold less than a character, and a window may
+    # begin within one: then it is doubled.
     window = characters
     while window < len(ids) - 1:
         near = ids[len(ids) - 1 - window :]

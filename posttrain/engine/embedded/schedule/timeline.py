@@ -14,7 +14,8 @@ MAX_EVENTS = 200_000
 
 
 class Timeline:
-    """Phases of requests, one row per slot: `queued` (row 0), `prefill`, `speak`."""
+    """Phases of requests, one row per slot: `queued` (row 0), `prefill`, `speak`. Times are in microseconds since
+    construction."""
 
     def __init__(self) -> None:
         self._zero = time.perf_counter()
@@ -24,25 +25,35 @@ class Timeline:
 
     def phase(self, request: GenerateCall, name: str | None) -> None:
         """End the request's phase and begin phase `name`; None: the request has finished."""
-        row = 0 if request.slot is None else request.slot + 1
-        # An event is complete: written when the phase ends. In process 0 every slot is a thread; process 1 has steps.
+        now, row = time.perf_counter(), 0 if request.slot is None else request.slot + 1
         if request.number in self._open:
             label, begun, at = self._open.pop(request.number)
-            self._add(label, begun, 0, at, {"request": request.number})
+            self._add(label, begun, now, 0, at, {"request": request.number})
         if name is not None:
-            self._open[request.number] = (name, time.perf_counter(), row)
+            self._open[request.number] = (name, now, row)
 
     def step(self, begun: float, positions: int, speaking: int) -> None:
         """Record one step that began at `time.perf_counter()` = begun."""
-        self._add("step", begun, 1, 0, {"positions": positions, "speaking": speaking})
+        self._add("step", begun, time.perf_counter(), 1, 0, {"positions": positions, "speaking": speaking})
 
-    def _add(self, name: str, begun: float, process: int, thread: int, args: dict[str, Any]) -> None:
-        """Keep an event that ends now, or count it where `MAX_EVENTS` are kept already."""
+    def _add(self, name: str, begun: float, ended: float, process: int, thread: int, args: dict[str, Any]) -> None:
+        """Keep an event, or count it where `MAX_EVENTS` are kept already."""
         if len(self._events) >= MAX_EVENTS:
             self._dropped += 1
             return
-        microseconds = {"ts": (begun - self._zero) * 1e6, "dur": (time.perf_counter() - begun) * 1e6}
-        self._events.append({"name": name, "ph": "X", **microseconds, "pid": process, "tid": thread, "args": args})
+        # "X" is a complete event: its begin and its duration in one record, which is written when it ends. In process 0
+        # every slot is a thread, and process 1 has the steps.
+        self._events.append(
+            {
+                "name": name,
+                "ph": "X",
+                "ts": (begun - self._zero) * 1e6,
+                "dur": (ended - begun) * 1e6,
+                "pid": process,
+                "tid": thread,
+                "args": args,
+            }
+        )
 
     def write(self, path: Path | str) -> None:
         """Save all events so far as Chrome trace JSON."""
