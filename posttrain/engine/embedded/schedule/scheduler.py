@@ -357,7 +357,7 @@ class Scheduler:
                     self.preempt(prompt.waiting[-1])
                 return False
             inherits = True
-        self._hand_over(prompt, s)
+        self.slots.table[s, : len(prompt.rows)] = prompt.rows
         if inherits:
             del self.prompts[request.key]
         else:
@@ -366,21 +366,20 @@ class Scheduler:
                 copy_rows = rows_of(self._blocks(1))
                 self.slots.table[s, full * BLOCK : (full + 1) * BLOCK] = copy_rows
                 self.copies.append((prompt.rows[full * BLOCK : size], copy_rows[: size - full * BLOCK]))
+        # From here on the slot itself owns what it holds.
+        del self._waits[s]
         self._count_down(request.key)
+        self.slots.cached[s], self.slots.held[s] = size, len(prompt.rows)
         return True
 
     def _resume(self, prompt: Prompt) -> None:
         """All tokens that the prompt's slot had said are cached again, so it continues."""
         (s,) = prompt.waiting
-        self._hand_over(prompt, s)
-        self.slots.generating[s] = True
-        self.moved.append(self.slots.of(s))
-
-    def _hand_over(self, prompt: Prompt, s: int) -> None:
-        """From here on the slot itself owns what the prompt holds."""
         del self._waits[s]
         self.slots.table[s, : len(prompt.rows)] = prompt.rows
         self.slots.cached[s], self.slots.held[s] = len(prompt.ids), len(prompt.rows)
+        self.slots.generating[s] = True
+        self.moved.append(self.slots.of(s))
 
     def _leave(self, key: bytes) -> None:
         """A request of this prompt is removed before it began. With the last one the prompt is removed."""
