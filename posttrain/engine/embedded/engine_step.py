@@ -98,7 +98,8 @@ class Stepper:
     def _copy(self) -> None:
         """Copy the cache rows of partly filled blocks that got a second owner."""
         if copies := self.scheduler.copies:
-            # All as one copy, which reads before it writes: a block matched in part may be evicted and become a target.
+            # All as one copy, which reads every source before it writes a row. A block that was matched only in part is
+            # not held, so it may have been evicted in the same admission and have become a target.
             source, to = (np.concatenate(x) for x in zip(*copies, strict=True))
             for pool in (self.served.pool, *self.others):
                 pool.copy(source, to)

@@ -6,9 +6,9 @@ is accepted with probability min(1, p(d) / q(d)). A rejected one is replaced by 
 and all later drafts are dropped (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318). The tokens
 then have distribution p.
 
-A deterministic proposer has q = 1 at d: draw from p, and accept d if it was drawn. With the position's uniform, this
-is the token of no speculation. Drafts of a model are drawn and accepted with two more random streams of the same place:
-the distribution is exact, but the tokens are others.
+A deterministic proposer has q = 1 at d, so the rule becomes: draw from p, and accept d if it was drawn. With the
+position's uniform, this is the same token as without speculation. Drafts of a model are drawn and accepted with two
+more random streams of the same place. The distribution is exact, but the tokens differ from those without speculation.
 
 At temperature 1 it is seldom faster: half of the computed positions are rejected, and in a full batch reading the
 weights is not what costs most. It is off by default.

@@ -128,7 +128,8 @@ class PrefixTree:
     def evict(self, n: int) -> int:
         """Free up to `n` blocks that only the tree owns, least recently used first. Returns how many."""
         # `_order` has a child before its parent wherever both were used last together (`_touch`), so one walk frees
-        # whole branches from their leaves. Gathered first: a dictionary may not lose entries while it is walked over.
+        # whole branches from their leaves: the child's removal has made the parent a leaf by the time it is reached.
+        # Gathered first: a dictionary may not lose entries while it is walked over.
         gone: list[_Node] = []
         for node in self._order.values():
             if len(gone) >= n:
