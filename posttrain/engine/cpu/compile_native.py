@@ -41,7 +41,7 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 def _fields(pointers: str = "", ints: str = "", floats: str = "") -> list[tuple[str, Any]]:
-    """The fields of a C structure, whose names are words."""
+    """The fields of a C structure: pointers, then whole numbers, then floats. Each string has the names as words."""
     kinds = (pointers, POINTER), (ints, INT), (floats, FLOAT)
     return [(name, kind) for names, kind in kinds for name in names.split()]
 

@@ -103,7 +103,11 @@ class QuantisedMoments(UpdateRule):
 
 
 def check_installed() -> None:
-    """Refuse to go on without torchao."""
+    """Refuse to go on without torchao.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     if find_spec("torchao") is None:
         raise ConfigError(
             "optimizer=adamw8bit needs torchao: pip install 'posttrain[adamw8bit]', or use another optimizer"

@@ -219,8 +219,13 @@ class StageOptimizer:
         return out | {f"ema.{name}": average for name, average in self._average.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from `state_tensors`, bit for bit. RunFolderError, without a change, where they do not fit."""
-        # Every tensor that has a place is taken out of `left`, so what remains is foreign.
+        """Continue from `state_tensors`, bit for bit. The weights themselves are loaded separately.
+
+        Raises:
+            RunFolderError: the state belongs to other parameters, or to another kind of optimizer.
+        """
+        # Every tensor that has a place is taken out of `left`, so what remains is foreign. All is checked before
+        # anything changes: a state that does not fit leaves the optimizer as it was.
         left = dict(tensors)
         steps = left.pop("steps", None)
         scale = {word: left.pop(word) for word in WORDS if self._scale is not None and word in left}
@@ -335,7 +340,8 @@ class StageOptimizer:
         """Copy weights that were replaced from outside to their masters."""
         for name, master in self._masters.items():
             p = self._parameters[name]
-            # A master that rounds to the weight has made it. Otherwise the weight came from elsewhere.
+            # A master that rounds to the weight has made it. Otherwise the weight came from elsewhere, and the digits
+            # that the master has beyond it belong to other weights.
             if not torch.equal(master.to(p.dtype), p):
                 master.copy_(p)
 

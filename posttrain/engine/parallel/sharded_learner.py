@@ -114,7 +114,8 @@ class ShardedLearner(RankLearner):
             check_same(ranks, weights_digest, "weights at the start", advice)
         self.narrow = policy.dtype if policy.dtype in NARROW and policy.lora is None else None
         """The type that weights are rounded to where they are computed with or sent; None: they are of one type."""
-        # Master copies live in the model, rounded where gathered: both would be a third of a rank's memory more.
+        # The master copies live in the model itself and are rounded where they are gathered: one process keeps both
+        # beside each other, which here would be a third of a rank's memory.
         if self.narrow is not None:
             for p in policy.module.parameters():
                 p.data = p.data.float()
@@ -129,7 +130,7 @@ class ShardedLearner(RankLearner):
         for name, p in self._sharded.items():
             p.register_post_accumulate_grad_hook(giving(self._own[name], lambda p: rows_of(p.grad)))
         if prove is not None:
-            # Weights that were read by rows are whole nowhere but inside a pass.
+            # Weights that were read by rows are whole nowhere but inside a pass, so the checks at load wait until here.
             self.inside(lambda: prove(self.policy))
             prove_layers(policy.module, self._reader.out, self.inside, self._own, ranks)
 

@@ -20,8 +20,13 @@ SECONDS = 600.0
 
 
 class ProcessRanks:
-    """`core.exchange.ranks.Ranks` over a group of processes on CPU (None: all), and a mesh of them, with two axes where
-    there are copies of the weights. Groups made of these wait `seconds` in an exchange."""
+    """`core.exchange.ranks.Ranks` over a group of processes on CPU.
+
+    Args:
+        group: of these processes, this one among them; None: all of them.
+        mesh: of the same processes, with one axis, or two where there are copies of the weights; None: one axis.
+        seconds: how long groups made of these wait in an exchange.
+    """
 
     def __init__(
         self, group: ProcessGroup | None = None, mesh: DeviceMesh | None = None, seconds: float = SECONDS

@@ -30,7 +30,10 @@ END_SECONDS = 20.0
 
 
 class RankProcesses:
-    """Ranks 1 to `world` - 1, running `module.serve(rank, world, path, seconds=..., **told)`. They meet in a file."""
+    """Ranks 1 to `world` - 1, each running `module.serve(rank, world, path, **told)`.
+
+    All ranks meet in `store`, a file at `path`. `told` is passed on, with `seconds` added to it.
+    """
 
     def __init__(self, world: int, module: str, threads: int, seconds: float, told: Mapping[str, Any]) -> None:
         self.key = fresh_key()
