@@ -192,7 +192,8 @@ def _normalised(router: Any) -> bool | None:
         # weights but one vanish, and normalised and plain weights look alike.
         size = float(router(hidden)[0].abs().max())
         logits, weights, chosen = router(hidden * (SPREAD / size if size else 1.0))
-        # The chosen are the K best exactly if the worst has the K-th largest score: equal ones may be in any order.
+        # The chosen are the K best exactly if the worst of them has the K-th largest score. Scores are compared and not
+        # ids, because equal scores may be ordered in either way.
         shortfall = logits.topk(chosen.shape[-1], -1).values[:, -1] - logits.gather(-1, chosen).amin(-1)
     except Exception:  # a router of another form: its own code may raise anything
         return None

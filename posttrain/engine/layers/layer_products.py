@@ -1,8 +1,10 @@
 """Products of a layer's input with its weights, forward and backward, by the library that is faster on this processor.
 
-Torch multiplies float32 matrices by MKL. On processors of other makers than Intel torch's oneDNN needs a tenth to a
-quarter less time (an AMD Zen 4 with AVX-512, 2 threads, 14,336 rows: 181 to 223 against 154 to 186 GFLOP/s). For the
-gradient of a weight one matrix is transposed before: 197 to 217 against 157 to 191 GFLOP/s, the transposition included.
+Torch multiplies float32 matrices by MKL, which is slower on processors of other makers than Intel. There oneDNN, which
+is a part of torch too, needs a tenth to a quarter less time (an AMD Zen 4 with AVX-512, 2 threads, 14,336 rows: 181 to
+223 against 154 to 186 GFLOP/s). The gradient of a weight is a sum over rows. For it oneDNN is as fast only if one of
+the two matrices is transposed before: 197 to 217 against 157 to 191 GFLOP/s. Even with the transposition it takes less
+time than MKL.
 
 Axis letters: N rows, E and F widths.
 """

@@ -59,8 +59,6 @@ def gathered(shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, buck
                 f"rank {rank} has other weights than rank 0: build the same model, in the same dtype, on every rank"
             )
     copy_ranks = ranks.world // ranks.replicas
-    if to >= copy_ranks:
-        raise ConfigError(f"to={to}: ranks 0 to {copy_ranks - 1} hold the first copy of the weights. Name one of them")
     # Ranks of the other copies have taken part in the checks. They send nothing, because their parts equal those of the
     # first copy.
     if ranks.rank >= copy_ranks:
