@@ -120,12 +120,9 @@ class EmbeddedEngine:
             self._pools += (proposer.served.pool,)
         self.draws_by_place = not isinstance(proposer, DraftModel)
         """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
-        self.timeline = Timeline() if timeline else None
-        """When each request was queued, admitted and finished; None where the engine does not record it."""
-        self.fused = self._served.fused
-        """Whether the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
+        trace = Timeline() if timeline else None
         self._stepper = Stepper(
-            self._served, self._new_scheduler(), self._counters, proposer, self.timeline, others=self._pools[1:]
+            self._served, self._new_scheduler(), self._counters, proposer, trace, others=self._pools[1:]
         )
         self._loading = 0
         """Calls of `load` that have not ended. No new turn is admitted meanwhile."""
@@ -140,6 +137,17 @@ class EmbeddedEngine:
     @property
     def _scheduler(self) -> Scheduler:
         return self._stepper.scheduler
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The times at which each request was queued, admitted and finished; None where the engine does not record
+        them."""
+        return self._stepper.timeline
+
+    @property
+    def fused(self) -> bool:
+        """True where the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
+        return self._served.fused
 
     def describe(self) -> str:
         """The line that a run prints about its engine: which kernels it uses, and why not the faster ones."""
