@@ -159,8 +159,13 @@ def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> 
 @torch.no_grad()
 def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = None) -> float:
     """Largest difference between our logits and the module's own on a canary. EngineError where it is too large, or
-    where positions of a sequence of `context` tokens (None: of the config) would see more than the config allows. The
-    bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits)."""
+    where positions would see more than the config allows.
+
+    Args:
+        context: most tokens of a sequence; None: as many as the config has positions.
+
+    The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
+    """
     ids, at = canary(out.weight, min(CANARY, positions(module) or CANARY))
     layout = _WindowProbe([len(at)])
     try:
