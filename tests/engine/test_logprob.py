@@ -412,7 +412,7 @@ def test_most_probable_tokens_come_first(k: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_energy_is_the_squared_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """|d log p_t / dz|^2 by autograd, z being what the softmax is taken of; 1 - 2 p + sum p^2; chunk by chunk."""
-    monkeypatch.setattr(logprob, "_tile_rows", lambda hidden, weight: 3)
+    monkeypatch.setattr(logprob, "_tile_rows", lambda weight: 3)
     h, w, b = inputs(bias=case.bias)
     how = case.arguments()
     z = (logit_transform.logits(h, w, b, case.scale, case.softcap) / case.temperature).detach()

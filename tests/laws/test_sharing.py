@@ -216,7 +216,9 @@ def test_what_nobody_reads_is_not_computed_and_the_rest_is_the_same(
 
 def leak(layout: type[TreeLayout]) -> Callable[..., Any]:
     """A mask by which a run sees all of what is above it and all of itself: the future too."""
-    return lambda self, longest, deep, window: torch.ones(longest, deep + longest, dtype=torch.bool) if deep else None
+    return lambda self, longest, deep, window, device: (
+        torch.ones(longest, deep + longest, dtype=torch.bool) if deep else None
+    )
 
 
 @pytest.mark.parametrize("name", ["tree_leaks_a_sibling", "positions_begin_again_after_prefix"])

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.config.model_settings import ALL_LINEAR, Lora
-from posttrain.core.batch import Packed
-from posttrain.engine.adapters.quantise import float_layer, make_float, saved_bytes
+from posttrain.engine.adapters.quantise import float_layer, make_float, put, saved_bytes
 from posttrain.engine.head.readout import read_out
 from posttrain.system.errors import ConfigError, EngineError, first_line
 
@@ -33,8 +30,7 @@ NAME = "default"
 MERGE_BOUND = 6.0
 """Allowed error of an output of a merged layer, in machine epsilons of the weights' type, per root of the sum of
 (input x weight)^2. A weight is rounded at most three times (product, sum, storing), each time by at most half an
-epsilon, and the signs do not depend on each other: this is 12 standard deviations at least. A norm that was rounded
-(DoRA) is wrong for all weights of a row alike, and stays below it too."""
+epsilon, with independent signs: this is 12 standard deviations at least, also for a rounded norm (DoRA)."""
 
 
 def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
@@ -49,10 +45,9 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     module.requires_grad_(False)
-    # The names are read before PEFT comes in: afterwards its own matrices A and B are linear layers of the module too.
+    # Before PEFT comes in: afterwards its own matrices A and B are linear layers of the module too.
     every, names = _linear(module), linear_names(module)
-    # torch.manual_seed seeds every device. None puts back the generators of all of them; on the CPU there is one to
-    # keep.
+    # torch.manual_seed seeds every device. None puts back the generators of all of them.
     with torch.random.fork_rng(devices=[] if module.device.type == "cpu" else None):
         torch.manual_seed(seed)
         try:
@@ -74,14 +69,13 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
             " not built, and PEFT takes layers that have their names for them. Set"
             f" model.lora.targets={','.join(fit or (n for n in names if n not in lora.targets))}"
         )
-    # Only PEFT decides which layers a listed name meets, so whether the head is one of them is seen afterwards.
+    # Only PEFT decides which layers a listed name meets.
     if isinstance(read_out(module).head, _tuner_layer()):
         raise ConfigError(
             "model.lora.targets: the language-model head can have no adapter, because log-probs are computed from its"
             f" weight. Name other layers: {', '.join(names)}"
         )
-    # inject_adapter_in_model leaves adapters in the type of the weights. In a 16-bit type most updates of a small
-    # learning rate would be rounded away, so they train in float32, as with PEFT's own get_peft_model.
+    # In 16 bits most small updates would be rounded away: adapters train in float32, as with PEFT's get_peft_model.
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < 4:
             parameter.data = parameter.data.float()
@@ -114,10 +108,7 @@ def linear_names(module: PreTrainedModel) -> list[str]:
 
 
 def _linear(module: PreTrainedModel) -> list[str]:
-    """Full names of the decoder's linear layers, the head left out.
-
-    The last words of these names are not enough for PEFT: parts of a mixture's experts may have the same ones.
-    """
+    """Full names of the decoder's linear layers but the head: parts of experts may have the same last words."""
     head = read_out(module).head
     return [n for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
 
@@ -139,15 +130,14 @@ def layers(module: nn.Module) -> dict[str, BaseTunerLayer]:
 
 def is_adapted(module: nn.Module) -> bool:
     """Returns whether the module has adapters. Needs no PEFT where it has none."""
-    # The two attributes are looked for, and no class, because the class can be had only by importing PEFT.
+    # By two attributes, because the class can be had only by importing PEFT.
     return any(hasattr(part, "base_layer") and hasattr(part, "adapter_layer_names") for part in module.modules())
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The adapters' own parameters, under their state-dict names."""
-    inside = tuple(
-        f"{name}.{attribute}." for name, layer in layers(module).items() for attribute in layer.adapter_layer_names
-    )
+    parts = ((name, attribute) for name, layer in layers(module).items() for attribute in layer.adapter_layer_names)
+    inside = tuple(f"{name}.{attribute}." for name, attribute in parts)
     return {n: t for n, t in module.state_dict(keep_vars=True).items() if n.startswith(inside)} if inside else {}
 
 
@@ -155,7 +145,7 @@ def base_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The tensors beneath the adapters, under the names that they have without adapters. Tied ones come once."""
     of_adapter, seen_ids, out = adapter_tensors(module), set[int](), dict[str, Tensor]()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        # keep_vars=True gives the parameters themselves, so that a tied one is known by its identity.
+        # keep_vars=True gives the parameters themselves: a tied one is known by its identity.
         if name not in of_adapter and id(tensor) not in seen_ids:
             seen_ids.add(id(tensor))
             out[name.replace(".base_layer.", ".")] = tensor
@@ -163,12 +153,10 @@ def base_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def target_names(module: nn.Module) -> list[str]:
-    """The names by which PEFT finds the layers with an adapter: their last words where these name no other layer, else
-    their full names."""
+    """The names by which PEFT finds the adapted layers: last words where these name no other layer, else full names."""
     adapted = layers(module)
     last_words = sorted({name.rpartition(".")[2] for name in adapted})
-    # PEFT takes every layer whose name ends in a listed word. If that is more than those with an adapter, full names
-    # are written, or a reader of the export would attach adapters that were never trained.
+    # PEFT takes every layer whose name ends in a listed word: a reader would attach adapters that were never trained.
     named = [n for n, part in module.named_modules() if n.rpartition(".")[2] in last_words]
     return last_words if len(named) == len(adapted) else sorted(adapted)
 
@@ -204,7 +192,8 @@ def loud(module: nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for part in layers(module).values():
-                _make_loud(part, generator)
+                for _, b, numbers in loud_numbers(part, generator):
+                    b.weight.copy_(numbers)
         yield
     finally:
         with torch.no_grad():
@@ -212,15 +201,21 @@ def loud(module: nn.Module) -> Iterator[None]:
                 tensor.copy_(before[name])
 
 
-def _make_loud(layer: Any, generator: torch.Generator) -> None:
-    """Numbers for B with which |scale B A x| is about |W x| / 2 for inputs of independent numbers."""
+def loud_numbers(
+    layer: Any, generator: torch.Generator, whole: Callable[[Tensor], Tensor] = Tensor.detach
+) -> Iterator[tuple[str, Any, Tensor]]:
+    """(name, layer B, numbers for it) of each adapter of a layer: with them |scale B A x| is about |W x| / 2. `whole`:
+    the whole of a weight, of which each rank may hold a part."""
+
+    def norm(weight: Tensor) -> float:
+        return float(whole(weight).double().norm())
+
     # For inputs x with independent entries of size 1, |A x| is about the Frobenius norm of A, and |B y| about size *
     # sqrt(out) * |y| where B [out, r] has entries of that size. |W x| is about the norm of W.
-    base = float_layer(layer.get_base_layer(), torch.float32).weight
+    base = norm(float_layer(layer.get_base_layer(), torch.float32).weight)
     for name, b in layer.lora_B.items():
-        added = layer.scaling[name] * float(layer.lora_A[name].weight.double().norm()) * math.sqrt(b.weight.shape[0])
-        size = float(base.double().norm()) / (2 * max(added, 1e-30))
-        b.weight.copy_(torch.randn(b.weight.shape, generator=generator) * size)
+        added = layer.scaling[name] * norm(layer.lora_A[name].weight) * math.sqrt(b.weight.shape[0])
+        yield name, b, torch.randn(b.weight.shape, generator=generator) * (base / (2 * max(added, 1e-30)))
 
 
 def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -232,8 +227,7 @@ def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def _merged_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a PEFT layer's base layer, with the adapter merged into the copy, of `dtype` if it was in 8 bits."""
-    # Only this layer is copied, and its weight becomes float before the merge: codes of few bits could not hold the
-    # sum.
+    # The weight becomes float before the merge: codes of few bits could not hold the sum.
     alone: Any = copy.deepcopy(layer)
     make_float(alone, dtype)
     try:
@@ -245,12 +239,9 @@ def _merged_layer(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def merge_error(layer: nn.Module, plain: nn.Module) -> float:
-    """Returns the distance between a plain layer and a layer with an adapter, in units of what rounding allows: at most
-    1 where the adapter was merged once into the weights beneath it.
-
-    Both compute the same random inputs in float64. `MERGE_BOUND` says what rounding may change.
-    """
-    # In float64 the comparison itself rounds nothing that counts, so what is left is the rounding of the merge.
+    """Returns the distance between a plain layer and a layer with an adapter, in units of what rounding allows
+    (`MERGE_BOUND`): at most 1 where the adapter was merged once into the weights beneath it."""
+    # In float64 the comparison itself rounds nothing that counts.
     adapted: Any = copy.deepcopy(layer).double()
     merged_layer: Any = copy.deepcopy(plain).double()
     stored: Any = getattr(plain, "weight")  # noqa: B009 (typed as any module)
@@ -260,8 +251,7 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
     x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
     with torch.no_grad():
         apart = (adapted(x) - merged_layer(x)).abs()
-        # Where the adapter cancels most of a weight, the merged weight is small, and the rounding error is as large as
-        # for the weight beneath. So the sizes of both are in the bound.
+        # Where the adapter cancels most of a weight, rounding is as large as for it: both sizes are in the bound.
         squares = merged_layer.weight**2 + adapted.get_base_layer().weight ** 2
         size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
         allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size
@@ -272,21 +262,16 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
 
 def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module as it was before its adapters. The weights are shared."""
-    # The memo tells deepcopy that the parameters are copied already, as themselves: modules are new, weights are
-    # shared.
+    # The memo tells deepcopy that the parameters are copied already, as themselves.
     bare = copy.deepcopy(module, {id(t): t for t in module.parameters()})
     for name in layers(bare):
-        parent, _, last = name.rpartition(".")
-        setattr(bare.get_submodule(parent), last, getattr(bare.get_submodule(name), "get_base_layer")())  # noqa: B009
+        put(bare, name, getattr(bare.get_submodule(name), "get_base_layer")())  # noqa: B009
     return _without_peft_record(bare)
 
 
 def beside(module: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
-    """A copy of the module with a new adapter in the place of its own. The weights beneath are shared.
-
-    Raises:
-        ConfigError: it has no adapter, so all its weights train and none can be shared; or the new one fits no layer.
-    """
+    """A copy of the module with a new adapter in the place of its own. The weights beneath are shared. ConfigError
+    where it has no adapter, so all its weights train and none can be shared."""
     if not is_adapted(module):
         raise ConfigError(
             "all weights of this policy train, so no other policy can share them: give it an adapter"
@@ -298,14 +283,11 @@ def beside(module: PreTrainedModel, lora: Lora, seed: int) -> PreTrainedModel:
 
 
 def merged(module: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module with every adapter merged into the copy's weights, and no adapter left. 8-bit layers become
-    float ones of the module's dtype."""
+    """A copy of the module with its adapters merged into the weights, and 8-bit layers as float ones of its dtype."""
     copied = copy.deepcopy(module)
     for name in layers(copied):
-        parent, _, last = name.rpartition(".")
-        setattr(copied.get_submodule(parent), last, _merged_layer(copied.get_submodule(name), module.dtype))
-    # The loop has made the layers with an adapter float. This is for quantised layers that had none.
-    make_float(copied, module.dtype)
+        put(copied, name, _merged_layer(copied.get_submodule(name), module.dtype))
+    make_float(copied, module.dtype)  # quantised layers that had no adapter
     return _without_peft_record(copied).requires_grad_(True)
 
 
@@ -314,24 +296,3 @@ def _without_peft_record(module: PreTrainedModel) -> PreTrainedModel:
     for attribute in ("peft_config", "_hf_peft_config_loaded"):
         module.__dict__.pop(attribute, None)
     return module
-
-
-class ScoresTokens(Protocol):
-    """An object that scores tokens with the weights of a module."""
-
-    def packed_score(self, packed: Packed) -> np.ndarray: ...
-
-
-@dataclass(frozen=True, eq=False)
-class TrialOfAdapter:
-    """`core.exchange.scores.AdapterTrial` of a learner."""
-
-    module: nn.Module
-    scorer: ScoresTokens
-
-    def loud(self) -> AbstractContextManager[None]:
-        return loud(self.module)
-
-    def without(self, packed: Packed) -> np.ndarray:
-        with switched_off(self.module):
-            return self.scorer.packed_score(packed)

@@ -63,7 +63,7 @@ class Int8Linear(QuantisedLinear):
 
     @staticmethod
     def of(layer: nn.Linear) -> Int8Linear:
-        # The bias is shared with the layer that is replaced; it is frozen with it, since only adapters over it train.
+        # The bias is shared with the layer that is replaced, and frozen with it.
         codes, scale = rounded(layer.weight.detach())
         layer.requires_grad_(False)
         return Int8Linear(codes, scale, cast("nn.Parameter | None", layer.bias))
@@ -73,8 +73,7 @@ class Int8Linear(QuantisedLinear):
         return y if self.bias is None else y + self.bias
 
     def float_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """s q, computed in float64."""
-        # In float64 the product is exact, so the type that is asked for is rounded to once.
+        """s q, computed in float64, where it is exact: the type that is asked for is rounded to once."""
         return (self.weight.double() * self.scale.double()[:, None]).to(dtype)
 
 
@@ -88,7 +87,7 @@ class Nf4Linear(QuantisedLinear):
         self.out_features, self.in_features = layer.out_features, layer.in_features
         tensor: Any = to_nf4(layer.weight.detach().contiguous(), NF4_BLOCK, blocks)
         # torchao's weight is a tensor subclass. Its parts become plain parameters, which fingerprints, safetensors and
-        # copies between devices can read. The subclass is put together again for each product (`_nf4_tensor`).
+        # copies between devices can read (`_nf4_tensor`).
         self._names, self._kind = tensor.__tensor_flatten__()
         for name in self._names:
             part = getattr(tensor, name).clone(memory_format=torch.contiguous_format)
@@ -181,7 +180,7 @@ def quantise(module: PreTrainedModel, kind: str) -> None:
     for name in names:
         layer = module.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        _put(module, name, KINDS[kind].of(layer))
+        put(module, name, KINDS[kind].of(layer))
 
 
 def quantised_as(module: nn.Module) -> str | None:
@@ -209,28 +208,26 @@ def float_layer(layer: Any, dtype: torch.dtype) -> Any:
 def make_float(module: nn.Module, dtype: torch.dtype) -> None:
     """Put plain layers of `dtype` in the place of quantised ones, in place."""
     for name in [n for n, part in module.named_modules() if isinstance(part, QuantisedLinear)]:
-        _put(module, name, float_layer(module.get_submodule(name), dtype))
+        put(module, name, float_layer(module.get_submodule(name), dtype))
 
 
 def saved_bytes(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
     """(bytes that its quantised layers take, bytes that they would take in `dtype`), without biases."""
     parts = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
-    return (
-        sum(t.nbytes for p in parts for n, t in p.named_parameters() if n != "bias"),
-        sum(p.in_features * p.out_features * dtype.itemsize for p in parts),
-    )
+    held = sum(t.nbytes for p in parts for n, t in p.named_parameters() if n != "bias")
+    return held, sum(p.in_features * p.out_features * dtype.itemsize for p in parts)
 
 
 def weights_of(module: nn.Module) -> int:
     """Number of weights, ties counted once, and quantised ones as what they stand for."""
     few = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
-    # nf4 holds two weights in a byte, and scales are no weights, so the elements of these parameters are not counted.
+    # nf4 holds two weights in a byte, and scales are no weights.
     few_ids = {id(p) for part in few for n, p in part.named_parameters() if n != "bias"}
     plain = sum(p.numel() for p in module.parameters() if id(p) not in few_ids)
     return plain + sum(part.in_features * part.out_features for part in few)
 
 
-def _put(module: nn.Module, name: str, layer: nn.Module) -> None:
+def put(module: nn.Module, name: str, layer: nn.Module) -> None:
     """Put a layer in the place of the module's part of that name."""
     parent, _, last = name.rpartition(".")
     setattr(module.get_submodule(parent), last, layer)

@@ -43,11 +43,8 @@ class SavedAdapter:
 
 
 def saved_adapter(path: str | Path) -> SavedAdapter | None:
-    """The adapter in a directory that holds no model of its own; None where there is no such directory.
-
-    Raises:
-        DataError: it is damaged, or of a kind that cannot be trained on here.
-    """
+    """The adapter in a directory that holds no model of its own; None where there is no such directory. DataError where
+    it is damaged, or of a kind that cannot be trained on here."""
     folder = Path(path).expanduser()
     # A directory with a config.json is a model. Both files together are refused elsewhere (locate_model), because
     # transformers would load the adapter silently.
@@ -57,8 +54,8 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
     config = read_object(file, LARGEST_CONFIG)
     if config.get("peft_type") != "LORA":
         raise DataError(f"{file}: peft_type={str(config.get('peft_type'))[:40]!r}; only LORA adapters can be loaded")
-    # A setting that is not known may change what the adapter computes. It is let through only where it is empty, so
-    # that files of newer versions of PEFT, which list new settings at their off value, can be read.
+    # A setting that is not known may change what the adapter computes. It may be there where it is empty: newer
+    # versions of PEFT list new settings at their off value.
     strange = [k for k, v in config.items() if k not in KNOWN and v not in (None, False, 0, [], {}, "")]
     strange += ["init_lora_weights"] * (config.get("init_lora_weights") not in INITS)
     if strange or config.get("bias", "none") != "none":
@@ -91,14 +88,10 @@ def saved_adapter(path: str | Path) -> SavedAdapter | None:
     # float() of a whole number with hundreds of digits raises OverflowError.
     except (ConfigError, OverflowError) as error:
         raise DataError(f"{file} describes no adapter: {error}") from error
-    return SavedAdapter(
-        folder,
-        base,
-        lora,
-        (f"adapter dropout is off ({dropout} in {CONFIG}): sampler and learner must be the same function",)
-        if dropout
-        else (),
-    )
+    if not dropout:
+        return SavedAdapter(folder, base, lora, ())
+    note = f"adapter dropout is off ({dropout} in {CONFIG}): sampler and learner must be the same function"
+    return SavedAdapter(folder, base, lora, (note,))
 
 
 def _targets(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -113,11 +106,7 @@ def _targets(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def load_saved(policy: Policy, saved: SavedAdapter) -> None:
-    """Copy the saved weights into the policy's adapter, in place.
-
-    Raises:
-        DataError: they are missing or damaged, or of other layers.
-    """
+    """Copy the saved weights into the policy's adapter. DataError where they are damaged, or of other layers."""
     import torch
 
     from posttrain.engine.adapters.adapter_modules import adapter_tensors

@@ -1,9 +1,8 @@
 """The C code of `native_code/`, compiled once per machine by its own C compiler and called on tensors.
 
 The library is in the user's cache folder, beside its digest, and is loaded only where nobody else could have written
-either. Its name is a hash of source, compiler, flags and processor, so a change of any of them makes a new library.
-Without a working compiler the engine uses torch's own operations, which are slower but otherwise the same. `find`
-then returns the reason.
+either. Its name is a hash of source, compiler, flags and processor. Without a working compiler the engine uses torch's
+own operations, which are slower but otherwise the same, and `find` returns the reason.
 """
 
 from __future__ import annotations
@@ -41,44 +40,36 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-share
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+def _fields(pointers: str = "", ints: str = "", floats: str = "") -> list[tuple[str, Any]]:
+    """The fields of a C structure: pointers, then whole numbers, then floats. Each string has the names as words."""
+    kinds = (pointers, POINTER), (ints, INT), (floats, FLOAT)
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
 class Sizes(ctypes.Structure):
     """E hidden width, F feed-forward width, H query heads, K key-value heads, D head width."""
 
-    _fields_ = [(name, INT) for name in ("E", "F", "H", "K", "D")]
+    _fields_ = _fields(ints="E F H K D")
 
 
 class Layer(ctypes.Structure):
     """Addresses of a layer's weights; None where the layer has no such bias or norm."""
 
-    _fields_ = [
-        *(
-            (x, POINTER)
-            for x in ("before", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "after", "gate_up", "down")
-        ),
-        *((name, FLOAT) for name in ("before_eps", "head_eps", "after_eps")),
-    ]
+    _fields_ = _fields(
+        "before qkv qkv_bias q_norm k_norm out out_bias after gate_up down", floats="before_eps head_eps after_eps"
+    )
 
 
 class Pass(ctypes.Structure):
     """Addresses of the memory of one forward pass, the number N of its positions, and the floats `ld` between rows."""
 
-    _fields_ = [
-        *(
-            (x, POINTER)
-            for x in ("x", "normed", "qkv", "seen", "both", "inner", "heads", "cosine", "sine", "ids", "positions")
-        ),
-        *((x, INT) for x in ("N", "ld")),
-    ]
+    _fields_ = _fields("x normed qkv seen both inner heads cosine sine ids positions", "N ld")
 
 
 class Segments(ctypes.Structure):
     """Addresses of the arrays of runs, and the sizes, of `segments.h`."""
 
-    _fields_ = [
-        *((name, POINTER) for name in ("start", "length", "begin", "deep", "above", "first")),
-        *((name, INT) for name in ("R", "C", "N", "H", "K", "Dk", "Dv", "window")),
-        ("scale", FLOAT),
-    ]
+    _fields_ = _fields("start length begin deep above first", "R C N H K Dk Dv window", "scale")
 
 
 # The C types of each function's arguments.
@@ -151,8 +142,8 @@ class Kernels:
         adjacent last elements, and are read at each call."""
         assert all(x.stride(-1) == 1 and x.dtype == torch.float32 for x in (key, value, query))
         heads, count, width = query.shape
-        # Everything that is the same in all layers of a pass is bound once: at these sizes, turning a dozen arguments
-        # into C numbers in every layer costs as much as the attention.
+        # What is the same in all layers of a pass is bound once: turning a dozen arguments into C numbers in every
+        # layer costs as much as the attention.
         fixed = (
             *(key.data_ptr(), key.stride(1), key.stride(0)),
             *(value.data_ptr(), value.stride(1), value.stride(0)),
@@ -171,12 +162,16 @@ class Kernels:
         return attend
 
     def pick(self, logp: Tensor, uniform: np.ndarray) -> Tensor | None:
-        """int64 [B]: a token for each row of log-probs [B, V], drawn by one float64 uniform; None where a
-        row's sum is not finite."""
+        """int64 [B]: a token for each row of log-probs [B, V], by a float64 uniform; None where a sum is not finite."""
         logp, uniform = logp.contiguous(), np.ascontiguousarray(uniform, np.float64)
         ids = torch.empty(len(logp), dtype=torch.int64)
         failed = self._pick(logp.data_ptr(), uniform.ctypes.data, ids.data_ptr(), *logp.shape)
         return None if failed else ids
+
+
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Addresses of the tensors' memory for C, which keep none of them alive; None for none."""
+    return [None if t is None else t.data_ptr() for t in tensors]
 
 
 def stride(count: int) -> int:
@@ -212,8 +207,8 @@ def find() -> Kernels | str:
         return f"no C compiler {compiler[0]!r}: install gcc or clang, or set CC"
     try:
         version = _output([*compiler, "--version"])
-        # The processor is a part of the key because a home folder may be shared by machines: code that was compiled for
-        # another one (-march=native) may be an illegal instruction here.
+        # The processor is a part of the key because a home folder may be shared: code for another one (-march=native)
+        # may be an illegal instruction here.
         text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
         key = "\n".join([*text, *compiler, version.stdout, *FLAGS, _processor()])
         name, cache = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", own_cache()
@@ -233,8 +228,7 @@ def own_cache() -> Path | None:
     """The folder of compiled code in the user's cache folder; None where there is none that only this user can have
     written. What lies in it is loaded as code."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is not valid and is ignored, as the XDG specification says. Links are resolved first, so
-    # that what is judged is the folder that will be read.
+    # The XDG specification ignores a relative path. Links are resolved first: the folder that is read is judged.
     try:
         base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
         folder = base.resolve() / "posttrain"
@@ -248,8 +242,7 @@ def _read_cached(library: Path) -> Kernels | None:
     """The kernels of a library in the cache; None where its digest differs, or where others could have written it."""
     digest, kernels = library.with_suffix(".sha256"), ""
     with suppress(OSError):
-        # Who can write the library can run code as this user. So its owner and rights are checked before its digest is
-        # read.
+        # Who can write the library can run code as this user, so its owner and rights are checked first.
         is_private = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))
         kernels = _loaded(library) if is_private and _digest(library.read_bytes()) == digest.read_bytes() else ""
     return None if isinstance(kernels, str) else kernels

@@ -28,7 +28,7 @@ from posttrain.engine.embedded.policy_mixture import MixedModel, Mixture, served
 from posttrain.engine.embedded.schedule.admission import Admission
 from posttrain.engine.embedded.schedule.engine_counters import EngineCounters
 from posttrain.engine.embedded.schedule.scheduler import Scheduler
-from posttrain.engine.embedded.schedule.slots import GenerateCall, TokenCallback
+from posttrain.engine.embedded.schedule.slots import TokenCallback
 from posttrain.engine.embedded.schedule.stop_strings import Text
 from posttrain.engine.embedded.schedule.timeline import Timeline
 from posttrain.engine.embedded.speculation import Draft, DraftModel, Lookup, PromptLookup, Proposer
@@ -45,13 +45,12 @@ Update = Literal["drain", "inflight", "stale"]
 
 
 class EmbeddedEngine:
-    """Samples from `module`. The engine owns the module's weights from now on.
+    """Samples from `module`, and owns its weights from now on.
 
     Args:
         slots: sequences that are generated at once.
         context: most tokens of a sequence, prompt included.
         deterministic: use fixed matrix shapes, so that the bits of a turn do not depend on other requests.
-        device: the device to which the module and the cache are moved.
         cache_bytes: upper bound of the key-value cache.
         budget: most positions of a forward pass. Generating slots come first; pieces of prompts take the rest.
         retain: tokens of ended sequences that the cache keeps for later turns; None: half of what all slots can hold,
@@ -96,18 +95,16 @@ class EmbeddedEngine:
                 f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token"
             )
         self._rows = fixed_rows(slots) if deterministic else None
-        self._served = (
-            served_model(module, context, device=device, rows=self._rows, kernels=kernels)
-            if mixture is None
-            else MixedModel(module, mixture, context, device=device, rows=self._rows, kernels=kernels)
-        )
+        self._served = served_model(module, context, mixture, device=device, rows=self._rows, kernels=kernels)
         self._module, self._pool = self._served.module, self._served.pool
         self.context, self._slots = context, slots
-        self._most_blocks = cache_bytes // (BLOCK * self._pool.row_bytes)
+        self._pools = (self._pool, *self._served.others)
+        self._row_bytes = sum(pool.row_bytes for pool in self._pools)
+        self._most_blocks = cache_bytes // (BLOCK * self._row_bytes)
         # One block for a sequence, and one for the copy of a last block that it shares (`Admission.request`).
         if self._most_blocks < 2:
             raise EngineError(
-                f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it"
+                f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._row_bytes} bytes: raise it"
             )
         if budget < 1:
             raise EngineError(f"budget={budget}: a forward pass needs at least one position")
@@ -117,11 +114,15 @@ class EmbeddedEngine:
         self._admission = Admission(context, self._served.vocabulary, self._most_blocks, text)
         self._version = version
         self._counters = EngineCounters(slots)
-        self._proposer = proposer = self._make_proposer(speculate, device)
+        proposer = self._make_proposer(speculate, device)
         # A draft model's cache has the same rows, so both grow and are freed together.
-        self._pools = (self._pool, proposer.served.pool) if isinstance(proposer, DraftModel) else (self._pool,)
+        if isinstance(proposer, DraftModel):
+            self._pools += (proposer.served.pool,)
+        self.draws_by_place = not isinstance(proposer, DraftModel)
+        """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
+        trace = Timeline() if timeline else None
         self._stepper = Stepper(
-            self._served, self._new_scheduler(), self._counters, self._proposer, Timeline() if timeline else None
+            self._served, self._new_scheduler(), self._counters, proposer, trace, others=self._pools[1:]
         )
         self._loading = 0
         """Calls of `load` that have not ended. No new turn is admitted meanwhile."""
@@ -168,33 +169,25 @@ class EmbeddedEngine:
         """Version of the weights that the next token is drawn with: at first the argument `version`."""
         return self._version
 
-    @property
-    def draws_by_place(self) -> bool:
-        """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
-        return not isinstance(self._proposer, DraftModel)
-
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
     ) -> SampledTurn:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call
-        frees its slot and blocks.
-
-        heard: called with the new ids and log-probs as soon as they are drawn.
-        """
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. `heard` is called with the new ids and
+        log-probs as soon as they are drawn. Cancelling the call frees its slot and blocks."""
         # The order matters. A refused request changes nothing. In another event loop `_go_on` replaces the scheduler,
         # and the request belongs to the new one. The cache has to be there before a step admits the request.
         request = self._admission.request(ids, sampling, place, heard)
         self._go_on()
         self.wake()
         self._scheduler.submit(request)
-        self._mark(request, "queued")
+        self._stepper.mark(request, "queued")
         try:
             turn = await request.future
         # The cancelled turn may be the last one that `load` waits for.
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
             self._resolve_drained()
-            self._mark(request, None)
+            self._stepper.mark(request, None)
             raise
         self._counters.said(len(turn.ids))
         return turn
@@ -204,11 +197,8 @@ class EmbeddedEngine:
         return self._served.score(self._admission.ids(ids))
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version`. Unfinished sequences end first or continue, depending on `update`.
-
-        All names and shapes are checked before the first tensor is copied. The prefix cache is emptied. Returns the
-        fingerprint of the weights that are now served.
-        """
+        """Serve these weights as `version`, with an empty prefix cache; returns their fingerprint. All names and shapes
+        are checked before the first is copied. Unfinished sequences end first or continue, depending on `update`."""
         self._check_newer(version)
         self._loading += 1
         try:
@@ -233,8 +223,7 @@ class EmbeddedEngine:
 
     async def idle(self) -> None:
         """Wait until no turn can be said: each episode has ended, or waits for something else."""
-        # An ended task does not mean that all is said: an episode whose turn has just ended asks for its next one some
-        # turns of the event loop later.
+        # With an ended task not all is said: an episode may ask for its next turn some rounds of the event loop later.
         quiet = 0
         while quiet < SETTLED:
             if self._task is None or self._task.done() or self._paused:
@@ -249,8 +238,7 @@ class EmbeddedEngine:
         self._scheduler.tree.renew(self._version)
 
     def sleep(self) -> None:
-        """Free the memory of the key-value cache, with all that it holds. The next turn wakes the engine. EngineError:
-        a turn has not ended."""
+        """Free the memory of the key-value cache. The next turn wakes the engine. EngineError: a turn has not ended."""
         scheduler, begun = self._scheduler, time.perf_counter()
         if scheduler.busy or any(not r.gone for r in scheduler.queue):
             raise EngineError("the engine cannot sleep before every turn has ended: wait for idle() first")
@@ -299,7 +287,7 @@ class EmbeddedEngine:
     @property
     def cache_size(self) -> int:
         """Bytes of the key-value cache now, without that of a draft model."""
-        return self._pool.rows * self._pool.row_bytes
+        return self._pool.rows * self._row_bytes
 
     def _check_newer(self, version: int) -> None:
         """EngineError where the version is not newer than the served one."""
@@ -334,24 +322,15 @@ class EmbeddedEngine:
             return PromptLookup(speculate)
         return DraftModel(speculate, self.context, self._served.vocabulary, self._slots, device, self._served.kernels)
 
-    def _mark(self, request: GenerateCall, phase: str | None) -> None:
-        """Note in the timeline, where there is one, that a phase of the request begins; None: the request ends."""
-        if self.timeline is not None:
-            self.timeline.phase(request, phase)
-
     def _go_on(self) -> None:
         """Start a task of the running loop that steps while there is work, unless one runs."""
         loop = asyncio.get_running_loop()
-        # Turns of a loop that is closed can never be answered, and
-        # are dropped. Those of an open one can, so they are not.
+        # Turns of a loop that is closed can never be answered, and are dropped. Those of an open one can.
         if self._loop is not loop:
-            if (
-                self._loop is not None
-                and not self._loop.is_closed()
-                and (self._scheduler.busy or self._scheduler.queue)
-            ):
+            at_work = self._scheduler.busy or bool(self._scheduler.queue)
+            if at_work and self._loop is not None and not self._loop.is_closed():
                 raise EngineError("this engine is at work in another event loop: use one engine per loop, or one loop")
-            if self._scheduler.busy or self._scheduler.queue:
+            if at_work:
                 self._stepper.scheduler = self._new_scheduler()
             self._loop, self._task, self._drained = loop, None, []
         if self._task is None or self._task.done():
@@ -374,8 +353,7 @@ class EmbeddedEngine:
             await asyncio.sleep(0)
 
     def _resolve_drained(self) -> None:
-        """Let `load` continue once no turn is unfinished. The last turn may end in a step, or be
-        cancelled between two steps."""
+        """Let `load` continue once no turn is unfinished: the last one ended in a step, or was cancelled."""
         if not self._scheduler.unfinished:
             for waiter in self._drained:
                 if not waiter.done():

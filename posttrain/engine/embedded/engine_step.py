@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.core.types import SampledTurn
 from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Drafts, Plan
-from posttrain.engine.embedded.cache.key_value_cache import ragged_arange
+from posttrain.engine.embedded.cache.key_value_cache import CachePool, ragged_arange
 from posttrain.engine.embedded.schedule.engine_counters import EngineCounters
 from posttrain.engine.embedded.schedule.scheduler import Scheduler
 from posttrain.engine.embedded.schedule.slot_rules import NoDraw, NothingLeft
@@ -32,14 +32,14 @@ class Stepper:
     counters: EngineCounters
     proposer: Proposer | None = None
     timeline: Timeline | None = None
+    others: tuple[CachePool, ...] = ()
+    """Pools beside the served model's, with the same rows."""
 
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
-        """One forward pass with the weights of `version`. Without `admit` no new request begins;
-        preempted ones still continue."""
-        # A slot writes behind its last token in this pass, so rows of blocks with two owners are copied before it:
-        # after admission, which shares beginnings, and after `begin`, for the next pass. Prompts that end with this
-        # pass draw their first token together with the slots that already speak.
+        """One forward pass with the weights of `version`. Without `admit` only preempted requests begin."""
+        # Slots write behind their last token, so rows of blocks with two owners are copied before a pass: after
+        # admission and after `begin`. Prompts that end with this pass draw their first token with slots that speak.
         scheduler, begun = self.scheduler, time.perf_counter()
         self._mark_moved()  # new weights move requests between two steps
         self._admit(begun_only=not admit)
@@ -47,8 +47,7 @@ class Stepper:
         at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
         drafts = self._propose(at)
         plan = scheduler.plan(at, drafts)
-        # Hidden states of the generating slots and their drafts. Those
-        # of prompts are kept by the scheduler where they are needed.
+        # Hidden states of the generating slots and their drafts. The scheduler keeps those of prompts that it needs.
         rows = [self._forward(plan)[: plan.front]] if len(plan.ids) else []
         beginning = scheduler.begin()
         self._copy()
@@ -67,18 +66,22 @@ class Stepper:
         self.counters.spent("engine/step", time.perf_counter() - begun)
         if self.timeline is not None:
             self.timeline.step(begun, len(plan.ids), len(at))
-            for s, _ in beginning:
-                if (request := scheduler.slots.request[s]) is not None:
-                    self.timeline.phase(request, "speak")
+        for s, _ in beginning:
+            if (request := scheduler.slots.request[s]) is not None:
+                self.mark(request, "speak")
         self._mark_moved()
+
+    def mark(self, request: GenerateCall, phase: str | None) -> None:
+        """Note in the timeline, where there is one, that a phase of the request begins; None: the request ends."""
+        if self.timeline is not None:
+            self.timeline.phase(request, phase)
 
     def _admit(self, begun_only: bool) -> None:
         """Admit requests from the queue, and answer those whose contract could not be stored."""
         now = time.perf_counter()
         for request in self.scheduler.admit(begun_only):
             self.counters.spent("engine/queue", now - request.since)
-            if self.timeline is not None:
-                self.timeline.phase(request, "prefill")
+            self.mark(request, "prefill")
         failed, self.scheduler.failed = self.scheduler.failed, []
         for request, error in failed:
             self._answer(request, error)
@@ -86,14 +89,11 @@ class Stepper:
     def _mark_moved(self) -> None:
         """Record in the timeline the requests that lost their slot and those that continue after a preemption."""
         moved, self.scheduler.moved = self.scheduler.moved, []
-        if self.timeline is None:
-            return
         for request in moved:
-            # A request that moved may by this time have moved on, ended
-            # or been cancelled. Its state of this moment counts.
+            # By this time it may have moved on, ended or been cancelled. Its state of this moment counts.
             holds = request.slot is not None and self.scheduler.slots.request[request.slot] is request
             if holds or (request.slot is None and not request.gone):
-                self.timeline.phase(request, "speak" if holds else "queued")
+                self.mark(request, "speak" if holds else "queued")
 
     def _copy(self) -> None:
         """Copy the cache rows of partly filled blocks that got a second owner."""
@@ -101,14 +101,12 @@ class Stepper:
             # All as one copy, which reads every source before it writes a row. A block that was matched only in part is
             # not held, so it may have been evicted in the same admission and have become a target.
             source, to = (np.concatenate(x) for x in zip(*copies, strict=True))
-            self.served.pool.copy(source, to)
-            if isinstance(self.proposer, DraftModel):
-                self.proposer.served.pool.copy(source, to)
+            for pool in (self.served.pool, *self.others):
+                pool.copy(source, to)
             self.scheduler.copies = []
 
     def _propose(self, at: np.ndarray) -> Drafts | None:
-        """Drafts for the generating slots; None where there are none. They use the part of a pass's budget
-        that these slots leave."""
+        """Drafts for the generating slots, in the part of the budget that these leave; None where there are none."""
         if self.proposer is None or not len(at):
             return None
         most = within(positions_ahead(self.scheduler.slots, at, self.proposer.tokens), self.scheduler.budget - len(at))
@@ -118,11 +116,9 @@ class Stepper:
             return None
 
     def _forward(self, plan: Plan) -> Tensor:
-        """Compute a plan's positions, and record in the scheduler and the counters that it was done. Returns their
-        hidden states [N, H]."""
+        """Compute a plan's positions, and record that it was done. Returns their hidden states [N, H]."""
         hidden, dense = self.served.run(plan)
-        # The draft model computes every position too. So its cache has all rows that a slot's table names, also for
-        # prompts and for tokens that it did not draft.
+        # The draft model computes every position too, so its cache has all rows that a slot's table names.
         if isinstance(self.proposer, DraftModel):
             self.proposer.served.run(plan)
         self.counters.forward(plan, dense)
@@ -131,8 +127,7 @@ class Stepper:
         return hidden
 
     def _draw(self, at: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, DrawnTokens]:
-        """(slots, a token for each) of the slots `at`. Where nothing can be drawn, that
-        request alone gets the error."""
+        """(slots, a token for each). Where nothing can be drawn, that request alone gets the error."""
         slots = self.scheduler.slots
         # Requests of rows that fail get the error, and their rows are taken out. The others are drawn again from fresh
         # logits, since the rules have overwritten the first ones. Every round has fewer rows, so it ends.
@@ -142,19 +137,17 @@ class Stepper:
                 return at, draw(self.served.logits(hidden), contracts, uniform, self.served.kernels)
             except NoDraw as error:
                 for s in at[error.rows].tolist():
-                    request = slots.request[s]
+                    request = slots.of(s)
                     self.scheduler.free(s)
                     self._answer(request, EngineError(str(error)))
                 others = np.delete(np.arange(len(at)), error.rows)
                 at, hidden = at[others], hidden[torch.from_numpy(others).to(hidden.device)]
 
     def _verify_drafts(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
-        """Verify the drafts of the generating slots together with the first tokens of slots that begin, and
-        record what was accepted."""
+        """Verify the drafts of the generating slots, and record what was accepted. Slots that begin draw with them."""
         slots, beginning = self.scheduler.slots, len(at) - len(plan.generating)
-        # Rows of this draw: a generating slot has one for each of its drafts and one more; a slot that begins has one.
-        # Row j of a slot has the distribution after j drafts. `ahead` makes the rules treat those j drafts as said. The
-        # row's uniform is that of the place at which its token would stand.
+        # A generating slot has a row for each of its drafts and one more; a slot that begins has one. Row j has the
+        # distribution after j drafts, which the rules treat as said (`ahead`), and the uniform of its token's place.
         padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
         drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
         widths = drafts.counts + 1
@@ -172,17 +165,15 @@ class Stepper:
             self._record(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
             self.counters.drafts(plan, 0, starts[: len(plan.generating)])
             return
-        # Token by token over all slots: the j-th round records each slot's j-th token. A
-        # slot leaves when its draft was rejected, when its turn ended, or when nothing
-        # can be drawn after its draft; then the next pass finds that out by itself.
+        # Token by token over all slots: the j-th round records each slot's j-th token. A slot leaves when its draft
+        # was rejected, when its turn ended, or when nothing can be drawn after its draft: the next pass finds that out.
         speaking, has_distribution = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
         accepted_drafts, needed = 0, [starts[: len(plan.generating)]]
         for j in range(int(accepted.max()) + 1):
             if j:
                 speaking = speaking[(accepted[speaking] >= j) & slots.generating[at[speaking]]]
                 speaking = speaking[has_distribution[starts[speaking] + j]]
-                # The accepted draft's keys and values were computed in this
-                # pass; `Scheduler.cached` counted the pending token alone.
+                # Their keys and values were computed in this pass; `Scheduler.cached` counted the pending token alone.
                 slots.cached[at[speaking]] += 1
                 needed.append(starts[speaking] + j)
             accepted_drafts += int(np.count_nonzero(accepted[speaking] > j))
@@ -219,11 +210,9 @@ class Stepper:
             self.scheduler.free(s)
             self._answer(request, error)
 
-    def _answer(self, request: GenerateCall | None, answer: SampledTurn | Exception) -> None:
+    def _answer(self, request: GenerateCall, answer: SampledTurn | Exception) -> None:
         """End a request: its caller gets the turn, or the error is raised there."""
-        assert request is not None
-        if self.timeline is not None:
-            self.timeline.phase(request, None)
+        self.mark(request, None)
         if not request.future.done():
             if isinstance(answer, Exception):
                 request.future.set_exception(answer)

@@ -36,8 +36,7 @@ def fixed_rows(slots: int) -> int:
 
 
 class SamplerReplay:
-    """Scores tokens as a deterministic engine with `slots` slots does. It holds a copy of the policy's weights and
-    brings it up to date at each call."""
+    """Scores tokens as a deterministic engine with `slots` slots does, by a copy of the weights that follows them."""
 
     def __init__(self, policy: Policy, slots: int) -> None:
         self._learner: nn.Module = policy.module
@@ -66,19 +65,20 @@ class SamplerReplay:
         out = torch.empty(packed.spoken, device=pool.device)
         # Spoken tokens in the order of their positions, so that two searches give those that a pass predicts.
         order = np.argsort(packed.source_M, kind="stable")
-        sources, mask = packed.source_M[order], _mask(packed, pool.device)
+        sources = packed.source_M[order]
+        mask = None if packed.kept is None else KeptMask(packed.kept, pool.device)
         rules = LogitRules.of(packed, self._served.vocabulary, pool.device)
-        # The positions in their order, as many in each pass as a step of the engine has. What a position sees was
-        # cached by earlier passes or is stored in its own.
+        # As many positions in each pass as a step of the engine has. It sees those of earlier passes and its own.
         for a in range(0, size, rows):
             b = min(a + rows, size)
             hidden = self._pass(packed, row_N, a, b)
             lo, hi = np.searchsorted(sources, (a, b))
-            spoken = torch.from_numpy(order[lo:hi]).to(pool.device)
+            said = order[lo:hi]
             if hi > lo:
                 z = self._served.logits(hidden[torch.from_numpy(sources[lo:hi] - a).to(pool.device)])
-                targets = torch.from_numpy(packed.target_M[order[lo:hi]].astype(np.int64)).to(pool.device)
-                out[spoken] = self._logp(z, targets, packed, order[lo:hi], rules, mask).float()
+                targets = torch.from_numpy(packed.target_M[said].astype(np.int64)).to(pool.device)
+                logp = self._distributions(z, packed, said, rules, mask).gather(1, targets[:, None])[:, 0]
+                out[torch.from_numpy(said).to(pool.device)] = logp.float()
         return out.clone()
 
     def _pass(self, packed: Packed, row_N: np.ndarray, a: int, b: int) -> Tensor:
@@ -94,37 +94,23 @@ class SamplerReplay:
         at = torch.from_numpy(np.append(packed.positions_N[a:b], idle)).to(device)
         return self._served.hidden(ids, at, layout)[: b - a].clone()
 
-    def _logp(
-        self,
-        z: Tensor,
-        targets: Tensor,
-        packed: Packed,
-        said: np.ndarray,
-        rules: LogitRules | None,
-        mask: KeptMask | None,
+    def _distributions(
+        self, z: Tensor, packed: Packed, said: np.ndarray, rules: LogitRules | None, mask: KeptMask | None
     ) -> Tensor:
-        """Log-probs [C] of the targets, computed as `token_sampler.DrawDistributions` does, with the kept sets of the
-        draw.
-
-        Args:
-            z: logits [C, V].
-            said: for each row of z, the index of its spoken token in the batch.
-        """
+        """Log-probs of logits z [C, V], computed as `token_sampler.DrawDistributions` does, with the kept sets of the
+        draw. `said`: for each row of z, the index of its spoken token in the batch."""
         if rules is not None:
-            # One by one, because `adjust` takes tokens that follow each
-            # other, and in the order of positions these may not.
+            # One by one: `adjust` takes tokens that follow each other, and in the order of positions these may not.
             for row, m in zip(z.split(1), said.tolist(), strict=True):
                 rules.adjust(row, m)
         if packed.sampling.temperature != 1:
-            # Rounded to float32 first, as the sampler's column of
-            # contracts is; 1 / T in float64 could give another last bit.
-            z = z.mul_(
-                torch.tensor([1 / packed.sampling.temperature], dtype=torch.float32, device=z.device).to(z.dtype)
-            )
+            # Rounded to float32 first, as the sampler's column of contracts is: float64 could give another last bit.
+            beta = torch.tensor([1 / packed.sampling.temperature], dtype=torch.float32, device=z.device)
+            z = z.mul_(beta.to(z.dtype))
         if mask is not None:
             outside = torch.cat([mask.outside(m, m + 1, z.shape[1]) for m in said.tolist()])
             z = z.masked_fill_(outside, float("-inf"))
-        return torch.log_softmax(z, -1).gather(1, targets[:, None])[:, 0]
+        return torch.log_softmax(z, -1)
 
 
 def _places(packed: Packed) -> tuple[np.ndarray, int]:
@@ -133,8 +119,3 @@ def _places(packed: Packed) -> tuple[np.ndarray, int]:
     blocks_S = -(-packed.lengths_S.astype(np.int64) // BLOCK)
     starts_S = (np.cumsum(blocks_S) - blocks_S) * BLOCK
     return np.repeat(starts_S, packed.lengths_S) + packed.positions_N, int(blocks_S.sum())
-
-
-def _mask(packed: Packed, device: torch.device) -> KeptMask | None:
-    """The kept sets of the tokens; None where the contract does not truncate."""
-    return None if packed.kept is None else KeptMask(packed.kept, device)

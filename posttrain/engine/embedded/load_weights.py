@@ -40,11 +40,9 @@ def checked_tensors(
 
 @torch.no_grad()
 def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
-    """Copy named tensors over the module's own, under the names of `served_tensors`. Where one is wrong, nothing is
-    copied."""
+    """Copy named tensors over the module's own, under the names of `served_tensors`; none where one is wrong."""
     module_tensors: dict[str, Tensor] = dict(served_tensors(module))
+    expected = {n: (t.dtype, tuple(t.shape)) for n, t in module_tensors.items()}
     # The list is complete before the first copy: what is wrong may come last, and half of the weights must not be new.
-    for name, tensor in list(
-        checked_tensors({n: (t.dtype, tuple(t.shape)) for n, t in module_tensors.items()}, tensors)
-    ):
+    for name, tensor in list(checked_tensors(expected, tensors)):
         module_tensors[name].copy_(tensor)

@@ -3,9 +3,8 @@
     p(token) ~ pi(token)^(1 - share) * other(token)^share
 
 Its logits are (1 - share) of the first model's logits plus share of the other's: numbers that are equal for all tokens
-drop out of a softmax. So the mixture is made where a model's logits are made, before the steps of the sampling
-contract. Penalties, bans, temperature and truncation act on the mixed logits. (Nash-MD's opponent, arXiv 2312.00886,
-section 7; here the distribution of each token is mixed.)
+drop out of a softmax. So penalties, bans, temperature and truncation act on the mixed logits. (Nash-MD's opponent,
+arXiv 2312.00886, section 7; here the distribution of each token is mixed.)
 
 Axis letters: N positions of a pass, B rows of a draw, H hidden sizes of the two models together, V vocabulary.
 """
@@ -25,7 +24,6 @@ from posttrain.config.engines import KernelChoice
 from posttrain.core.gauge import Gauge
 from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Plan
-from posttrain.engine.embedded.cache.key_value_cache import CachePool
 from posttrain.engine.embedded.cache.recurrent_recompute import RecomputedModel
 from posttrain.engine.embedded.schedule.slots import Slots
 from posttrain.engine.layers.attention import PackedLayout
@@ -38,7 +36,7 @@ class Mixture:
     """The other model that an engine mixes with its own, and the share of that model."""
 
     module: PreTrainedModel
-    """The other model. It never changes. It has the vocabulary of the engine's own."""
+    """It never changes. It has the vocabulary of the engine's own."""
     share: float
     """Its exponent, in [0, 1]. 0: the engine's own model alone; 1: the other one alone."""
 
@@ -48,50 +46,24 @@ class Mixture:
 
 
 def served_model(
-    module: PreTrainedModel, context: int, *, device: str, rows: int | None, kernels: KernelChoice
+    module: PreTrainedModel,
+    context: int,
+    mixture: Mixture | None = None,
+    *,
+    device: str,
+    rows: int | None,
+    kernels: KernelChoice,
 ) -> CachedModel:
-    """The form in which an engine serves a model."""
+    """The form in which an engine serves a model, mixed with another one if there is one."""
+    if mixture is not None:
+        return MixedModel(module, mixture, context, device=device, rows=rows, kernels=kernels)
     form = RecomputedModel if is_stateful(module) else CachedModel
     return form(module, context, device=device, rows=rows, kernels=kernels)
 
 
-class TwoPools:
-    """The caches of both models as one: a row of it is one row in each.
-
-    It has what an engine and its stepper use of a `CachePool`; each model reads and writes its own.
-    """
-
-    def __init__(self, first: CachePool, second: CachePool) -> None:
-        self._both = first, second
-        self.kernels: KernelChoice = first.kernels
-        self.kernel, self.dtype, self.device = first.kernel, first.dtype, first.device
-
-    @property
-    def rows(self) -> int:
-        return self._both[0].rows
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token in both models."""
-        return sum(pool.row_bytes for pool in self._both)
-
-    def grow(self, blocks: int) -> None:
-        for pool in self._both:
-            pool.grow(blocks)
-
-    def release(self) -> None:
-        for pool in self._both:
-            pool.release()
-
-    def copy(self, source: np.ndarray, to: np.ndarray) -> None:
-        for pool in self._both:
-            pool.copy(source, to)
-
-
 class MixedModel(CachedModel):
     """`CachedModel` of a model and a second one that it is mixed with. Both compute every position, and a hidden state
-    here is the two models' states side by side. New weights, scores and fingerprints are those of the first model
-    alone."""
+    is the states of both side by side. New weights, scores and fingerprints are those of the first model alone."""
 
     def __init__(
         self,
@@ -120,7 +92,7 @@ class MixedModel(CachedModel):
             )
         self.module, self.read_out = self._own.module, self._own.read_out
         self.kernels, self.fused, self.lanes = kernels, self._own.fused, self._own.lanes
-        self.pool = TwoPools(self._own.pool, self._other.pool)  # type: ignore[assignment]  # what an engine uses of one
+        self.pool, self.others = self._own.pool, (self._other.pool,)
         self._share, self._width = mixture.share, weight.shape[1]
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -131,10 +103,12 @@ class MixedModel(CachedModel):
         hidden, dense = self._own.run(plan)
         return torch.cat([hidden, self._other.run(plan)[0]], 1), dense
 
+    def routed(self, rows: np.ndarray) -> None:
+        """None: the tokens are drawn from both models."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V]: (1 - share) of the first model's and share of the other's."""
-        # `run` puts the states of the two models side by side; `mul_`
-        # may write over logits that were made for this call.
+        # `mul_` may write over logits that were made for this call.
         mixed = self._own.logits(hidden[:, : self._width].contiguous())
         other_logits = self._other.logits(hidden[:, self._width :].contiguous())
         return mixed.mul_(1 - self._share).add_(other_logits, alpha=self._share)
@@ -144,9 +118,7 @@ class MixedModel(CachedModel):
         return self._own.score(ids)
 
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
-        """[n, H]: see `CachedModel.ahead`."""
         return torch.cat([m.ahead(slots, at, ids, position) for m in (self._own, self._other)], 1)
 
     def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
-        """`CachedModel.stale_gap` of the first model: the other one never gets new weights."""
-        return self._own.stale_gap(slots, at)
+        return self._own.stale_gap(slots, at)  # the other model never gets new weights

@@ -41,11 +41,9 @@ MAX_NGRAM = 3
 
 @dataclass(frozen=True)
 class Lookup:
-    """Draft what followed the last occurrence of the last `MAX_NGRAM` .. 1 tokens in the sequence
-    itself (prompt lookup)."""
+    """Draft up to `tokens` that followed the last occurrence of the sequence's last `MAX_NGRAM` .. 1 tokens."""
 
     tokens: int = 4
-    """k: most drafts per pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +65,7 @@ class Proposer(Protocol):
 
 
 def positions_ahead(slots: Slots, at: np.ndarray, tokens: int) -> np.ndarray:
-    """int64 [n]: most drafts of each slot. Cache rows are there for all of them, and the turn's limit leaves room for
-    the drafts and one token more."""
+    """int64 [n]: most drafts of each slot for which there are cache rows, within the turn's limit."""
     # One row is for the pending token, and after n accepted drafts one more token is drawn.
     room = slots.held[at] - slots.cached[at] - 1
     return np.minimum(np.minimum(tokens, room), slots.limit[at] - slots.said[at] - 1).clip(0)
@@ -105,26 +102,17 @@ class PromptLookup:
         return Drafts(ids, counts)
 
     def _after(self, slots: Slots, s: int) -> list[int]:
-        """The tokens that followed the last occurrence of the sequence's end, for the longest
-        end that occurred before."""
-        request = slots.request[s]
-        assert request is not None
-        # The slot may have another request than at the last call: then all begins anew. Otherwise only the tokens said
-        # since are looked at, so a turn costs time in proportion to its length.
+        """The tokens that followed the last occurrence of the sequence's end, for the longest end that occurred."""
+        request = slots.of(s)
+        # Another request begins anew. Otherwise only new tokens are looked at: time in proportion to the turn's length.
         whose, tokens, known = self._known.get(s, (None, [], {}))
         if whose is not request:
             tokens, known = request.ids.tolist(), {}
             self._learn(tokens, known, 0)
         begun = len(tokens)
         tokens += slots.ids[s, begun - len(request.ids) : slots.said[s]].tolist()
-        followed_at = next(
-            (
-                known[end]
-                for n in range(MAX_NGRAM, 0, -1)
-                if (end := tuple(tokens[len(tokens) - n :])) in known and len(tokens) >= n
-            ),
-            None,
-        )
+        ends = (tuple(tokens[len(tokens) - n :]) for n in range(min(MAX_NGRAM, len(tokens)), 0, -1))
+        followed_at = next((known[end] for end in ends if end in known), None)
         self._learn(tokens, known, begun)
         self._known[s] = (request, tokens, known)
         return [] if followed_at is None else tokens[followed_at:]
@@ -175,8 +163,7 @@ class DraftModel:
                 self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.kernels
             )
             drawn = spread.draw(self._chance[at[go], 0, slots.said[at[go]] + j])
-            # A row for every slot, also for those without a j-th draft,
-            # so that `verify` finds the row of a slot by its index.
+            # A row for every slot, also without a j-th draft: `verify` finds the row of a slot by its index.
             of_all = spread.logp.new_zeros((len(at), spread.logp.shape[1]))
             q.append(of_all.index_copy_(0, torch.from_numpy(go).to(of_all.device), spread.probabilities()))
             token[go] = ids[go, j] = drawn.ids
@@ -189,13 +176,11 @@ class DraftModel:
     def _seed(self, slots: Slots, at: np.ndarray) -> None:
         """Draw the uniforms of slots that have another request than at the last call."""
         for s in at.tolist():
-            request = slots.request[s]
-            assert request is not None
+            request = slots.of(s)
             if self._seeded_for[s] is not request:
                 for row, stream in enumerate(("draft", "accept")):
-                    self._chance[s, row, : request.limit] = seeds.uniforms(
-                        seeds.key(request.place, stream), request.limit
-                    )
+                    key = seeds.key(request.place, stream)
+                    self._chance[s, row, : request.limit] = seeds.uniforms(key, request.limit)
                 self._seeded_for[s] = request
 
 
@@ -216,7 +201,7 @@ def verify(
     if drafts.q is None or accept_at is None:
         drawn = spread.draw(uniform)
     else:
-        drawn = spread.say(_residual(spread, drafts, uniform, accept_at, slot, step, draft))
+        drawn = spread.say(_residual(spread, drafts.q, uniform, accept_at, slot, step, draft))
     # How many drafts of a slot are accepted is the index of its first row that drew something else. -1 is no token, so
     # the last row always does, and every slot has such a row.
     equals_draft = drawn.ids == draft
@@ -227,7 +212,7 @@ def verify(
 
 def _residual(
     spread: DrawDistributions,
-    drafts: Drafts,
+    drafted_from: list[Tensor],
     uniform: np.ndarray,
     accept_at: np.ndarray,
     slot: np.ndarray,
@@ -241,8 +226,8 @@ def _residual(
     rows = np.flatnonzero(draft >= 0)
     if not len(rows):
         return ids
-    assert drafts.q is not None
-    q = torch.stack([drafts.q[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)]).double()
+    of_rows = [drafted_from[j][i] for i, j in zip(slot[rows].tolist(), step[rows].tolist(), strict=True)]
+    q = torch.stack(of_rows).double()
     at, d = torch.from_numpy(rows).to(device), torch.from_numpy(draft[rows]).to(device)[:, None]
     p_rows = p.index_select(0, at)
     # Accepted with probability min(1, p / q). Strictly less, so that a draft of probability 0 under p is never

@@ -20,9 +20,8 @@ from posttrain.config.engines import KernelChoice
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
 from posttrain.engine.cpu import compile_native
-from posttrain.engine.embedded.schedule.slot_rules import NotADistribution, SlotRules
+from posttrain.engine.embedded.schedule.slot_rules import NotADistribution, SlotRules, placed
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
-from posttrain.system.errors import EngineError
 
 HEAD = 1024
 """Most probable tokens that are sorted first where the vocabulary is large. Rows that keep more are sorted whole."""
@@ -74,8 +73,7 @@ class Contracts:
 
     @property
     def easy(self) -> bool:
-        """True where every row draws from the softmax of its logits and nothing else, so that no column need be
-        read."""
+        """True where every row draws from the softmax of its logits alone, so that no column need be read."""
         return self.special is not None and not self.special
 
     @staticmethod
@@ -91,8 +89,7 @@ class Contracts:
         return out
 
     def put(self, row: int, s: Sampling, prompt: np.ndarray | None = None, said: np.ndarray | None = None) -> None:
-        """Row `row` follows `s` from now on, after int32 `prompt` and the tokens its turn has
-        already `said` (None: none)."""
+        """Row `row` follows `s` from now on, after int32 `prompt` and the tokens its turn has `said` (None: none)."""
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
         if self.special is not None:
@@ -120,8 +117,7 @@ class Contracts:
             self.rules.record(rows, ids)
 
     def at(self, rows: np.ndarray, ahead: np.ndarray | None = None) -> Contracts:
-        """The contracts of some rows, which may repeat. `ahead` [B, D], filled up with -1: tokens that each
-        treats as already said."""
+        """The contracts of some rows, which may repeat. `ahead` [B, D]: tokens taken as said; -1 fills it up."""
         if self.easy:
             return EASY
         slots = rows if self.slots is None else self.slots[rows]
@@ -146,8 +142,7 @@ EASY = Contracts.plain(0)
 
 @dataclass(frozen=True, eq=False)
 class DrawnTokens:
-    """One token per row. `kept` holds the kept ids (ascending) of each truncated row, in the
-    order of `truncated_rows`."""
+    """One token per row. `kept`: the kept ids (ascending) of each truncated row, in the order of `truncated_rows`."""
 
     ids: np.ndarray
     """int64 [B]"""
@@ -163,13 +158,8 @@ class DrawnTokens:
         index = {r: i for i, r in enumerate(self.truncated_rows.tolist())}
         truncated = [i for i, r in enumerate(rows.tolist()) if r in index]
         top = None if self.top is None else Top(self.top.ids[rows], self.top.logp[rows])
-        return DrawnTokens(
-            self.ids[rows],
-            self.logp[rows],
-            np.array(truncated, np.int64),
-            [self.kept[index[int(rows[i])]] for i in truncated],
-            top,
-        )
+        kept = [self.kept[index[int(rows[i])]] for i in truncated]
+        return DrawnTokens(self.ids[rows], self.logp[rows], np.array(truncated, np.int64), kept, top)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,30 +176,25 @@ class DrawDistributions:
     mask: Tensor | None
     """bool [len(cut), V]: the tokens they keep."""
     kernels: KernelChoice
-    """See `pick`."""
     dead: np.ndarray
     """Rows after drafted tokens in which every token is banned. Their distributions have no meaning."""
 
     @staticmethod
     def of(logits: Tensor, contracts: Contracts, kernels: KernelChoice = "auto") -> DrawDistributions:
-        """logits: float32 [B, V], overwritten. `kernels` as in `pick`.
-
-        Raises:
-            NothingLeft: in some rows without drafted tokens every token is banned.
-        """
+        """logits: float32 [B, V], overwritten. NothingLeft where in a row without drafted tokens all are banned."""
         c, dead = contracts, NOTHING
         if c.easy:
             return DrawDistributions(torch.log_softmax(logits, -1), c, None, NOTHING, None, kernels, NOTHING)
         if c.rules is not None:
             dead = c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
         if np.any(c.beta != 1):
-            logits.mul_(_to(c.beta, logits)[:, None].to(logits.dtype))
+            logits.mul_(placed(c.beta, logits)[:, None].to(logits.dtype))
         best = lowest_argmax(logits) if c.greedy.any() else None
         # A greedy row is not cut: truncation never removes its most probable token, and it costs a sort.
         cut = np.flatnonzero(c.truncated & ~c.greedy)
         mask: Tensor | None = None
         if len(cut):
-            rows = _to(cut, logits)
+            rows = placed(cut, logits)
             z = logits.index_select(0, rows)
             # A banned token is never kept, even where the contract would keep more tokens than are left.
             mask = kept_mask(z, c.at(cut)) & (z > INF)
@@ -222,12 +207,12 @@ class DrawDistributions:
         if self.best is None:
             return p
         certain = torch.zeros_like(p).scatter_(1, self.best[:, None], 1)
-        return torch.where(_to(self.contracts.greedy, p)[:, None], certain, p)
+        return torch.where(placed(self.contracts.greedy, p)[:, None], certain, p)
 
     def pick(self, uniform: np.ndarray) -> Tensor:
         """int64 [B]: one token per row, drawn by one uniform each."""
         ids = pick(self.logp, uniform, self.kernels)
-        return ids if self.best is None else torch.where(_to(self.contracts.greedy, ids), self.best, ids)
+        return ids if self.best is None else torch.where(placed(self.contracts.greedy, ids), self.best, ids)
 
     def draw(self, uniform: np.ndarray) -> DrawnTokens:
         """Draw one token per row, with its log-prob, kept set and most probable tokens."""
@@ -239,13 +224,12 @@ class DrawDistributions:
         logp = self.logp.gather(1, ids[:, None])[:, 0]
         if self.best is not None:
             # A greedy row says its token with probability 1.
-            logp = logp.masked_fill(_to(c.greedy, ids), 0.0)
+            logp = logp.masked_fill(placed(c.greedy, ids), 0.0)
         out, out_logp = ids.cpu().numpy(), logp.float().cpu().numpy()
         if c.easy:
             return DrawnTokens(out, out_logp, NOTHING, [])
-        return DrawnTokens(
-            out, out_logp, *_kept(c, self.cut, self.mask, out), _top(self.logp, int(c.top.max(initial=0)))
-        )
+        kept = _kept(c, self.cut, self.mask, out)
+        return DrawnTokens(out, out_logp, *kept, _top(self.logp, int(c.top.max(initial=0))))
 
 
 def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, kernels: KernelChoice = "auto") -> DrawnTokens:
@@ -263,24 +247,14 @@ def _top(logp: Tensor, k: int) -> Top | None:
     """The k most probable tokens of each distribution; None for k = 0."""
     if not k:
         return None
-    if k > logp.shape[-1]:
-        raise EngineError(f"sampling.top={k} of a vocabulary of {logp.shape[-1]} tokens. Lower it to at most that")
     best = logp.topk(k, -1)
     return Top(best.indices.int().cpu().numpy(), best.values.float().cpu().numpy())
 
 
 def pick(logp: Tensor, uniform: np.ndarray, kernels: KernelChoice = "auto") -> Tensor:
-    """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are
-    float64, in order of ids.
-
-    Only a token of positive probability can be the first to exceed the target. The target stays below the total.
-
-    Args:
-        kernels: the choice of kernels (`Model.kernels`).
-
-    Raises:
-        NotADistribution: some rows have probabilities that are not finite.
-    """
+    """int64 [B]: the first token whose cumulative probability exceeds uniform * total, with sums in float64, in order
+    of ids. NotADistribution where some rows have probabilities that are not finite. Only a token of positive
+    probability can be the first to exceed the target. The target stays below the total."""
     ids = kernel("draw", logp.device, logp.dtype, kernels).function(logp, uniform)
     if ids is None:
         # The forms say only that some row has failed. Where no such row is found here, all are named.
@@ -299,10 +273,9 @@ def _pick(logp: Tensor, uniform: np.ndarray) -> Tensor | None:
     total = cdf[:, -1]
     if not bool(total.isfinite().all()):
         return None
-    # Below the total even where rounding brings uniform * total up to it, so there is
-    # always a token. With right=True it is the first whose sum exceeds the target; a
-    # token of probability 0 has the sum of the one before it and is passed over.
-    target = torch.minimum(_to(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Below the total even where rounding brings uniform * total up to it, so there is always a token. With right=True
+    # it is the first whose sum exceeds the target; one of probability 0 has the sum of the one before.
+    target = torch.minimum(placed(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
 
 
@@ -337,19 +310,16 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
 
 
 def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
-    """The kept mask from the n most probable tokens, and the rows for which these n are enough.
-
-    They are not enough where the kept set reaches the value of the last one, because other tokens may have
-    the same value. They are also not enough where a top-k larger than n comes before top-p, because the
-    mass it leaves is unknown.
-    """
+    """The kept mask from the n most probable tokens, and the rows for which these n are enough. They are not where the
+    kept set reaches the value of the last one, which others may have too, nor where a top-k larger than n comes before
+    top-p, because the mass it leaves is unknown."""
     size = z.shape[-1]
     # In ascending order of ids, so that the stable sort by value gives ties to the lower id.
     ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None
     values, order = torch.sort(z if ids is None else z.gather(1, ids), dim=-1, descending=True, stable=True)
     if ids is not None:
         order = ids.gather(1, order)
-    top_k = _to(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
+    top_k = placed(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
     # `norm` is the log of the mass that top-k leaves. Without top-k, or where top_k > n, the mass of the whole
@@ -359,20 +329,18 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     if n < size:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))
     q = (wide - norm).exp()
-    # A token stays while the mass before it is below top_p, so the
-    # token that reaches top_p stays, and the first one always does.
-    inside &= q.cumsum(-1) - q < _to(c.top_p, z)[:, None]
-    inside &= q >= _to(c.min_p, z)[:, None] * q[:, :1]
+    # A token stays while the mass before it is below top_p: the token that reaches top_p stays, and the first always.
+    inside &= q.cumsum(-1) - q < placed(c.top_p, z)[:, None]
+    inside &= q >= placed(c.min_p, z)[:, None] * q[:, :1]
     sure = torch.ones(len(z), dtype=torch.bool, device=z.device)
     if n < size:
-        beyond = (top_k > n) & (top_k < size) & (_to(c.top_p, z)[:, None] < 1)
+        beyond = (top_k > n) & (top_k < size) & (placed(c.top_p, z)[:, None] < 1)
         sure = ~(beyond | inside & (values == values[:, -1:])).any(-1)
     return torch.zeros_like(z, dtype=torch.bool).scatter_(1, order, inside), sure
 
 
 def _kept(c: Contracts, cut: np.ndarray, mask: Tensor | None, said: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(truncated rows, kept ids of each). The rows `cut` of `mask` say what they keep. A greedy row keeps the token
-    that it has said."""
+    """(truncated rows, kept ids of each): those of the rows `cut` of `mask`, and of a greedy row the token it said."""
     rows = np.flatnonzero(c.truncated)
     if mask is None:
         return rows, [said[r : r + 1].astype(np.int32) for r in rows]
@@ -381,7 +349,3 @@ def _kept(c: Contracts, cut: np.ndarray, mask: Tensor | None, said: np.ndarray) 
     sets = np.split(ids.astype(np.int32), np.cumsum(np.bincount(where, minlength=len(cut)))[:-1])
     of_row = dict(zip(cut.tolist(), sets, strict=True))
     return rows, [of_row[r] if r in of_row else said[r : r + 1].astype(np.int32) for r in rows.tolist()]
-
-
-def _to(x: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(x).to(like.device)

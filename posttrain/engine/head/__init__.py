@@ -1,5 +1,4 @@
 """Hidden states to log-prob and entropy, without logits of the whole vocabulary; and heads for values and scores.
 
-Begin with `logprob`. `reference_ops` has each operation by its definition; `kernel_table` says which faster form is
-used.
+Begin with `logprob`. `reference_ops` has operations by definition; `kernel_table` says which faster form is used.
 """

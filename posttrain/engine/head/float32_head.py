@@ -1,7 +1,6 @@
 """Proves that the head computes in float32 although its weights are narrower, such as bfloat16.
 
-Learner and sampler each compare their own head with a float64 computation before they first use it: the learner its
-log-probs, the sampler its logits.
+Learner and sampler each compare their own head, log-probs and logits, with a float64 computation before its first use.
 """
 
 from __future__ import annotations
@@ -48,13 +47,10 @@ def prove_logprobs(out: ReadOut, hidden: Tensor, kernels: KernelChoice) -> None:
     for first, z in _exact(out, hidden):
         largest = torch.maximum(largest, z.abs().max())
         block_norms.append(z.logsumexp(1))
-        # Each target lies in one block of the vocabulary.
         in_block = (targets.cpu() >= first) & (targets.cpu() < first + z.shape[1])
         target_logits[in_block] = z[in_block, targets.cpu()[in_block] - first]
-    _refuse(
-        "the learner's",
-        float((ours.double().cpu() - target_logits + torch.stack(block_norms).logsumexp(0)).abs().max() / largest),
-    )
+    theirs = target_logits - torch.stack(block_norms).logsumexp(0)
+    _refuse("the learner's", float((ours.double().cpu() - theirs).abs().max() / largest))
 
 
 @torch.no_grad()
@@ -83,8 +79,7 @@ def _exact(out: ReadOut, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _refuse(whose: str, gap: float) -> None:
-    """InvariantError where the difference from float64, relative to the largest logit, is more than `BOUND`."""
-    # In this form nan is refused too.
+    """InvariantError where the difference from float64, relative to the largest logit, is more than `BOUND`, or nan."""
     if not gap <= BOUND:
         raise InvariantError(
             f"{whose} head computes in less than float32: its logits differ from float64 by {gap:.2g} of the largest"

@@ -1,8 +1,7 @@
 """Chooses the implementation of an operation: one table by operation, device and dtype, and one choice for a whole run.
 
-Every operation has a reference form. It is plain torch and works on every device and dtype. Faster forms have a bound
-on their difference from it. Each form is registered in the module that defines it. A new form is one more row of the
-table, because callers never name a form.
+Every operation has a reference form, plain torch for every device and dtype. Faster forms have a bound on their
+difference from it. Each form is registered in the module that defines it: callers never name a form.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from posttrain.engine.cpu import compile_native
 from posttrain.system.errors import EngineError
 
 FORMS = ("compiled", "torch", "reference")
-"""In order of preference. compiled: code that is compiled on this machine, by its C compiler or by Triton. torch:
-torch's fast operations. reference: the plain definition."""
+"""In order of preference: code compiled on this machine (C, Triton), torch's fast operations, the definition."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +29,7 @@ class Kernel:
     devices: tuple[str, ...] = ()
     """Device types it runs on; (): all."""
     bounds: Mapping[torch.dtype, float] = field(default_factory=dict[torch.dtype, float])
-    """For each dtype it supports, the largest allowed difference from the reference form, relative to the largest
-    number. The reference form supports every dtype and has no bound."""
+    """By supported dtype, the largest difference from the reference form, relative to the largest number."""
     missing: Callable[[], str] = lambda: ""
     """Returns why this machine does not have it; '' where it does."""
     operation: str = ""
@@ -44,10 +41,8 @@ class Kernel:
             return ""
         if (self.devices and device.type not in self.devices) or dtype not in self.bounds:
             served = ", ".join(str(d).removeprefix("torch.") for d in self.bounds)
-            return (
-                f"{self.form} ones serve {served} on {' and '.join(self.devices) or 'any device'}, not {dtype} on"
-                f" {device}"
-            )
+            devices = " and ".join(self.devices) or "any device"
+            return f"{self.form} ones serve {served} on {devices}, not {dtype} on {device}"
         return self.missing()
 
 

@@ -29,18 +29,15 @@ INF = float("-inf")
 
 
 class Ragged:
-    """A run of ids for each spoken token: `ids[start_M : start_M + count_M]`. Runs may share ids.
-
-    Worked example: ids [7, 8, 9], start [0, 0], count [1, 3] are {7} for the first token and {7, 8, 9} for the second.
-    """
+    """A run of ids for each spoken token: `ids[start_M : start_M + count_M]`. Runs may share ids: ids [7, 8, 9], start
+    [0, 0], count [1, 3] are {7} for the first token and {7, 8, 9} for the second."""
 
     def __init__(self, ids: np.ndarray, start_M: np.ndarray, count_M: np.ndarray, device: torch.device) -> None:
-        # All runs laid end to end have sum(count) entries. Entry e belongs to the token m with
-        # before[m] <= e < before[m + 1], and it reads ids[e - before[m] + start[m]].
-        # So one number a token, the shift, leads from e to its id.
+        # All runs laid end to end have sum(count) entries. Entry e belongs to the token m with before[m] <= e <
+        # before[m + 1], and reads ids[e - before[m] + start[m]]: one number a token, the shift, leads from e to its id.
         self._before = np.append(0, np.cumsum(count_M, dtype=np.int64))
-        self._ids, self._count = _to(ids, device), _to(count_M, device)
-        self._shift = _to(start_M - self._before[:-1], device)
+        self._ids, self._count = device_ids(ids, device), device_ids(count_M, device)
+        self._shift = device_ids(start_M - self._before[:-1], device)
         self._last = int(ids.max(initial=-1))
 
     def places(self, a: int, b: int, width: int, first_id: int = 0) -> Tensor:
@@ -52,8 +49,7 @@ class Ragged:
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
         entries = torch.arange(first, last, device=self._ids.device) + self._shift[rows]
         rows, ids = rows - a, self._ids[entries] - first_id
-        # In a matrix of the whole vocabulary every id has a column. The selection is left out then, because the CPU
-        # would wait for the GPU to learn how many entries it has.
+        # Only where an id may have no column: after a selection the CPU waits for the GPU to learn how many are left.
         if first_id or self._last >= width:
             inside = (ids >= 0) & (ids < width)
             rows, ids = rows[inside], ids[inside]
@@ -83,23 +79,18 @@ class LogitRules:
 
     @staticmethod
     def of(packed: Packed, vocabulary: int, device: torch.device) -> LogitRules | None:
-        """The rules of a packed batch; None, at no cost, where its contract has no rules.
-
-        Kept sets hold no banned token, so with a truncating contract the bans need not be computed.
-
-        Raises:
-            InvariantError: the rules ban a token that was said, so sampler and batch disagree on the contract.
-        """
+        """The rules of a packed batch; None, at no cost, where its contract has no rules. InvariantError where they ban
+        a token that was said. Kept sets hold no banned token, so with a truncating contract no ban is needed."""
         s = packed.sampling
         if not s.rules:
             return None
-        ids = _to(np.array([i for i, _ in s.logit_bias], np.int64), device) if s.logit_bias else None
+        ids = device_ids(np.array([i for i, _ in s.logit_bias], np.int64), device) if s.logit_bias else None
         bias = torch.tensor([x for _, x in s.logit_bias], dtype=torch.float64, device=device) if s.logit_bias else None
         seen = Ragged(*seen_before(packed, vocabulary), device) if s.repetition_penalty != 1 else None
-        never_V = banned_always(s, vocabulary)
-        rows, banned_ids = banned_here(packed)
         if packed.kept is not None:
             return LogitRules(ids, bias, s.repetition_penalty, seen, None, None)
+        never_V = banned_always(s, vocabulary)
+        rows, banned_ids = banned_here(packed)
         _check_said(packed, never_V, rows, banned_ids)
         count_M = np.bincount(rows, minlength=packed.spoken)
         now = Ragged(banned_ids, np.cumsum(count_M) - count_M, count_M, device) if len(rows) else None
@@ -107,14 +98,9 @@ class LogitRules:
         return LogitRules(ids, bias, s.repetition_penalty, seen, never, now)
 
     def adjust(self, z: Tensor, at: int, first: int = 0) -> tuple[Tensor, Tensor] | None:
-        """Apply the rules, in place, to the logits [C, B] of tokens at..at + C and ids first..first + B.
-        Differentiable.
-
-        Returns (places, slope) of the penalised logits: the slope is the derivative of the result with respect to the
-        logit before. It is 1 everywhere else, and has no effect where a token is banned.
-        """
-        # The sampler's order: bias, penalty, bans. The penalty looks at the sign of the biased logit, and bans come
-        # last, so that nothing is computed with -inf.
+        """Apply the rules, in place and differentiably, to logits [C, B] of tokens from `at` and ids from `first` on.
+        Returns (places, slope) of the penalised logits; the derivative by the logit before is 1 everywhere else."""
+        # The sampler's order. The penalty looks at the sign of the biased logit, and nothing is computed with -inf.
         flat, to, width = z.view(-1), at + z.shape[0], z.shape[1]
         if self.bias_ids is not None and self.bias is not None:
             inside = (self.bias_ids >= first) & (self.bias_ids < first + width)
@@ -142,13 +128,9 @@ class LogitRules:
 
 def seen_before(packed: Packed, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(ids [U], start_M, count_M): the distinct ids of each segment in the order of their first position, and how many
-    of them come before each spoken token.
-
-    Example: in the segment [5 6 5 X] with X spoken, ids = [5, 6], start = [0], count = [2].
-    """
-    # segment * V + id is one number for each pair of segment and id, and `np.unique` gives the first position of each.
-    # In order of position the pairs of one segment lie together, and those before any place are a run from the start of
-    # its segment. So all tokens of a segment share one list, and differ in the count alone.
+    of them come before each spoken token. In the segment [5 6 5 X] with X spoken: [5, 6], [0], [2]."""
+    # segment * V + id is one number for each pair of segment and id. In order of their first positions, those before
+    # any place are a run from the start of its segment: all tokens of a segment share one list.
     starts_S = np.cumsum(packed.lengths_S) - packed.lengths_S
     segment_N = np.repeat(np.arange(len(starts_S), dtype=np.int64), packed.lengths_S)
     _, first = np.unique(segment_N * vocabulary + packed.ids_N, return_index=True)
@@ -170,8 +152,7 @@ def banned_always(s: Sampling, vocabulary: int) -> np.ndarray | None:
 
 
 def banned_here(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
-    """(spoken token, id) pairs, int64, ascending in the token: stop ids early in a turn, and last
-    tokens of bad sequences."""
+    """(spoken token, id) pairs, ascending in the token: stop ids early in a turn, and last tokens of bad sequences."""
     s, in_turn_M = packed.sampling, packed.in_turn_M
     rows, ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     if in_turn_M is not None and s.min_tokens and s.stop_ids:
@@ -212,6 +193,6 @@ def _check_said(packed: Packed, never_V: np.ndarray | None, rows: np.ndarray, id
         )
 
 
-def _to(x: np.ndarray, device: torch.device) -> Tensor:
+def device_ids(x: np.ndarray, device: torch.device) -> Tensor:
     """Integers as int64 on the device."""
-    return torch.from_numpy(np.ascontiguousarray(x, np.int64)).to(device)
+    return torch.from_numpy(np.array(x, np.int64)).to(device)

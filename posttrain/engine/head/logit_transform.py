@@ -1,5 +1,4 @@
-"""Changes the logits of one tile, some tokens and a block of ids, before the softmax, and gives the derivative of these
-changes.
+"""Changes the logits of one tile, some tokens and a block of ids, before the softmax, and gives the derivative.
 
 Axis letters: C tokens, B ids of a block, V vocabulary.
 """
@@ -40,28 +39,23 @@ class KeptMask:
         return mask
 
 
-class KeptSets(KeptMask):
-    """Kept sets, checked at construction: each holds the token that was said. InvariantError otherwise."""
-
-    def __init__(self, kept: TruncationSets, targets: Tensor) -> None:
-        # `reduceat` gives a wrong answer for an empty run, but `TruncationSets` refuses empty sets.
-        is_target = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
-        has_target = np.logical_or.reduceat(is_target, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
-        if not has_target.all():
-            first = int(np.flatnonzero(~has_target)[0])
-            raise InvariantError(
-                f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution"
-            )
-        super().__init__(kept, targets.device)
+def check_kept(kept: TruncationSets, targets: Tensor) -> None:
+    """InvariantError where a kept set does not hold the token that was said."""
+    # `reduceat` gives a wrong answer for an empty run, but `TruncationSets` refuses empty sets.
+    is_target = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
+    has_target = np.logical_or.reduceat(is_target, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
+    if not has_target.all():
+        first = int(np.flatnonzero(~has_target)[0])
+        raise InvariantError(
+            f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class LogitTransform:
-    """The steps between the head's matrix product and the softmax, in order: scale, soft-cap, rules,
-    temperature, kept sets."""
+    """The steps from the head's product to the softmax: scale, soft-cap, rules, 1 / temperature (`beta`), kept sets."""
 
     beta: float
-    """1 / temperature"""
     softcap: float | None
     scale: float
     rules: LogitRules | None
@@ -80,8 +74,7 @@ class LogitTransform:
         first..first + B. The factors of the backward are appended to `slopes`."""
         z = logits(h, w, b, self.scale, self.softcap)
         if slopes is not None and self.softcap is not None:
-            # z = c tanh(x / c) has the derivative 1 - tanh^2 = 1 - (z / c)^2.
-            # It is taken here, because the next steps change z in place.
+            # z = c tanh(x / c) has the derivative 1 - tanh^2 = 1 - (z / c)^2. The next steps change z in place.
             slopes.append(LogitSlope(None, 1 - (z / self.softcap).square_()))
         penalised = None if self.rules is None else self.rules.adjust(z, at, first)
         if slopes is not None and penalised is not None:
@@ -130,8 +123,7 @@ def logits(
     """[..., H] -> [..., V] logits in `logit_dtype`. Sampler and learner both call this function."""
     dtype = logit_dtype(weight.dtype)
     h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    # `linear` has no derivative. The tiled head and samplers call this without one; the reference form is
-    # differentiated by autograd, and takes torch's.
+    # `linear` has no derivative, so the reference form, which autograd differentiates, takes torch's.
     out = (linear if fits(h, w, b) else torch.nn.functional.linear)(h, w, b)
     if scale != 1:
         out = out * scale

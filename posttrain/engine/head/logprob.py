@@ -22,7 +22,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import TruncationSets
 from posttrain.engine.head.kernel_table import kernel
 from posttrain.engine.head.logit_rules import LogitRules
-from posttrain.engine.head.logit_transform import KeptMask, KeptSets, LogitTransform, logit_dtype
+from posttrain.engine.head.logit_transform import KeptMask, LogitTransform, check_kept, logit_dtype
 from posttrain.engine.head.tiled_head import TiledHead, block_of, picked
 from posttrain.engine.head.tiles import TORCH, Blocks, Tile, each, normalised, within
 from posttrain.system.errors import InvariantError
@@ -59,22 +59,17 @@ def logprobs(
     bias: Tensor | None,
     targets: Tensor,
     *,
-    sampling: Sampling,
-    kept: TruncationSets | None = None,
-    rules: LogitRules | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
     want_entropy: bool = False,
     chunk: int | None = None,
     block: int | None = None,
     kernels: KernelChoice = "auto",
+    **contract: Unpack[HeadContract],
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `logit_dtype`.
 
     Args:
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
-        sampling: the contract the tokens were drawn under; greedy is refused.
-        kept: one set per token, exactly where `sampling.truncated`. rules: exactly where `sampling.rules`.
+        contract: what the tokens were drawn under; greedy is refused.
         chunk: tokens of one tile; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`. For a vocabulary
             of more than `CHUNK_IDS` ids, None means as many as `TILE` says.
         block: ids of one tile; None: all ids. For a vocabulary of more than `CHUNK_IDS` ids, None means equal blocks of
@@ -84,9 +79,9 @@ def logprobs(
     chain rule then multiplies by the derivative of each step that made z: the temperature, a repetition penalty (its
     factor depends on the sign of the logit), and a soft-cap.
     """
+    sampling, kept, rules = contract["sampling"], contract.get("kept"), contract.get("rules")
     sampling.for_training()
-    # A truncating contract without its sets would give the log-probs of another distribution, and no later line could
-    # see it. So the sets are there exactly where the contract needs them; the same holds for rules.
+    # Without its sets a truncating contract would give the log-probs of another distribution. The same holds for rules.
     if (kept is not None) != sampling.truncated or (kept is not None and len(kept) != len(targets)):
         sets_given = 0 if kept is None else len(kept)
         raise InvariantError(
@@ -96,11 +91,10 @@ def logprobs(
         raise InvariantError(f"rules must be given exactly where the contract has some: {sampling}")
     if hidden.shape[0] != targets.shape[0]:
         raise InvariantError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} tokens")
-    transform = LogitTransform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptSets(kept, targets)
-    )
-    # By the dtype of the tiles, not of the weight: blocks of a bfloat16
-    # weight are converted first, so the forms for float32 serve it.
+    if kept is not None:
+        check_kept(kept, targets)
+    transform = _transform(hidden.device, **contract)
+    # By the dtype of the tiles: blocks of a bfloat16 weight are converted first.
     form = kernel("head", hidden.device, logit_dtype(weight.dtype), kernels)
     tile = _tile(hidden, weight, transform, chunk, block)
     logp, entropy = form.function(hidden, weight, bias, targets.long(), transform, want_entropy, tile)
@@ -114,8 +108,7 @@ def candidates(
     ids_MK: Tensor,
     **contract: Unpack[HeadContract],
 ) -> Tensor:
-    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable. The backward of a large pass
-    computes each tile's logits again. A token of probability 0 gets the lowest finite number of the dtype."""
+    """Differentiable log-probs [M, K] of the tokens `ids_MK`. One of probability 0 gets the dtype's lowest number."""
     transform = _transform(hidden.device, **contract)
     tile = _tile(hidden, weight, transform)
     logp, _ = TiledHead.apply(hidden, weight, bias, ids_MK.long(), transform, False, tile, TORCH)
@@ -133,15 +126,12 @@ def most_probable(
 ) -> Any:
     """(values, indices) [M, K] of the most probable tokens, in descending order of log-prob. k = 0
     takes the whole vocabulary."""
-    transform = _transform(hidden.device, **contract)
-    single = _block_width(weight) == weight.shape[0]
     k = min(k or weight.shape[0], weight.shape[0])
     values = [hidden.new_zeros((0, k), dtype=logit_dtype(weight.dtype))]  # empty parts first, as in `energies`
     indices = [values[0].long()]
-    for _, blocks in _scored(hidden, weight, bias, transform):
+    for _, blocks, single in _scored(hidden, weight, bias, **contract):
         best, best_ids = list[Tensor](), list[Tensor]()
-        # `best` holds at most k log-probs per token of the earlier blocks, and k of this block. The best k of both go
-        # on to the next block.
+        # At most k log-probs per token of the earlier blocks, and k of this one: the best k of both go on.
         for first, logp in normalised(blocks, torch.log_softmax, single)():
             top = logp.topk(min(k, logp.shape[1]), 1)
             best.append(top.values)
@@ -164,16 +154,13 @@ def energies(
 ) -> Tensor:
     """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract. z is the input of the softmax.
     Without targets |p|^2, the probability that two draws are the same."""
-    transform = _transform(hidden.device, **contract)
-    single = _block_width(weight) == weight.shape[0]
     # An empty part first, so that there is something to join where no token is asked about.
     out = [hidden.new_zeros(0, dtype=logit_dtype(weight.dtype))]
-    for rows, blocks in _scored(hidden, weight, bias, transform):
+    for rows, blocks, single in _scored(hidden, weight, bias, **contract):
         energy = hidden.new_zeros(rows.stop - rows.start, dtype=logit_dtype(weight.dtype))
         for first, p in normalised(blocks, torch.softmax, single)():
             if targets is not None:
-                # |p - onehot(t)|^2, which is the same square. 1 is subtracted in the block that holds the target, and
-                # nothing in the other blocks.
+                # |p - onehot(t)|^2, which is the same square. Nothing is subtracted in blocks without the target.
                 place, inside = within(targets[rows, None].long() - first, p.shape[1])
                 p.scatter_add_(1, place, -inside.to(p.dtype))
             energy += torch.linalg.vecdot(p, p)
@@ -192,28 +179,20 @@ def odds(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the place of each target in the distribution p that it was drawn from, as four float64 tensors: the mass
     of the ids below it [M], the mass of the ids up to and with it [M], and for each q proportional to p^(1 /
-    temperature) its log q - log p [M, K] and the total variation between q and p [M, K].
-    """
-    transform = _transform(hidden.device, **contract)
-    single = _block_width(weight) == weight.shape[0]
-    # float64, because the caller compares a random number with `below` and `upto`, and each is a sum over up to a
-    # vocabulary of small numbers.
+    temperature) its log q - log p [M, K] and the total variation between q and p [M, K]."""
+    # float64: the caller compares a random number with sums over up to a vocabulary of small numbers.
     empty = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
     out = [[empty.new_zeros(0)], [empty.new_zeros(0)], [empty], [empty]]
-    for rows, blocks in _scored(hidden, weight, bias, transform):
+    for rows, blocks, single in _scored(hidden, weight, bias, **contract):
         target = targets[rows, None].long()
-        # Each use of `logps` reads the blocks again: where the vocabulary
-        # is several blocks, no float64 matrix of all ids is held.
+        # Each use of `logps` reads the blocks again: no float64 matrix of all ids is held where they are several.
         logps = normalised(each(blocks, torch.Tensor.double), torch.log_softmax, single)
         below, target_logp = empty.new_zeros(len(target)), empty.new_zeros(len(target))
         for first, logp in logps():
             ids = torch.arange(first, first + logp.shape[1], device=logp.device)
             below += torch.where(ids < target, logp.exp(), 0.0).sum(1)
             target_logp += picked(logp, target - first)[:, 0]
-        ratios, variation = (
-            empty.new_zeros(len(target), len(temperatures)),
-            empty.new_zeros(len(target), len(temperatures)),
-        )
+        ratios, variation = empty.new_zeros(2, len(target), len(temperatures))
         for k, t in enumerate(temperatures):
             # q is proportional to p^(1/t), so log q is log p / t, normalised again.
             flatter = normalised(each(logps, lambda logp, t=t: logp / t), torch.log_softmax, single)
@@ -235,8 +214,8 @@ def _transform(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> LogitTransform:
-    """The steps from logits to scores under the contract, for callers that ask about any ids."""
-    # `KeptMask` and not `KeptSets`: some callers ask about ids that were not said, which may lie outside of the set.
+    """The steps from logits to scores under the contract."""
+    # Without `check_kept`: some callers ask about ids that were not said, which may lie outside of the set.
     mask = None if kept is None else KeptMask(kept, device)
     return LogitTransform(1 / sampling.temperature, softcap, scale, rules, mask)
 
@@ -249,8 +228,7 @@ def _block_width(weight: Tensor) -> int:
     vocabulary = weight.shape[0]
     if vocabulary <= CHUNK_IDS:
         return vocabulary
-    # -(-a // b) rounds up. Inside stands the number of blocks, and V over it is their width. Equal blocks leave no
-    # narrow rest: 151,936 ids in blocks of at most 4,096 become 38 of 3,999.
+    # V over the number of blocks, both rounded up: 151,936 ids in blocks of at most 4,096 become 38 of 3,999.
     return -(-vocabulary // -(-vocabulary // min(CHUNK_IDS, TILE[_kind(weight)][1])))
 
 
@@ -258,14 +236,13 @@ def _tile(
     hidden: Tensor, weight: Tensor, transform: LogitTransform, chunk: int | None = None, block: int | None = None
 ) -> Tile:
     """The sizes of the tiles of a pass, and whether their scores are kept until the backward."""
-    rows, ids = chunk or _tile_rows(hidden, weight), block or _block_width(weight)
-    # Where the steps after the product have slopes, scores alone are not enough for the backward: it computes scores
-    # again, and the slopes with them.
+    rows, ids = chunk or _tile_rows(weight), block or _block_width(weight)
+    # Where the steps after the product have slopes, scores alone are not enough for the backward.
     fits = len(hidden) * weight.shape[0] <= KEPT_ELEMENTS[_kind(weight)]
     return Tile(rows, ids, fits and torch.is_grad_enabled() and not transform.sloped)
 
 
-def _tile_rows(hidden: Tensor, weight: Tensor) -> int:
+def _tile_rows(weight: Tensor) -> int:
     """Tokens of one tile."""
     if weight.shape[0] > CHUNK_IDS:
         return TILE[_kind(weight)][0]
@@ -278,11 +255,12 @@ def _kind(weight: Tensor) -> str:
 
 
 def _scored(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
-) -> Iterator[tuple[slice, Blocks]]:
-    """The scores z of each chunk of tokens, forward only."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, **contract: Unpack[HeadContract]
+) -> Iterator[tuple[slice, Blocks, bool]]:
+    """For each chunk of tokens the blocks of its scores z, forward only, and whether there is one block."""
     dtype, vocabulary, width = logit_dtype(weight.dtype), weight.shape[0], _block_width(weight)
-    for at in range(0, len(hidden), rows := _tile_rows(hidden, weight)):
+    transform = _transform(hidden.device, **contract)
+    for at in range(0, len(hidden), rows := _tile_rows(weight)):
         chunk = slice(at, min(at + rows, len(hidden)))
 
         # As a default argument the chunk is that of this round, whenever the blocks are read.
@@ -292,4 +270,4 @@ def _scored(
                 w, b = block_of(weight, bias, first, width, dtype)
                 yield first, transform.scores(h, w, b, chunk.start, None, first)
 
-        yield chunk, blocks
+        yield chunk, blocks, width == vocabulary

@@ -22,20 +22,18 @@ from posttrain.engine.model.architecture_kinds import WANTED
 from posttrain.system.errors import EngineError
 
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
-"""Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and
-whether the field divides."""
+"""Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and whether it divides."""
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Config fields by which architectures cap their logits (Gemma 2, RecurrentGemma)."""
 CANARY = 24
-"""Tokens of the sequence on which a read-out is compared with the module's own logits; fewer in a shorter context."""
+"""Tokens of the sequence on which two computations of a model are compared; fewer in a shorter context."""
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 """Config fields in which architectures store their number of positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReadOut:
-    """Decoder and language-model head of a Hugging Face causal LM, separated: hidden states first,
-    logits only where needed.
+    """Decoder and head of a Hugging Face causal LM, separated: hidden states first, logits only where needed.
 
     logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap) where there is a softcap.
     """
@@ -60,8 +58,7 @@ class ReadOut:
         return getattr(self.head, "bias", None)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`. Uses no cache and no
-        mask, and computes no logits."""
+        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]), without cache, mask and logits."""
         return self._run(input_ids.view(1, -1), position_ids.view(1, -1), layout)[0]
 
     def hidden_at(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, at_M: np.ndarray) -> Tensor:
@@ -83,17 +80,20 @@ class ReadOut:
         return nullcontext() if self.look_up is None else self.look_up.headless()
 
     def weight_to_read(self) -> Tensor:
-        """`weight` for the head that reads the hidden states of the last pass.
-
-        Where the embedding shares this weight, it comes from the pass's own look-up. The gradients of both uses then
-        arrive at one node (`embedding_gradient`).
-        """
+        """`weight` for the head that reads the hidden states of the last pass. Where the embedding shares it, it is the
+        node of the pass's look-up: the gradients of both uses then arrive there (`embedding_gradient`)."""
         node = None if self.look_up is None else self.look_up.take()
         return self.weight if node is None else node
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] in float32 (float64 for a float64 model), by the same function as the learner's head."""
         return head_logits(hidden, self.weight, self.bias, self.scale, self.softcap)
+
+
+def canary(weight: Tensor, length: int = CANARY) -> tuple[Tensor, Tensor]:
+    """(ids, positions) of a sequence for this head: multiples of a prime, so tokens from all over the vocabulary."""
+    at = torch.arange(length, device=weight.device)
+    return at * 7919 % weight.shape[0], at
 
 
 def takes_positions(module: nn.Module, positions: Tensor) -> dict[str, Tensor]:
@@ -138,17 +138,13 @@ class _WindowProbe(PackedLayout):
 
 
 def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> None:
-    """EngineError where the config limits what a position sees but no layer passes that limit to our attention.
-
-    Some architectures (Phi-3.5-MoE) apply their window only in transformers' mask, and all apply chunked attention only
-    there. That mask is not used here. A config may also have a window that none of its `layer_types` uses.
-    """
+    """EngineError where the config limits what a position sees but no layer passes that limit to our attention: some
+    architectures (Phi-3.5-MoE) apply their window only in transformers' mask, and all apply chunked attention there."""
     config = module.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     for field, kind in (("sliding_window", "sliding"), ("attention_chunk_size", "chunked")):
         size = getattr(config, field, None)
-        # A limit matters only if the config switches it on, a layer type uses it, no layer told our attention of it,
-        # and a sequence can be longer than it.
+        # A limit matters if it is on, a layer type uses it, no layer told it, and a sequence can be longer than it.
         used = getattr(config, f"use_{field}", None) is not False and (not kinds or any(kind in k for k in kinds))
         layer_told = seen and kind == "sliding"
         if isinstance(size, int) and size > 0 and used and not layer_told and (context is None or size < context):
@@ -170,14 +166,10 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
 
     The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
     """
-    device = out.weight.device
-    # Multiples of a prime as ids: tokens from all over the vocabulary, without a random generator.
-    at = torch.arange(min(CANARY, positions(module) or CANARY), device=device)
-    ids = at * 7919 % out.weight.shape[0]
+    ids, at = canary(out.weight, min(CANARY, positions(module) or CANARY))
     layout = _WindowProbe([len(at)])
     try:
-        # Both sides run the same decoder with the same attention. So a difference can only come from what the module
-        # does between its decoder and its logits.
+        # Both sides run the same decoder with the same attention: only what comes after it may differ.
         ours = out.logits(out.hidden(ids, at, layout))
         with using(layout):
             position_argument = takes_positions(out.decoder, at[None])

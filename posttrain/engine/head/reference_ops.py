@@ -5,37 +5,26 @@ Shapes: B sequences, H query heads, K key-value heads, L queries, T keys, D head
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from posttrain.engine.head.logit_transform import LogitTransform
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T.
-
-    With a softcap the scores become softcap * tanh(s / softcap). The softmax is in float32 at least.
-    """
+    With a softcap the scores become softcap * tanh(s / softcap). The softmax is in float32 at least."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     product = q @ k.transpose(-1, -2)
     s = product * scaling if softcap is None else softcap * torch.tanh(product * (scaling / softcap))
     visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril() if mask is None else mask
-    return (
-        s.masked_fill(~visible, float("-inf"))
-        .softmax(-1, dtype=torch.promote_types(s.dtype, torch.float32))
-        .to(v.dtype)
-        @ v
-    )
-
-
-class Transform(Protocol):
-    """The steps between the head's matrix product and the softmax (`engine.head.logit_transform.LogitTransform`)."""
-
-    def scores(self, h: Tensor, w: Tensor, b: Tensor | None, at: int) -> Tensor: ...
-
-    def outside(self, z: Tensor) -> Tensor | None: ...
+    weights = s.masked_fill(~visible, float("-inf")).softmax(-1, dtype=torch.promote_types(s.dtype, torch.float32))
+    return weights.to(v.dtype) @ v
 
 
 def head(
@@ -43,7 +32,7 @@ def head(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    transform: Transform,
+    transform: LogitTransform,
     want_entropy: bool,
     tile: object,
 ) -> tuple[Tensor, Tensor]:

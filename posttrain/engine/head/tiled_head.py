@@ -49,8 +49,7 @@ class TiledHead(torch.autograd.Function):
         form: TileForm,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs in the shape of `named`, [M] or [M, K], and the entropy [M]; empty where it is not wanted."""
-        # The vocabulary is the outer loop. A block of a bfloat16 head is converted once and serves all tokens, and the
-        # running softmax of M tokens is three numbers each. With tokens outside, every chunk would convert all of it.
+        # The vocabulary is the outer loop: a block of a bfloat16 head is converted once, and serves all tokens.
         dtype, scores = logit_dtype(weight.dtype), list[Tensor]()
         named_MK = named if named.ndim == 2 else named[:, None]
         named_logits = torch.zeros(named_MK.shape, dtype=dtype, device=hidden.device)
@@ -76,8 +75,7 @@ class TiledHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, named_MK, norm, entropy, *kept_scores = ctx.saved_tensors
         transform, tile, dtype = ctx.transform, ctx.tile, logit_dtype(weight.dtype)
-        # Temperature and scale multiply all numbers of a tile by a constant. So both are one factor, whatever steps
-        # stand between them.
+        # Temperature and scale multiply all numbers of a tile, so both are one factor, whatever stands between them.
         factor, scores = transform.beta * transform.scale, iter(kept_scores)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         of_logp, of_entropy = grads
@@ -125,20 +123,9 @@ def _sum_for(grad: Tensor, first: int, width: int, dtype: torch.dtype) -> Tensor
     return part.zero_() if grad.dtype == dtype else torch.zeros_like(part, dtype=dtype)
 
 
-def _torch_head(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The head by tiles, with torch's operations."""
-    return TiledHead.apply(*inputs, TORCH)  # pyright: ignore[reportReturnType]
-
-
-def _native_head(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The same tiles, with compiled code in place of torch's operations. EngineError where it does not agree with
-    torch's; they are compared before they are first used."""
-    return TiledHead.apply(*inputs, native())  # pyright: ignore[reportReturnType]
-
-
 def _triton_head(hidden: Tensor, weight: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """The same tiles, with Triton's kernels in place of torch's operations. EngineError where they do not agree with
-    torch's on this device; they are compared before they are first used."""
+    """The head by tiles with Triton's kernels. EngineError where they do not agree with torch's operations on this
+    device; they are compared before they are first used."""
     from posttrain.engine.head.triton_tiles import proved
 
     return TiledHead.apply(hidden, weight, *inputs, proved(hidden.device, logit_dtype(weight.dtype)))
@@ -152,8 +139,8 @@ def _no_triton() -> str:
 _BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-13}
 add_forms(
     "head",
-    in_c(_native_head, NATIVE_BOUND),
+    in_c(lambda *inputs: TiledHead.apply(*inputs, native()), NATIVE_BOUND),
     Kernel("compiled", _triton_head, devices=("cuda",), bounds=_BOUNDS, missing=_no_triton),
-    Kernel("torch", _torch_head, bounds=_BOUNDS),
+    Kernel("torch", lambda *inputs: TiledHead.apply(*inputs, TORCH), bounds=_BOUNDS),
     Kernel("reference", reference_ops.head),
 )

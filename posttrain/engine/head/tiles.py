@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from posttrain.engine.cpu import compile_native
+from posttrain.engine.cpu.compile_native import addresses, library
 from posttrain.system.errors import EngineError
 
 
@@ -35,14 +35,12 @@ class TileForm:
 
 @dataclass(frozen=True)
 class Tile:
-    """The sizes of the tiles into which the scores of M tokens and V ids are cut."""
+    """The tiles into which the scores are cut: at most `rows` tokens and `ids` ids each. `kept`: for the backward pass,
+    which otherwise computes them again."""
 
     rows: int
-    """Most tokens of a tile."""
     ids: int
-    """Most ids of a tile."""
     kept: bool = False
-    """Whether the scores of all tiles are kept for the backward pass, which otherwise computes them again."""
 
 
 def fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -70,10 +68,8 @@ def cotangent(
     masked: bool,
     out: Tensor,
 ) -> Tensor:
-    """See `TileForm.cotangent`. With p the distribution and H its entropy: d logp_t / dz = onehot(t) - p, and
-    d H / dz_i = -p_i (log p_i + H)."""
+    """See `TileForm.cotangent`. d logp_t / dz = onehot(t) - p, and d H / dz_i = -p_i (log p_i + H)."""
     # Each of the K named ids takes p away in proportion to its own gradient, so the dense part needs their sum alone.
-    # The one-hot parts are added at the end, at K places a row.
     q, total = torch.sub(z, norm[:, None], out=out), by_logp.sum(1, keepdim=True)
     if by_entropy is None:
         d = q.exp_().mul_(-total)
@@ -92,21 +88,16 @@ TORCH = TileForm(fold, cotangent)
 def _form_results(
     form: TileForm, z: Tensor, norm: Tensor, named: Tensor, by: Tensor, want: bool
 ) -> list[Tensor | None]:
-    """Returns the results of both operations on these scores, the scores after both, and the gradient that is written
-    in place of the scores."""
-    # Two copies: `read_only` shows whether a form changes scores that it may only read, `overwritten` whether it can
-    # write over them. The rows of `by`: the gradients by two named log-probs, the gradient by the entropy, the entropy.
+    """Returns the results of both operations on these scores, the scores after both, and the gradient written in their
+    place. The rows of `by`: the gradients by two named log-probs, the gradient by the entropy, the entropy."""
+    # `read_only` shows whether a form changes scores that it may only read, `overwritten` whether it can write there.
     read_only, overwritten = z.clone(), z.clone()
 
     def gradient(x: Tensor, out: Tensor) -> Tensor:
         return form.cotangent(x, norm, named, by[:2].t(), by[2] if want else None, by[3], True, out)
 
-    return [
-        *form.fold(read_only, want, True),
-        gradient(read_only, torch.empty_like(z)),
-        read_only,
-        gradient(overwritten, overwritten),
-    ]
+    folded, fresh = form.fold(read_only, want, True), gradient(read_only, torch.empty_like(z))
+    return [*folded, fresh, read_only, gradient(overwritten, overwritten)]
 
 
 def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width: int) -> float:
@@ -118,8 +109,7 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
     z = torch.randn(rows, width, generator=draws, dtype=torch.float64) * 3
     z[1, ::3], z[2, :], z[3, width - 1] = -torch.inf, -torch.inf, 500.0
     z, by = z.to(device, dtype), torch.randn(4, rows, generator=draws, dtype=torch.float64).to(device, dtype)
-    # Named ids: first and last places, ids of an earlier and of a
-    # later block, and twice the same id, whose gradients add up.
+    # Named ids: first and last places, ids of other blocks, and twice the same id, whose gradients add up.
     named = torch.tensor([[1, width - 1], [4, -3], [0, 0], [width + 5, 2], [7, 7]], device=device)
     worst = 0.0
     for want in (False, True):
@@ -137,8 +127,7 @@ def largest_gap(form: TileForm, device: torch.device, dtype: torch.dtype, width:
 
 def within(named: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """(place, inside): a valid column of each named id in a block of `width` ids, and whether the id lies in it."""
-    # `gather` and `scatter` need valid columns in every row. Ids of other blocks point at some column, and the caller
-    # makes what they read or add zero.
+    # `gather` and `scatter` need valid columns. Of other ids the caller makes what they read or add zero.
     return named.clamp(0, width - 1), (named >= 0) & (named < width)
 
 
@@ -164,9 +153,8 @@ class RunningSoftmax:
         old, new = self.most[rows], torch.maximum(self.most[rows], most)
         old_factor, block_factor = torch.exp(old - new), torch.exp(most - new)
         if self.spread is not None and spread is not None:
-            self.spread[rows] = old_factor * (self.spread[rows] + (old - new) * self.mass[rows]) + block_factor * (
-                spread + (most - new) * mass
-            )
+            own, of_block = self.spread[rows] + (old - new) * self.mass[rows], spread + (most - new) * mass
+            self.spread[rows] = old_factor * own + block_factor * of_block
         self.mass[rows] = old_factor * self.mass[rows] + block_factor * mass
         self.most[rows] = new
 
@@ -179,8 +167,7 @@ class RunningSoftmax:
 
 
 Blocks = Callable[[], Iterable[tuple[int, Tensor]]]
-"""The blocks (first id, numbers [C, B]) of some tokens, from the first id to the last. They can be read again, and are
-then computed again."""
+"""The blocks (first id, numbers [C, B]) of some tokens. Each reading computes them again."""
 
 
 def each(blocks: Blocks, change: Callable[[Tensor], Tensor]) -> Blocks:
@@ -205,8 +192,8 @@ def normalised(blocks: Blocks, soft: Callable[[Tensor, int], Tensor], single: bo
         running.add(slice(None), *fold(z, False, True))
     assert running is not None
     norm = running.norm()[:, None]
+    # In place, since every reading of `blocks` makes new numbers.
     if soft is torch.softmax:
-        # In place, since every reading of `blocks` makes new numbers.
         return each(blocks, lambda z: z.sub_(norm).exp_())
     return each(blocks, lambda z: z.sub_(norm))
 
@@ -223,10 +210,8 @@ NATIVE_WIDTH = 83
 def _native_fold(z: Tensor, want_entropy: bool, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `TileForm.fold`. Masked scores need no other path."""
     z = z.contiguous()
-    # C gets addresses only. The names keep the memory alive until the call is over.
     most, mass, spread = z.new_empty(3, len(z))
-    to = spread.data_ptr() if want_entropy else None
-    compile_native.library().fold_rows(z.data_ptr(), most.data_ptr(), mass.data_ptr(), to, *z.shape)
+    library().fold_rows(*addresses(z, most, mass, spread if want_entropy else None), *z.shape)
     return most, mass, spread if want_entropy else None
 
 
@@ -241,13 +226,12 @@ def _native_cotangent(
     out: Tensor,
 ) -> Tensor:
     """See `TileForm.cotangent`."""
-    z, rows = z.contiguous(), [norm.contiguous(), by_logp.sum(1)]
-    if by_entropy is not None:
-        rows += [by_entropy.contiguous(), entropy.contiguous()]
+    z, norm, total = z.contiguous(), norm.contiguous(), by_logp.sum(1)
+    by, entropies = (None, None) if by_entropy is None else (by_entropy.contiguous(), entropy.contiguous())
     # A wrong dtype or stride would not fail in C: it would read other memory.
-    assert out.is_contiguous() and all(x.dtype == torch.float32 for x in (z, out, *rows))
-    addresses = [x.data_ptr() for x in rows] if by_entropy is not None else [*(x.data_ptr() for x in rows), None, None]
-    compile_native.library().cotangent_rows(z.data_ptr(), *addresses, out.data_ptr(), *z.shape)
+    tensors = z, norm, total, by, entropies, out
+    assert out.is_contiguous() and all(x is None or x.dtype == torch.float32 for x in tensors)
+    library().cotangent_rows(*addresses(*tensors), *z.shape)
     return with_named(out, named, by_logp)
 
 
@@ -256,11 +240,7 @@ NATIVE = TileForm(_native_fold, _native_cotangent)
 
 @cache
 def native() -> TileForm:
-    """The compiled form, after it agreed with torch's operations on a small case.
-
-    Raises:
-        EngineError: it does not agree.
-    """
+    """The compiled form, after it agreed with torch's operations on a small case. EngineError where it does not."""
     gap = largest_gap(NATIVE, torch.device("cpu"), torch.float32, NATIVE_WIDTH)
     # Written as `not <=`, so that NaN is refused as well.
     if not gap <= NATIVE_BOUND:

@@ -1,8 +1,7 @@
 """The two operations on a tile of scores (`engine.head.tiles`) as Triton kernels, for a GPU. Each reads the scores
 once, where torch's operations read them about ten times.
 
-Import this module only where triton is installed. With TRITON_INTERPRET=1 the kernels run on a CPU, slowly; that is for
-tests.
+Import this module only where triton is installed. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -120,11 +119,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
 
 @cache
 def proved(device: torch.device, dtype: torch.dtype) -> TileForm:
-    """The Triton form, after it agreed with torch's operations on a small case on this device.
-
-    Raises:
-        EngineError: it does not agree, or it cannot be compiled here.
-    """
+    """The Triton form, after it agreed with torch's operations on a small case on this device, or EngineError."""
     try:
         # More than one piece of columns and a ragged last one, so that the loop and the masks are compared too.
         gap = tiles.largest_gap(TRITON, device, dtype, COLUMNS + 37)

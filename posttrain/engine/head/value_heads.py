@@ -1,8 +1,7 @@
 """The heads beside the language model's: values of tokens, and the scores of a reward model for whole sequences.
 
-Training and scoring with a reward model read the same forward pass of the learner. The head says at which packed
+Training and scoring with a reward model read the same forward pass of the learner: the head says at which packed
 positions it reads, and makes its score of the hidden states there.
-
 Axis letters: N packed positions, M spoken tokens, S segments, K outputs, R positions read, H hidden width.
 """
 
@@ -49,8 +48,7 @@ class RewardHead(nn.Module):
         generator = torch.Generator().manual_seed(seeds.torch_seed(seed, REWARD_HEAD))
 
         def layer() -> nn.Linear:
-            # On "meta" the layer's own initialisation draws nothing. The weights come from a generator of this head
-            # alone, so the random numbers of the run are the same with and without it.
+            # On "meta" the layer's own initialisation draws nothing, so the random numbers of the run are the same.
             linear = nn.Linear(width, shape.width, bias=False, device="meta")
             weight = torch.randn(shape.width, width, generator=generator) * (width + 1) ** -0.5
             linear.weight = nn.Parameter(weight.to(device=device, dtype=dtype))
@@ -65,8 +63,7 @@ class RewardHead(nn.Module):
         pooled = self._last(packed) if self.shape.pool == "last" else packed.source_M + 1
         if self.shape.pool == "last" and self.gate is None:
             return pooled
-        # A segment without a spoken token has no mean and no last
-        # one, and the index below would be that of the next segment.
+        # A segment without a spoken token has no mean and no last one, and the index below would be the next one's.
         spoken_S = np.bincount(packed.segment_M, minlength=len(packed.lengths_S))
         if not spoken_S.all():
             raise DataError(
@@ -118,8 +115,7 @@ class RewardHead(nn.Module):
 
 
 def value_head(width: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
-    """A linear head hidden -> 1, all zeros, so that the first value estimate is 0 everywhere. It uses no random
-    generator."""
+    """A linear head hidden -> 1, all zeros: the first estimate is 0 everywhere. It uses no random generator."""
     head = nn.Linear(width, 1, device="meta", dtype=dtype).to_empty(device=device)
     for p in head.parameters():
         nn.init.zeros_(p)

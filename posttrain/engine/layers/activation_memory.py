@@ -3,8 +3,7 @@
 The settings of `model.gradient_checkpointing` other than none:
 
 full         of each layer only its input is kept, and the layer is computed again
-selective    results of matrix products and of torch's attention are kept too; only what is cheap is computed again, as
-             compiled attention is
+selective    results of matrix products and of torch's attention are kept too, but not of compiled attention
 
 Figures: docs/help/out-of-memory.md. On a processor in float32 layers that are not computed again are faster and keep
 less (`fused_layers`); layers that are computed again are the plain ones.
@@ -44,11 +43,7 @@ SMALL = 1 << 14
 
 
 def keep_less(module: Any, setting: Checkpointing) -> None:
-    """Make the layers of a model compute again, in training mode, what `how` does not keep.
-
-    Raises:
-        ConfigError: the architecture, or this version of transformers, cannot.
-    """
+    """Make layers compute again, in training, what the setting does not keep. ConfigError where they cannot."""
     if setting == "none":
         return
     if not hasattr(module, "activation_checkpointing_enable"):
@@ -60,8 +55,7 @@ def keep_less(module: Any, setting: Checkpointing) -> None:
     contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if setting == "selective" else {}
     try:
         module.activation_checkpointing_enable({"use_reentrant": False, **contexts})
-        # Only reentrant checkpoints need inputs with gradients. The hook would go into every copy of the module, where
-        # the engine takes a model with hooks for one that its fused decoder does not know.
+        # Only reentrant checkpoints need inputs with gradients, and the fused decoder takes no model with hooks.
         module.disable_input_require_grads()
         attention.keep_layout_in_recomputation(module)
     except ValueError as error:
@@ -84,15 +78,13 @@ def _kept(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def kept_on_the_cpu() -> AbstractContextManager[Any]:
-    """Inside: what a forward pass keeps for its backward is kept in pinned memory of the CPU and copied back when it is
-    needed. Weights and small tensors stay where they are."""
+    """Inside: what is kept for the backward is kept in the CPU's pinned memory, but for weights and small tensors."""
     return torch.autograd.graph.saved_tensors_hooks(_move_to_cpu, _move_back)
 
 
 def _move_to_cpu(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     """Called with each tensor that autograd saves: its device and a copy on the CPU, or the tensor itself."""
-    # Autograd saves weights too, often as a transposed view. The parameter lives on the device anyway, so moving it
-    # would save nothing and cost two copies.
+    # Autograd saves weights too, often as a transposed view. They live on the device anyway.
     root = x if x._base is None else x._base
     if isinstance(root, nn.Parameter) or (root.is_leaf and root.requires_grad) or x.numel() < SMALL:
         return x
@@ -101,5 +93,5 @@ def _move_to_cpu(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
 
 
 def _move_back(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    """The tensor that `_away` took, on its device again."""
+    """The tensor that `_move_to_cpu` took, on its device again."""
     return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)

@@ -1,9 +1,8 @@
 """One attention function for learner, reference and embedded engine, registered with transformers.
 
 A Hugging Face model built with `attn_implementation=attention.NAME` passes every layer's queries, keys and values to
-`attend` below. The layout in use (`using`) decides which positions see which. It is not passed through the model's own
-arguments, because some architectures drop them. `PackedLayout` is the learner's layout: segments back to back. The
-embedded engine has its own, with a key-value cache.
+`attend` below. The layout in use (`using`) decides which positions see which; some architectures would drop it from the
+model's own arguments. `PackedLayout` is the learner's layout: segments back to back. The embedded engine has its own.
 
 Shapes: N packed positions, H query heads, K key-value heads (H = K * groups), D head width, S segments;
 a bucket is B segments padded to L positions.
@@ -36,22 +35,20 @@ NAME = "posttrain"
 WASTE = 0.12
 """Most padding a bucket may hold, as a share of the positions it computes."""
 HARMLESS = ("position_ids", "cache_position")
-"""Tensors among an attention's keyword arguments that change no score. Any other one (sinks, biases, chosen blocks)
-could change scores, and no layout applies it."""
+"""Tensors among an attention's keyword arguments that change no score. Any other one (sinks, biases) could."""
 
 
 @dataclass(eq=False, slots=True)
 class AttentionCall:
-    """What one layer asks of the layout of a pass."""
+    """What one layer, whose attention is `module`, asks of a layout.
+
+    Shapes: query [1, H, N, D], key [1, K, N, D], value [1, K, N, width of values].
+    """
 
     module: nn.Module
-    """The attention of the layer."""
     query: Tensor
-    """[1, H, N, D]"""
     key: Tensor
-    """[1, K, N, D]"""
     value: Tensor
-    """[1, K, N, D of values]"""
     scaling: float
     window: int | None = None
     """Most positions that one sees, itself included; None: all before it."""
@@ -91,8 +88,7 @@ def layout_in_use() -> Layout | None:
 
 
 def keep_layout_in_recomputation(module: nn.Module) -> None:
-    """Make layers that are computed again in the backward pass (activation checkpointing) attend by the layout
-    of their forward pass."""
+    """Make layers that are computed again in the backward pass attend by the layout of their forward pass."""
     for part in module.modules():
         checkpoint = part.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
@@ -118,7 +114,8 @@ def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[.
 def register() -> None:
     """Make `NAME` an attention implementation of transformers. Calling it again changes nothing."""
     AttentionInterface.register(NAME, _registered[0])
-    AttentionMaskInterface.register(NAME, no_mask)
+    # No mask: the layout says the same.
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def stay_outside_graphs() -> None:
@@ -126,11 +123,6 @@ def stay_outside_graphs() -> None:
     # Kept in the list, so that a later `register` does not bring the traced form back.
     _registered[0] = torch.compiler.disable(attend)
     register()
-
-
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """No mask: the layout contains the same information, so transformers need not build one."""
-    return
 
 
 def attend(
@@ -181,8 +173,7 @@ _registered: list[Callable[..., Any]] = [attend]
 
 
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
-    """Segment indices grouped by similar length, longest first. Each group is padded to its longest; at most
-    `waste` of it is padding.
+    """Segment indices grouped by similar length, longest first. At most `waste` of each padded group is padding.
 
     >>> [b.tolist() for b in buckets(np.array([10, 3, 9, 10]))]
     [[0, 3, 2], [1]]
@@ -191,8 +182,7 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
     out: list[list[int]] = []
     tokens = 0
     for s in order.tolist():
-        # With segment s the last group has n + 1 rows, each padded to the length of the group's first one. Of these
-        # positions a share of at least 1 - waste must be real.
+        # With segment s the last group has n + 1 rows, each padded to its first one. A share of 1 - waste must be real.
         length = int(lengths_S[s])
         if out and tokens + length >= (1 - waste) * (len(out[-1]) + 1) * int(lengths_S[out[-1][0]]):
             out[-1].append(s)
@@ -204,12 +194,8 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
 
 
 class SpreadRows(torch.autograd.Function):
-    """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the row that each padded row copies. `back` [N] is the padded
-    row of each row.
-
-    Padding rows repeat a real one. Under a causal mask no real position reads them, so their gradient is exactly zero.
-    The backward is therefore the plain inverse gather instead of a slow scatter-add.
-    """
+    """Rows [N, ...] to padded rows [R, ...]: `to` [R] is the row that each copies, and `back` [N] its inverse. No real
+    position reads padding, so its gradient is exactly zero: the backward is a gather, no slow scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, to: Tensor, back: Tensor) -> Tensor:
@@ -239,11 +225,8 @@ class CollectRows(torch.autograd.Function):
 
 
 class RunsLayout:
-    """A layout whose positions lie in runs. There are two ways to compute it.
-
-    `by_runs`: compiled code reads the runs as they lie. `by_buckets`: runs of similar length are padded and computed by
-    one call of dense attention. The second way serves scores with a soft-cap, and machines without compiled code.
-    """
+    """A layout whose positions lie in runs. `by_runs`: compiled code reads the runs as they lie. `by_buckets`: runs of
+    similar length are padded and computed by one call of dense attention; it also serves scores with a soft-cap."""
 
     routing: Any = None
     """The `expert_routing.Routing` of the pass; None: routers do what they do in transformers."""
@@ -251,6 +234,7 @@ class RunsLayout:
     def __init__(self, tokens: int, kernels: KernelChoice) -> None:
         self.tokens = tokens
         self._kernels: KernelChoice = kernels
+        self._masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
 
     @cached_property
     def runs(self) -> Runs:
@@ -279,13 +263,22 @@ class RunsLayout:
             )
         return kernel("packed_attention", query.device, query.dtype, self._kernels).function(self, call)
 
+    def _mask(self, longest: int, deep: int, window: int | None, device: torch.device) -> Tensor | None:
+        """bool [L, A + L]: key j, at depth j, is seen by query i, at depth A + i; None: plainly causal."""
+        window = window if window is not None and window < deep + longest else None
+        if not deep and window is None:
+            return None
+        if (longest, deep, window, device) not in self._masks:
+            depth = torch.arange(deep + longest, device=device)
+            # Depth is the place in the sequence, so a window counts through what is shared.
+            distance = depth[deep:, None] - depth
+            self._masks[longest, deep, window, device] = (distance >= 0) & (distance < (window or deep + longest))
+        return self._masks[longest, deep, window, device]
+
 
 class PackedLayout(RunsLayout):
-    """Causal attention within segments that are packed back to back. It is differentiable, and no
-    position sees another segment.
-
-    Segments of similar length share one batched call. They are padded on the right, which changes nothing under a
-    causal mask. All index tensors are made once here and used by every layer.
+    """Causal attention within segments that are packed back to back. It is differentiable, and no position sees another
+    segment. Segments of similar length share one batched call, padded on the right.
 
     Example: lengths [2, 4, 4] give buckets [1, 2] (4 positions each) and [0] (2 positions), no padding at all.
     """
@@ -302,48 +295,40 @@ class PackedLayout(RunsLayout):
         self._lengths_S, self._groups = lengths_S, buckets(lengths_S, waste)
         self.shapes = [(len(group), int(lengths_S[group[0]])) for group in self._groups]
         """(B, L) of each bucket."""
-        # Both are made by the first layer that asks for them. Compiled code reads runs and asks for neither.
+        # Made by the first layer that asks for them. Compiled code asks for neither.
         self._placed: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
-        self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
 
     @cached_property
     def runs(self) -> Runs:
-        """Each segment is a run with nothing above it."""
         return Runs(np.cumsum(self._lengths_S) - self._lengths_S, self._lengths_S)
 
     def by_buckets(self, call: AttentionCall) -> Tensor:
         """Segments of similar length by one call of dense attention each."""
-        query, window = call.query, call.window
+        query = call.query
         places = self._places(query.device)
-        q, k, v = (self._spread(x[0].transpose(0, 1), places) for x in (query, call.key, call.value))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, call.key, call.value))
+        if places is not None:
+            q, k, v = (SpreadRows.apply(x, *places) for x in (q, k, v))
         attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out: list[Tensor] = []
         parts = (x.split([count * longest for count, longest in self.shapes]) for x in (q, k, v))
         for (count, longest), *rows_qkv in zip(self.shapes, *parts, strict=True):
             q_BHLD, k_BKLD, v_BKLD = (x.unflatten(0, (count, longest)).transpose(1, 2) for x in rows_qkv)
-            mask = None
-            if window is not None and window < longest:
-                mask = self._mask(query.device, longest, window)
+            mask = self._mask(longest, 0, call.window, query.device)
             attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, call.scaling, call.softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
         rows = out[0] if len(out) == 1 else torch.cat(out)
         return (rows if places is None else CollectRows.apply(rows, places[1])).unsqueeze(0)
 
-    def _spread(self, rows: Tensor, places: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The padded rows of all buckets; the rows themselves where nothing has to be moved."""
-        return rows if places is None else SpreadRows.apply(rows, *places)  # pyright: ignore[reportReturnType]
-
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """(position that each padded row copies, padded row of each position); None where the padded rows are the
-        positions as they lie."""
+        """(position that each padded row copies, padded row of each position); None where nothing has to be moved."""
         if device in self._placed:
             return self._placed[device]
         starts_S = np.cumsum(self._lengths_S) - self._lengths_S
         to, back, row = list[np.ndarray](), np.empty(self.tokens, np.int64), 0
         for group, (_, longest) in zip(self._groups, self.shapes, strict=True):
             length_B = self._lengths_S[group][:, None]
-            # Rows behind a segment's end repeat its last position: any row
-            # would do, since none before reads it, and this one always exists.
+            # Rows behind a segment's end repeat its last position, which always exists. None before reads them.
             position_BL = starts_S[group][:, None] + np.minimum(np.arange(longest), length_B - 1)
             real_BL = np.arange(longest) < length_B
             # Row-major places in [B, L], behind the rows of the buckets before.
@@ -355,22 +340,12 @@ class PackedLayout(RunsLayout):
         self._placed[device] = places
         return places
 
-    def _mask(self, device: torch.device, longest: int, window: int) -> Tensor:
-        """bool [L, L]: key j is seen by query i where 0 <= i - j < window."""
-        if (device, longest, window) not in self._masks:
-            at = torch.arange(longest, device=device)
-            distance = at[:, None] - at
-            self._masks[device, longest, window] = (distance >= 0) & (distance < window)
-        return self._masks[device, longest, window]
-
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
-    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T.
-
-    Torch's fused attention. It has no soft-cap, so soft-capped scores are computed by definition.
-    """
+    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D] by torch's fused attention; causal where no mask [L, T] is
+    given, which needs L == T. It has no soft-cap, so soft-capped scores are computed by definition."""
     if softcap is not None:
         return reference_ops.attention(q, k, v, mask, scaling, softcap)
     return F.scaled_dot_product_attention(

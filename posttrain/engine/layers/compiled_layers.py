@@ -1,8 +1,8 @@
 """`model.compile=true`: the learner's decoder layers by torch.compile.
 
 Norms, projections and feed-forward layers become compiled code, one graph for every number of positions. Attention
-stays as it is, between the graphs, because its layout belongs to a pass. Copies of the policy (sampler, reference) are
-not compiled. Before the first step a warm-up compiles, and compares log-probs and gradient with those before.
+stays between the graphs, because its layout belongs to a pass. Copies of the policy (sampler, reference) are not
+compiled. Before the first step a warm-up compiles, and compares log-probs and gradient with those before.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor, nn
 
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.head.readout import ReadOut
 from posttrain.engine.layers import attention
+from posttrain.engine.layers.shared_prefixes import BOUNDS, relative_gap
 from posttrain.system.errors import ConfigError, InvariantError
 
-BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest |difference| / |value| of the log-probs and of the whole gradient that counts as rounding; 0.1 in narrower
-types."""
 Measure = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 """Computes log-probs and gradient of the same tokens."""
 
@@ -37,11 +34,7 @@ def missing(device: str) -> str:
 
 
 def compile_layers(out: ReadOut) -> int:
-    """Compile the layers of a decoder; returns how many.
-
-    Raises:
-        ConfigError: its layers are not in one list.
-    """
+    """Compile the layers of a decoder; returns how many. ConfigError where they are not in one list."""
     lists = [part for part in out.decoder.children() if isinstance(part, nn.ModuleList)]
     if len(lists) != 1:
         raise ConfigError(
@@ -58,16 +51,15 @@ def compile_layers(out: ReadOut) -> int:
 
 
 def warmed_up(out: ReadOut, measure: Measure) -> str:
-    """Compile, and compare what it computes; returns a line for people.
-
-    Raises:
-        InvariantError: the compiled layers compute something else.
-    """
-    before = measure()
+    """Compile, and compare what it computes; returns a line for people. InvariantError where it is something else."""
+    wanted_logp, wanted_gradient = measure()
     begun = time.perf_counter()
     count = compile_layers(out)
-    after = measure()
-    seconds, gap = time.perf_counter() - begun, _gap(before, after)
+    logp, gradient = measure()
+    seconds = time.perf_counter() - begun
+    # Of the log-probs or of the whole gradient, whichever differs more.
+    gap_of_gradient = relative_gap([*gradient.values()], [*wanted_gradient.values()])
+    gap = max(relative_gap([logp], [wanted_logp]), gap_of_gradient)
     bound = BOUNDS.get(out.weight.dtype, 0.1)
     if not gap <= bound:
         raise InvariantError(
@@ -76,13 +68,3 @@ def warmed_up(out: ReadOut, measure: Measure) -> str:
         )
     layers = f"{count} layer{'s' * (count != 1)}"
     return f"compiled {layers} of the learner in {seconds:.0f} s (differences of at most {gap:.1g})"
-
-
-def _gap(one: tuple[Tensor, dict[str, Tensor]], two: tuple[Tensor, dict[str, Tensor]]) -> float:
-    """The relative difference of the log-probs or of the whole gradient, whichever is larger; inf where it is nan."""
-    flat = [(x[0], torch.cat([g.double().flatten() for g in x[1].values()])) for x in (one, two)]
-    gaps = [
-        float((b.double() - a.double()).norm() / a.double().norm().clamp_min(1e-30)) for a, b in zip(*flat, strict=True)
-    ]
-    # `gap == gap` is false for nan, which `max` could otherwise pass over.
-    return max(gap if gap == gap else float("inf") for gap in gaps)

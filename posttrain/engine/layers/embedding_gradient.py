@@ -1,12 +1,11 @@
 """Gradients that hold few rows: of hidden states at some positions, and of the weight that turns tokens into vectors.
 
-Hidden states at some positions are selected by `SelectRows`. Its backward costs one pass over the rows that are read.
+`SelectRows` selects hidden states at some positions. Its backward costs one pass over the rows that are read.
 
-For an embedding autograd makes a gradient of all V rows, which is zero but for the tokens that were read; at 151,936
-ids and 896 columns it is half a gigabyte. Where the head shares the weight, autograd makes two such gradients and adds
-them. Here the look-up is a node of its own (`LookedUp`). It adds its few rows to the head's gradient in place. Where no
-head reads the hidden states, as for a reward model, the gradient holds the rows that were read and nothing else
-(`core.exchange.row_gradient`).
+For an embedding autograd makes a gradient of all V rows, mostly zeros: half a gigabyte at 151,936 ids and 896 columns.
+Where the head shares the weight, it makes two and adds them. Here the look-up is a node of its own (`LookedUp`), which
+adds its few rows to the head's gradient in place. Where no head reads the hidden states, the gradient holds the rows
+that were read and nothing else (`core.exchange.row_gradient`).
 """
 
 from __future__ import annotations
@@ -65,17 +64,15 @@ PART = 4
 
 
 class LookedUp(torch.autograd.Function):
-    """(rows [..., H] of a weight [V, H] at `ids`, the weight itself, for the head to read). The gradient of the row
-    `padding` gets nothing from the look-up, as in `nn.Embedding`. `by_rows`: the gradient may be one of rows, where no
-    head read the weight."""
+    """(rows [..., H] of a weight [V, H] at `ids`, the weight itself, for the head). The row `padding` gets nothing from
+    the look-up, as in `nn.Embedding`. `by_rows`: the gradient may be one of rows, where no head read the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, by_rows: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.shape, ctx.padding, ctx.by_rows = weight.shape, padding, by_rows
         ctx.set_materialize_grads(False)  # a pass whose head is not read has no gradient of it
-        # The second output is the weight itself, as a view that belongs to this node. The head reads it, so the head's
-        # gradient arrives here together with the gradient of the rows.
+        # The second output is the weight, as a view of this node: so the head's gradient arrives here too.
         return nn.functional.embedding(ids, weight), weight.view_as(weight)
 
     @staticmethod
@@ -87,8 +84,7 @@ class LookedUp(torch.autograd.Function):
             return of_weight, None, None, None
         if of_weight is None and not ctx.by_rows:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
-        # The gradient of the F distinct ids that were read, [F, H], by torch's own sum over equal ids. It goes into the
-        # head's gradient, or becomes a sparse one.
+        # The gradient of the F distinct ids that were read, [F, H], by torch's own sum over equal ids.
         read_ids, place = torch.unique(ids, return_inverse=True)
         if of_weight is None and len(read_ids) * PART > ctx.shape[0]:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
@@ -103,11 +99,7 @@ class LookedUp(torch.autograd.Function):
 
 
 class LookUp:
-    """The look-up of a model's embedding.
-
-    Args:
-        shared: whether the head reads the same weight.
-    """
+    """The look-up of a model's embedding. `shared`: whether the head reads the same weight."""
 
     def __init__(self, embedding: nn.Embedding, shared: bool) -> None:
         self._embedding, self._shared = embedding, shared
@@ -129,8 +121,7 @@ class LookUp:
 
     @contextmanager
     def headless(self) -> Iterator[None]:
-        """Inside, no head reads the hidden states that are computed, and the gradient of a large weight may be one of
-        rows."""
+        """Inside, no head reads the hidden states, and the gradient of a large weight may be one of rows."""
         before, self._by_rows = self._by_rows, self._embedding.weight.numel() >= WORTH
         try:
             yield
@@ -154,8 +145,7 @@ class LookUp:
             del module.__dict__["forward"]
 
     def take(self) -> Tensor | None:
-        """Returns the weight as an output of the last pass's look-up, for the head; None where there is none, or where
-        it was taken before."""
+        """Returns the weight as an output of the last pass's look-up, for the head; None where there is none."""
         # Given once, so that no later head reads a node of a graph that is gone.
         weight, self._for_head = self._for_head, None
         return weight

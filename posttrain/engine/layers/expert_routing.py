@@ -5,8 +5,7 @@ of the scores over all experts, taken at the chosen ones, and divided by their s
 choices the weights are computed from the router's own scores in the same way, so that gradients reach the router, and
 only the choice itself is given: g_i = I_i exp(s_i) / sum_j I_j exp(s_j) where they are normalised (R3, 2510.11370).
 
-A layout (`attention`) carries a `Routing` through one forward pass, and through layers that are computed again in the
-backward pass. Without one a router does what it does in transformers.
+A layout (`attention`) carries a `Routing` through one forward pass, and through layers that are computed again.
 
 Axis letters: N computed positions, R routers, K experts of a token, E experts.
 """
@@ -28,7 +27,7 @@ from posttrain.engine.layers import attention
 from posttrain.system.errors import EngineError
 
 PLACE = "posttrain_router"
-"""The attribute of a router's module that holds (its place among the routers, whether its weights are normalised)."""
+"""The attribute of a router's module: its place among the routers, and whether its weights are normalised."""
 SPREAD = 4.0
 """The largest score in the trial that shows whether a router is understood (`_normalised`). At this size rounding
 decides no choice."""
@@ -108,8 +107,7 @@ class Routing:
 
 
 def following(passes: Sequence[Routing]) -> Routing | None:
-    """The choices that these passes made, given to one pass over their tokens back to back. None where they had no
-    router."""
+    """The choices that these passes made, for one pass over their tokens. None where they had no router."""
     if not all(one.used for one in passes):
         return None
     return Routing(torch.cat([one.stacked(one.used) for one in passes]), True)
@@ -147,8 +145,7 @@ def routers_of(module: PreTrainedModel) -> RouterModules | None:
     names = {id(p): n for n, p in module.named_parameters()}
     experts = int(routers[0][1].weight.shape[0])
     parents = (module.get_submodule(name.rpartition(".")[0]) for name, _ in routers)
-    # Experts of a layer are often one tensor [E, ...]. The router's parent holds them, and their first axis tells them
-    # apart from other weights.
+    # Experts of a layer are often one tensor [E, ...], which the router's parent holds.
     stacked = tuple(
         tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
     )
@@ -215,24 +212,10 @@ def as_array(choices: Tensor) -> np.ndarray:
     return choices.to(torch.int16).cpu().numpy()
 
 
-class PassRouting:
-    """The choices that the routers are given in one pass, and the record of what they did.
+class PackedRouting:
+    """The choices that routers are given in a pass over packed segments, and the record of what they did.
 
-    Args:
-        given: int64 [C, R, K] choices to follow; None: each router chooses itself.
-        scores: keep the routers' logits, with their gradients.
-    """
-
-    def __init__(self, given: Tensor | None = None, scores: bool = False) -> None:
-        self.routing = Routing(given, scores)
-
-    def pass_of(self, device: torch.device) -> Routing:
-        """Returns the routing that the layout of the pass carries."""
-        return self.routing
-
-
-class PackedRouting(PassRouting):
-    """`PassRouting` for packed segments. A pass may compute a beginning once that several of them share.
+    The pass may compute a beginning once that several segments share.
 
     Arrays by computed place have the letter C, arrays by packed position N.
 
@@ -242,7 +225,7 @@ class PackedRouting(PassRouting):
     """
 
     def __init__(self, packed: Packed, given_N: np.ndarray | None, scores: bool) -> None:
-        super().__init__()
+        self.routing = Routing()
         # Until `fold` each packed position is a place of its own.
         self._given_C, self._scores = given_N, scores
         self._place_N = np.arange(len(packed.ids_N))
@@ -258,8 +241,7 @@ class PackedRouting(PassRouting):
         if given_N is not None:
             known_N = known_rows(given_N)
             given_C = np.full((int(place_N.max()) + 1, *given_N.shape[1:]), UNKNOWN, np.int16)
-            # Written to the place, then read back for every position. If two positions of one place disagree, the later
-            # write hides the earlier one, and the comparison finds it.
+            # Written to the place, then read back for every position: so two that disagree are found.
             given_C[place_N[known_N]] = given_N[known_N]
             if not np.array_equal(given_C[place_N[known_N]], given_N[known_N]):
                 return False
@@ -268,6 +250,7 @@ class PackedRouting(PassRouting):
         return True
 
     def pass_of(self, device: torch.device) -> Routing:
+        """Returns the routing that the layout of the pass carries."""
         choices = None if self._given_C is None else torch.from_numpy(self._given_C.astype(np.int64)).to(device)
         self.routing = Routing(choices, self._scores)
         return self.routing
@@ -290,11 +273,9 @@ class PackedRouting(PassRouting):
         return torch.softmax(logits.float(), -1).cpu().numpy()[self._place_N]
 
     def balance(self, packed: Packed) -> Tensor:
-        """The load-balance loss of these positions: the routers' probabilities times `packed.balance_E`, over the
-        tokens whose experts are known."""
+        """The load-balance loss: the routers' probabilities times `packed.balance_E`, over tokens of known experts."""
         assert packed.balance_E is not None and packed.routed_N is not None
-        # A place that is computed once may stand for several positions. It counts once for each of them whose experts
-        # are known.
+        # A place that is computed once counts once for each of its positions whose experts are known.
         times_C = np.bincount(self._place_N, known_rows(packed.routed_N), int(self._place_N.max()) + 1)
         logits = self.routing.stacked(self.routing.logits)
         wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -1,13 +1,10 @@
 """Layers of a learner with fewer passes over memory: norms, rotation of heads and the gate as one operation each.
 
-Between its matrix products (its linear layers) a layer of the Llama family only reads and writes memory, and
-transformers writes it as some forty operations forward and backward. At 1 M parameters they take 40 % of a step. Here
-each is one compiled operation (`native_code/training.h`), which also keeps less for the backward pass. The products are
-the layer's own modules, so that adapters and frozen weights are as they were; plain ones of one input are made together
-(`products`).
-
-The methods of the model are replaced only while it runs, so nobody else sees them: not the engine, which reads the same
-module where the policy has an adapter, nor what is saved.
+Between its matrix products a layer of the Llama family only reads and writes memory, in some forty operations of
+transformers. At 1 M parameters they take 40 % of a step. Here each is a compiled operation (`native_code/training.h`),
+which also keeps less for the backward. The products are the layer's own modules, with their adapters; plain ones of one
+input are made together (`products`). The model's methods are replaced only while it runs, so that neither the engine,
+which reads the same module where the policy has an adapter, nor what is saved sees them.
 
 Axis letters: N packed positions, E hidden width, H heads, D head width, F feed-forward width.
 """
@@ -28,10 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.config.engines import KernelChoice
-from posttrain.engine.cpu import compile_native
+from posttrain.engine.cpu.compile_native import addresses, library
 from posttrain.engine.embedded.cache.fused_decoder import FAMILIES, window_of
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c, kernel
-from posttrain.engine.head.readout import ReadOut, read_out
+from posttrain.engine.head.readout import CANARY, ReadOut, canary, read_out
 from posttrain.engine.layers import attention
 from posttrain.engine.layers.attention import Layout, PackedLayout
 from posttrain.engine.layers.embedding_gradient import SelectRows, rows_at
@@ -46,10 +43,8 @@ largest number."""
 ROUNDINGS = 8
 """A difference above `BOUND` is accepted where the fused layers are off from float64 by at most this many times the
 rounding of the plain layers, which is how far these are off from float64."""
-CANARY = 24
-"""Tokens of the sequence on which fused and plain layers are compared."""
 READ = np.array([5, 6, 9, 9, *range(12, CANARY - 1)])
-"""Positions of that sequence which are read once more by `hidden_at`. One of them stands twice."""
+"""Positions of the canary which are read once more by `hidden_at`. One of them stands twice."""
 
 
 def _chunks(rows: int) -> int:
@@ -64,9 +59,7 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, width = x.contiguous(), x.shape[-1]
         out, inverse = torch.empty_like(x), x.new_empty(x.numel() // width)
-        compile_native.library().rms_rows(
-            x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), inverse.data_ptr(), len(inverse), width
-        )
+        library().rms_rows(*addresses(x, weight), eps, *addresses(out, inverse), len(inverse), width)
         ctx.save_for_backward(x, weight, inverse)
         return out
 
@@ -74,17 +67,14 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         g, dx, width = grads[0].contiguous(), torch.empty_like(x), x.shape[-1]
-        # The gradient of the weight is a sum over rows. C sums each chunk in order, and the chunks are added here, so
-        # the bits do not depend on the number of threads.
+        # C sums each chunk of rows in order, and the chunks are added here: the bits do not depend on the threads.
         parts = x.new_empty(_chunks(len(inverse)), width)
-        addresses = (t.data_ptr() for t in (g, x, weight, inverse, dx, parts))
-        compile_native.library().rms_rows_back(*addresses, len(inverse), width)
+        library().rms_rows_back(*addresses(g, x, weight, inverse, dx, parts), len(inverse), width)
         return dx, parts.sum(0) if ctx.needs_input_grad[1] else None, None
 
 
 class Heads(torch.autograd.Function):
-    """Heads [..., H, D], each divided by its root mean square and multiplied by the weight where there is one, then
-    rotated by cosine and sine [..., D]."""
+    """Heads [..., H, D] by their root mean square, times the weight if there is one, rotated by cosine and sine."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -92,11 +82,8 @@ class Heads(torch.autograd.Function):
         heads, width = x.shape[-2:]
         rows = x.numel() // (heads * width)
         out, inverse = torch.empty_like(x), x.new_empty(rows * heads if weight is not None else 0)
-        scale = None if weight is None else weight.data_ptr()
-        tables = cosine.data_ptr(), sine.data_ptr()
-        compile_native.library().heads_rows(
-            x.data_ptr(), scale, eps, *tables, out.data_ptr(), inverse.data_ptr(), rows, heads, width
-        )
+        tables = addresses(cosine, sine, out, inverse)
+        library().heads_rows(*addresses(x, weight), eps, *tables, rows, heads, width)
         # without a norm the rotation is linear, and its backward reads nothing of x
         ctx.save_for_backward(None if weight is None else x, weight, inverse, cosine, sine)
         return out
@@ -109,23 +96,19 @@ class Heads(torch.autograd.Function):
         heads, width = g.shape[-2:]
         rows = g.numel() // (heads * width)
         parts = g.new_empty(_chunks(rows) if weight is not None else 0, width)
-        addresses = (None if t is None else t.data_ptr() for t in (g, x, weight, inverse, cosine, sine, dx, parts))
-        compile_native.library().heads_rows_back(*addresses, rows, heads, width)
+        tensors = addresses(g, x, weight, inverse, cosine, sine, dx, parts)
+        library().heads_rows_back(*tensors, rows, heads, width)
         return dx, parts.sum(0) if weight is not None and ctx.needs_input_grad[1] else None, None, None, None
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, and its product with W where W is given.
-
-    The backward pass computes silu(gate) * up again. That takes little time. Kept, it would be a sixth of a layer's
-    memory.
-    """
+    """silu(gate) * up, times W where given. The backward computes it again: kept, it is a sixth of a layer's memory."""
 
     @staticmethod
     def _gated(gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up."""
         out = torch.empty_like(gate)
-        compile_native.library().gate_rows(gate.data_ptr(), up.data_ptr(), out.data_ptr(), out.numel())
+        library().gate_rows(*addresses(gate, up, out), out.numel())
         return out
 
     @staticmethod
@@ -146,7 +129,7 @@ class SwiGLU(torch.autograd.Function):
             if needed[2]:
                 of_weight = summed([rows], SwiGLU._gated(gate, up).view(-1, gate.shape[-1]))[0]
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        compile_native.library().gate_rows_back(*(t.data_ptr() for t in (g, gate, up, dgate, dup)), g.numel())
+        library().gate_rows_back(*addresses(g, gate, up, dgate, dup), g.numel())
         return dgate, dup, of_weight, of_bias
 
 
@@ -315,8 +298,7 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
     gap = _gap(ours, theirs)
     if gap <= BOUND:
         return
-    # Some models enlarge rounding from layer to layer. The plain layers in float64 show how far float32 alone is off,
-    # and the fused ones may be off by a few times that.
+    # Some models enlarge rounding from layer to layer. The plain layers in float64 show how far float32 alone is off.
     exact = _sample(read_out(copy.deepcopy(module).double()))
     error, rounding = _gap(ours, exact), _gap(theirs, exact)
     # Written as `not <=`, so that NaN is refused as well.
@@ -330,9 +312,7 @@ def _compare(module: PreTrainedModel, plain: ReadOut, fused: FusedReadOut) -> No
 
 def sample_states(out: ReadOut) -> Tensor:
     """Hidden states of one sequence: of all its positions, and once more of the positions `READ`."""
-    # Multiples of a prime as ids: tokens from all over the vocabulary, without a random generator.
-    at = torch.arange(CANARY, device=out.weight.device)
-    inputs = at * 7919 % out.weight.shape[0], at, PackedLayout([CANARY])
+    inputs = *canary(out.weight), PackedLayout([CANARY])
     return torch.cat([out.hidden(*inputs), out.hidden_at(*inputs, READ)])
 
 

@@ -22,8 +22,7 @@ from posttrain.engine.cpu import compile_native
 from posttrain.system.machine import processor
 
 FEW = 8
-"""With at most this many rows torch's own product is taken: the bits of oneDNN's may depend on the number of threads or
-of rows there."""
+"""With at most this many rows torch's own product is taken: the bits of oneDNN's may depend on threads or rows."""
 MANY, WIDE = 512, 64
 """Fewest rows, and least widths of a weight, for which a transposition makes the gradient of the weight faster."""
 
@@ -79,14 +78,10 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def summed(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-    """g.T @ x of each of these gradients g: [N, F] and [N, E] -> [F, E].
-
-    The narrower side is transposed. It is each g, or x once for all of them; then each result is transposed back.
-    """
+    """g.T @ x of each of these gradients g: [N, F] and [N, E] -> [F, E]."""
     if not ONE_DNN or len(x) < MANY or min(t.shape[1] for t in (x, *grads)) < WIDE or compile_native.missing():
         return [g.t() @ x for g in grads]
-    # g.T @ x is `linear` of g.T and x.T. The other way around it is (x.T @ g).T, where x.T serves all of them and each
-    # small result is transposed back.
+    # The narrower side is transposed: g.T @ x is `linear` of g.T and x.T, or (x.T @ g).T, transposed back.
     if x.shape[1] >= sum(g.shape[1] for g in grads):
         return [linear(transposed(g), x.t()) for g in grads]
     transposed_x = transposed(x)
@@ -94,22 +89,17 @@ def summed(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
 
 
 class Products(torch.autograd.Function):
-    """x @ W.T + b for several W and b (None: no bias) of one input x.
-
-    Torch makes a gradient of x for each product and then adds these. Here every product after the first adds to the
-    gradient of the products before it, in the order of the arguments.
-    """
+    """x @ W.T + b for several W and b (None: no bias) of one input x. In the backward pass every product adds to the
+    gradient of x in the order of the arguments, where torch makes one gradient for each and adds these."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
-        # `needed` says who needs a gradient: x, then weight and bias of each product by turns. x is kept only for
-        # gradients of weights, and the weights only for the gradient of x.
+        # `needed`: who needs a gradient, x, then weight and bias of each product by turns.
         needed, weights = ctx.needs_input_grad, parts[::2]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needed[1::2]) else None, *(weights if needed[0] else ()))
         outs = tuple(linear(x, w, b) for w, b in zip(weights, parts[1::2], strict=True) if w is not None)
-        # An output that depends on nothing trained asks for no gradient,
-        # so that what reads it keeps nothing for a backward pass.
+        # An output that depends on nothing trained asks for no gradient, so what reads it keeps nothing for one.
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outs) if not (needed[0] or any(needed[2 * i + 1 :][:2]))))
         return outs
 
@@ -121,8 +111,7 @@ class Products(torch.autograd.Function):
         dx, of_weights, of_biases = None, dict[int, Tensor](), dict[int, Tensor]()
         for i, g in flat.items():
             if needed[0]:
-                # Summed in the order of the arguments, so that the bits do
-                # not depend on the order in which gradients arrive.
+                # In the order of the arguments, so the bits do not depend on the order in which gradients arrive.
                 dx = added(dx, g, weights[i])
             if needed[2 + 2 * i]:
                 of_biases[i] = g.sum(0)
@@ -142,8 +131,7 @@ def products(x: Tensor, *modules: nn.Module) -> Sequence[Tensor]:
 
 def is_product(module: Any) -> bool:
     """Returns whether a module is `nn.Linear` itself, with whole float32 weights, and calling it does nothing else."""
-    # A module that is wrapped, hooked or compiled does more in its call than multiply. So it is called, and not only
-    # its weight read.
+    # A module that is wrapped, hooked or compiled does more in its call than multiply.
     if type(module) is not nn.Linear or "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:

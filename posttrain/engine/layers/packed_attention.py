@@ -1,8 +1,8 @@
 """Attention of packed segments by compiled code: no padding, no copies of rows, forward and backward.
 
-A layout describes its positions by a list of runs. A run is some positions that lie side by side. Each of them sees the
-positions above the run, and those of the run up to itself. A segment alone is a run with nothing above it. Runs that
-share positions above them form a tree with these positions (`prefix_tree_attention`).
+A layout describes its positions by runs. A run is some positions that lie side by side: each sees the positions above
+the run, and those of the run up to itself. A segment alone is a run with nothing above it. Runs that share positions
+above them form a tree with these positions (`prefix_tree_attention`).
 
 The first use for a shape of heads compares outputs and gradients with the plain definition in float64.
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from posttrain.engine.cpu import compile_native
+from posttrain.engine.cpu.compile_native import addresses
 from posttrain.engine.head import reference_ops
 from posttrain.engine.pool.pool_waits import in_thread
 from posttrain.system.errors import EngineError
@@ -77,10 +78,9 @@ class _Attention(torch.autograd.Function):
         query, key, value = (x.contiguous() for x in (query, key, value))
         count, heads, _ = query.shape
         out, total = query.new_empty(count, heads, value.shape[2]), query.new_empty(count, heads)
-        # `total` [N, H] is log sum exp of each query's scores. With it the backward pass makes the weights again, and
-        # no matrix of scores is kept.
+        # `total` [N, H] is log sum exp of each query's scores: with it the backward pass makes the weights again.
         arguments, rows = runs.told(query, key, value, scaling, window), (query, key, value, out, total)
-        _check_memory(compile_native.library().segments_forward(ctypes.byref(arguments), *(x.data_ptr() for x in rows)))
+        _check_memory(compile_native.library().segments_forward(ctypes.byref(arguments), *addresses(*rows)))
         ctx.save_for_backward(*rows)
         ctx.of = runs, scaling, window
         return out
@@ -92,13 +92,12 @@ class _Attention(torch.autograd.Function):
         runs, scaling, window = ctx.of
         (count, heads, _), kv_heads = query.shape, key.shape[1]
         dquery = torch.empty_like(query)
-        # One gradient for each query head: several heads read the same keys and may be in several threads, which then
-        # write to different memory. They are summed below, in a fixed order.
+        # One gradient for each query head, since threads may share the keys; they are summed below, in a fixed order.
         dkey, dvalue = (x.new_zeros(count, heads, x.shape[2]) for x in (key, value))
         arguments = runs.told(query, key, value, scaling, window)
-        read = (x.data_ptr() for x in (*saved, grad.contiguous()))
-        written = (x.data_ptr() for x in (dquery, dkey, dvalue))
-        _check_memory(compile_native.library().segments_backward(ctypes.byref(arguments), *read, *written))
+        grad = grad.contiguous()
+        rows = addresses(*saved, grad, dquery, dkey, dvalue)
+        _check_memory(compile_native.library().segments_backward(ctypes.byref(arguments), *rows))
         if heads != kv_heads:
             dkey, dvalue = (x.view(count, kv_heads, heads // kv_heads, -1).sum(2) for x in (dkey, dvalue))
         return dquery, dkey, dvalue, None, None, None
@@ -123,11 +122,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float
 
 @functools.cache
 def _proved(*shape: Any) -> None:
-    """`_prove`, once for each shape, in a thread of its own.
-
-    Where a layer is computed again in the backward pass, torch counts the tensors that the thread of the forward pass
-    saves. Those of the proof must not be counted.
-    """
+    """`_prove`, once for each shape, in a thread of its own: where a layer is computed again in the backward pass,
+    torch counts the tensors that the thread of the forward pass saves."""
     in_thread(_prove, *shape).result()
 
 
@@ -144,10 +140,8 @@ def _prove(heads: int, kv_heads: int, width: int, out_width: int, windowed: bool
         for i in range(n):
             sees[s + i, [*a.tolist(), *range(s, s + i + 1)][-(window or count) :]] = True
     generator, scaling = torch.Generator().manual_seed(0), width**-0.5
-    rows = [
-        torch.randn(count, h, d, generator=generator)
-        for h, d in ((heads, width), (kv_heads, width), (kv_heads, out_width), (heads, out_width))
-    ]
+    sizes = (heads, width), (kv_heads, width), (kv_heads, out_width), (heads, out_width)
+    rows = [torch.randn(count, h, d, generator=generator) for h, d in sizes]
     ours = [x.clone().requires_grad_() for x in rows[:3]]
     theirs = [x.double().requires_grad_() for x in rows[:3]]
     ours_out = _Attention.apply(*ours, runs, scaling, window)

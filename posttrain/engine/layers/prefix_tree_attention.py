@@ -1,8 +1,7 @@
 """Segments that begin alike, computed once: siblings of a prompt, the two sides of a pair, turns of one episode.
 
-A token's hidden state depends only on the tokens before it. So where segments begin with the same tokens, these
-positions are computed once. Each segment adds only the positions that are its own. They form a run, which attends to
-the positions above it and to itself. Everything after the hidden states is as without sharing.
+A token's hidden state depends only on the tokens before it, so equal beginnings are computed once. Each segment adds
+only the positions that are its own: a run, which attends to the positions above it and to itself.
 
 Worked example: segments [a b c d], [a b c e f], [g h] have the unique positions a b c d e f g h (8 of 11). Their runs
 are [a b c d] below nothing, [e f] below (a b c), and [g h] below nothing.
@@ -13,7 +12,7 @@ positions above it; H query heads, K key-value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -48,8 +47,7 @@ class SharedTree:
     place_N: np.ndarray
     """int64: the unique position of every packed one."""
     runs: tuple[TreeRun, ...]
-    """In the order of the unique positions: by how many positions are above them, then longest first. So those that
-    one call of attention computes lie side by side."""
+    """In the order of the unique positions: by how many positions are above them, then longest first."""
 
     @property
     def saving(self) -> float:
@@ -69,8 +67,7 @@ class SharedTree:
         place_N, first, runs = np.empty(len(ids_N), np.int64), list[np.ndarray](), list[TreeRun]()
         count, before = 0, -1
         for s, shared in zip(order, _shared_lengths([parts[s] for s in order]), strict=True):
-            # The shared tokens already have places: the segment before it in this order has them. That segment may have
-            # shared some of them in turn, so `above` reaches up to the root of the tree.
+            # Shared tokens have the places of the segment before, which may have shared some: `above` reaches the root.
             above = place_N[starts[before] : starts[before] + shared] if shared else np.zeros(0, np.int64)
             added = int(lengths_S[s]) - shared
             place_N[starts[s] : starts[s] + shared] = above
@@ -95,12 +92,10 @@ def _renumbered(first_U: np.ndarray, place_N: np.ndarray, runs: Sequence[TreeRun
 
 
 def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
-    """Returns how many tokens each of these sorted segments shares with the one before it, rounded down
-    (`_cluster_lengths`). 0 where it shares so few that sharing is not worth it."""
+    """Returns how many tokens each sorted segment shares with the one before it (`_cluster_lengths`); 0: too few."""
     shared_lengths = [0, *(alike(a, b) for a, b in pairwise(parts))]
     out, tree = list[int](), list[int]()
-    # `tree` gathers what the segments of one tree share with the one before them. A segment that shares too little ends
-    # it and begins the next one; the 0 at the end closes the last.
+    # `tree` gathers the shared lengths of one tree. A segment that shares too little begins the next one.
     for i, shared in enumerate([*shared_lengths, 0]):
         if shared < LEAST:
             out += _cluster_lengths(tree, parts[i - len(tree) : i])
@@ -113,13 +108,12 @@ def _shared_lengths(parts: Sequence[np.ndarray]) -> list[int]:
 
 
 def _cluster_lengths(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[int]:
-    """Shared lengths that differ by less than `SLACK` become the smallest of them, so that one call computes them. A
-    segment that the one before it contains whole keeps its length, and so adds no run."""
+    """Shared lengths that differ by less than `SLACK` become the smallest of them, which is always valid. A segment
+    that the one before it contains whole keeps its length, and so adds no run."""
     # Siblings share a prompt to the token, but some also begin alike by chance: 40, 41 or 43 tokens. Each length would
     # be a call of attention of its own, which costs more than computing up to `SLACK` tokens twice.
     kept_length: dict[int, int] = {}
-    # From the shortest length on: each becomes the first kept length that is less than `SLACK` shorter, or is kept
-    # itself. Rounding down is always valid, since a shorter beginning is shared too.
+    # From the shortest length on: the first kept length that is less than `SLACK` shorter, or itself.
     for shared in sorted(set(tree)):
         kept = next((b for b in kept_length.values() if shared - b < SLACK), shared)
         kept_length[shared] = kept
@@ -128,11 +122,8 @@ def _cluster_lengths(tree: Sequence[int], parts: Sequence[np.ndarray]) -> list[i
 
 @dataclass(eq=False)
 class _Bucket:
-    """Runs of similar length below equally many positions, which one call of attention computes.
-
-    `count` runs are padded to `longest` positions; `deep` positions are above each of them. Their unique positions are
-    `begin` to `begin + own`.
-    """
+    """Runs of similar length below equally many positions, which one call of attention computes: `count` runs, padded
+    to `longest`, below `deep` positions. Their unique positions are `begin` to `begin + own`."""
 
     count: int
     longest: int
@@ -164,8 +155,7 @@ class _Bucket:
         # Rows behind a run's end repeat its last position.
         read_BL = np.array([r.start for r in runs])[:, None] + np.minimum(np.arange(longest), length_B[:, None] - 1)
         row, column = np.nonzero(np.arange(longest) < length_B[:, None])
-        # Siblings lie below the same positions. So there are P distinct lists of positions above, and a matrix [P, B]
-        # says which run lies below which list.
+        # Siblings lie below the same positions: P distinct lists of them, and a matrix [P, B] of who is below which.
         places, list_of_run = np.unique(above_BA, axis=0, return_inverse=True)
         parents = (np.arange(len(places))[:, None] == list_of_run.reshape(1, -1)).astype(np.float32)
         return cls(
@@ -197,6 +187,13 @@ class _Bucket:
         """The rows of this bucket's unique positions, out of rows [U, ...]."""
         return rows[self.begin : self.begin + self.own]
 
+    def collect(self, out: Tensor, padded: Tensor, deep: int) -> None:
+        """Write the rows of its runs, which come after `deep` others in `padded`, to `out` [U, ...]."""
+        if self.whole:
+            self.of_rows(out).unflatten(0, (self.count, self.longest)).copy_(padded[:, deep:])
+        else:
+            self.of_rows(out).copy_(padded.flatten(0, 1).index_select(0, self.real_below if deep else self.real))
+
 
 class _Padded(torch.autograd.Function):
     """Rows [U, ...] to the padded rows of every bucket, [B, L, ...] each. With `above` the rows above each run come
@@ -225,18 +222,13 @@ class _Padded(torch.autograd.Function):
         # the runs below it add theirs.
         out = grads[0].new_empty(ctx.rows, *grads[0].shape[2:])
         for b, grad in zip(ctx.of, grads, strict=True):
-            deep = b.deep if ctx.above else 0
-            if b.whole:
-                b.of_rows(out).unflatten(0, (b.count, b.longest)).copy_(grad[:, deep:])
-            else:
-                b.of_rows(out).copy_(grad.flatten(0, 1).index_select(0, b.real_below if deep else b.real))
+            b.collect(out, grad, b.deep if ctx.above else 0)
         for b, grad in zip(ctx.of, grads, strict=True):
             if not (ctx.above and b.deep):
                 continue
             # [P, B] @ [B, A * K * D]: gradients of all runs below one list, summed by one product.
             summed = (b.parents.to(grad.dtype) @ grad[:, : b.deep].flatten(1)).view(-1, b.deep, *grad.shape[2:])
-            # No position twice: all lists are written by one copy. Lists that overlap go one by one, because one
-            # `index_put` over all would lose what a position gets twice. Within a list positions are distinct.
+            # No position twice: one copy writes all lists. Others go one by one, or `index_put` would lose a part.
             if b.apart:
                 flat = b.places.flatten()
                 out.index_copy_(0, flat, out.index_select(0, flat) + summed.flatten(0, 1))
@@ -254,10 +246,7 @@ class _Joined(torch.autograd.Function):
         ctx.of = of
         out = parts[0].new_empty(sum(b.own for b in of), *parts[0].shape[2:])
         for b, part in zip(of, parts, strict=True):
-            if b.whole:
-                b.of_rows(out).unflatten(0, (b.count, b.longest)).copy_(part)
-            else:
-                b.of_rows(out).copy_(part.flatten(0, 1).index_select(0, b.real))
+            b.collect(out, part, 0)
         return out
 
     @staticmethod
@@ -274,14 +263,12 @@ class _Joined(torch.autograd.Function):
 
 
 class TreeLayout(RunsLayout):
-    """An attention layout over the unique positions of a `SharedTree`: each run attends to what is above it, and to
-    itself causally. It is differentiable, and exact for every tree."""
+    """Attention over the unique positions of a `SharedTree`: each run sees what is above it, and itself causally."""
 
     def __init__(self, tree: SharedTree, *, waste: float = WASTE, kernels: KernelChoice = "auto") -> None:
         super().__init__(len(tree.first_U), kernels)
         self._runs, self._waste = tree.runs, waste
         self._device = torch.device("cpu")
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     @cached_property
     def runs(self) -> Runs:
@@ -290,17 +277,24 @@ class TreeLayout(RunsLayout):
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
-        return [_Bucket.of(runs) for runs in _alike_runs(self._runs, self._waste)]
+        """Runs with equally many positions above them and similar lengths, longest first."""
+        by_depth: dict[int, list[TreeRun]] = {}
+        for run in self._runs:
+            by_depth.setdefault(len(run.above), []).append(run)
+        out: list[_Bucket] = []
+        for _, same in sorted(by_depth.items()):
+            chosen = buckets(np.array([r.length for r in same]), self._waste)
+            out += [_Bucket.of([same[i] for i in at]) for at in chosen]
+        return out
 
     def by_buckets(self, call: AttentionCall) -> Tensor:
         """Runs of similar length below equally many positions by one call of dense attention each."""
         query = call.query
         if self._device != query.device:
-            self._device, self._masks = query.device, {}
+            self._device = query.device
             for bucket in self._buckets:
                 bucket.to(query.device)
-        # Queries are a run's own positions; keys and values are those above
-        # it too. Each is one node for all buckets, with one gradient.
+        # Queries are a run's own positions; keys and values are those above it too. Each is one node for all buckets.
         q, k, v = (
             _Padded.apply(x[0].transpose(0, 1), self._buckets, above)
             for x, above in ((query, False), (call.key, True), (call.value, True))
@@ -309,29 +303,6 @@ class TreeLayout(RunsLayout):
         out = list[Tensor]()
         for b, *rows_qkv in zip(self._buckets, q, k, v, strict=True):
             q_BHLD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in rows_qkv)
-            mask = self._mask(b.longest, b.deep, call.window)
+            mask = self._mask(b.longest, b.deep, call.window, query.device)
             out.append(attention(q_BHLD, k_BKTD, v_BKTD, mask, call.scaling, call.softcap).transpose(1, 2))
         return _Joined.apply(self._buckets, *out).unsqueeze(0)
-
-    def _mask(self, longest: int, deep: int, window: int | None) -> Tensor | None:
-        """bool [L, A + L]: key j, at depth j, is seen by query i, at depth A + i; None: plainly causal."""
-        window = window if window is not None and window < deep + longest else None
-        if not deep and window is None:
-            return None
-        if (longest, deep, window) not in self._masks:
-            depth = torch.arange(deep + longest, device=self._device)
-            # Depth is the place in the sequence: A positions above, then
-            # the run. So a window counts through what is shared.
-            distance = depth[deep:, None] - depth
-            self._masks[longest, deep, window] = (distance >= 0) & (distance < (window or deep + longest))
-        return self._masks[longest, deep, window]
-
-
-def _alike_runs(runs: Sequence[TreeRun], waste: float) -> Iterator[list[TreeRun]]:
-    """Runs with equally many positions above them and similar lengths, longest first."""
-    by_depth: dict[int, list[TreeRun]] = {}
-    for run in runs:
-        by_depth.setdefault(len(run.above), []).append(run)
-    for _, same in sorted(by_depth.items()):
-        for chosen in buckets(np.array([r.length for r in same]), waste):
-            yield [same[i] for i in chosen]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from posttrain.core.exchange.micro_batches import WORTH
 from posttrain.core.exchange.row_gradient import square_sum, whole
 from posttrain.engine.head.readout import ReadOut
 from posttrain.engine.layers.attention import PackedLayout
-from posttrain.engine.layers.expert_routing import PackedRouting, PassRouting
+from posttrain.engine.layers.expert_routing import PackedRouting, Routing
 from posttrain.engine.layers.prefix_tree_attention import SharedTree, TreeLayout
 from posttrain.system.errors import InvariantError
 
@@ -27,7 +26,6 @@ BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest |difference| / |value| of hidden states and of the whole gradient that counts as rounding; 0.1 in narrower
 types. Norms of transformers compute in float32 also in float64 models."""
 
-
 OFF = "Set model.share_prefixes=false, and please report the model's architecture"
 
 
@@ -37,6 +35,10 @@ def refusal(gap: float, bound: float) -> str:
         "computing shared beginnings once changes what the model computes: hidden states or gradients differ"
         f" by {gap:.2g} of their size (bound {bound:g}). {OFF}"
     )
+
+
+Routed = PackedRouting | Routing | None
+"""The choices that routers are given in a pass, and the record of what they did."""
 
 
 class Sharing:
@@ -60,20 +62,18 @@ class Sharing:
         """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
 
         Without `every`, positions of a segment behind its last one that is read, such as an answer's last token, are
-        not computed.
-
-        Args:
-            routing: the record of a mixture of experts. Where it is given different choices for equal beginnings,
-                nothing is shared.
+        not computed. `routing`: the record of a mixture of experts. Where it is given different choices for equal
+        beginnings, nothing is shared.
         """
         at = packed.source_M if at is None else at
         ids, lengths = packed.ids_N, packed.lengths_S
         # Cut before the tree is made, so that positions that are not read are neither shared nor computed.
         if not self._every:
             ids, lengths, at = _until_read(ids, lengths, at)
-        tree = self._tree(ids, lengths) if self.on else None
-        # The sampler may have sent positions of one place to different experts. Then one computation cannot stand for
-        # both.
+        tree = SharedTree.of(ids, lengths) if self.on and len(lengths) > 1 else None
+        if tree is not None and tree.saving < WORTH:
+            tree = None
+        # The sampler may have sent positions of one place to different experts: then nothing is shared.
         if tree is not None and routing is not None and not routing.fold(tree.place_N):
             tree = None
         self.computed += len(packed.ids_N) - (0 if tree is None else len(ids) - len(tree.first_U))
@@ -85,22 +85,14 @@ class Sharing:
         return self._shared(ids, positions(lengths), tree, tree.place_N[at], routing)
 
     def either(self, packed: Packed, shared: bool) -> Tensor:
-        """`hidden` of the spoken tokens. `shared`: equal beginnings are computed once, however little that saves; else
-        every position is computed."""
+        """`hidden` of the spoken tokens, with equal beginnings computed once, however little that saves, or without."""
         if not shared:
             return self._plain(packed.ids_N, packed.lengths_S, packed.source_M)
         tree = SharedTree.of(packed.ids_N, packed.lengths_S)
         return self._shared(packed.ids_N, positions(packed.lengths_S), tree, tree.place_N[packed.source_M])
 
-    def _tree(self, ids_N: np.ndarray, lengths_S: np.ndarray) -> SharedTree | None:
-        """The tree of these segments; None where sharing saves too little (`WORTH`)."""
-        if len(lengths_S) < 2:
-            return None
-        tree = SharedTree.of(ids_N, lengths_S)
-        return tree if tree.saving >= WORTH else None
-
     def _plain(
-        self, ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray | None, routing: PassRouting | None = None
+        self, ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray | None, routing: Routed = None
     ) -> Tensor:
         """[M, H]: hidden states at `at_M` without sharing; [N, H]: of all positions, where `at_M` is None."""
         layout = PackedLayout(lengths_S, kernels=self._kernels)
@@ -112,7 +104,7 @@ class Sharing:
         positions_N: np.ndarray,
         tree: SharedTree,
         at_M: np.ndarray | None,
-        routing: PassRouting | None = None,
+        routing: Routed = None,
     ) -> Tensor:
         """[M, H]: hidden states of the unique positions `at_M`; [U, H]: of all, where `at_M` is None."""
         layout = TreeLayout(tree, kernels=self._kernels)
@@ -124,10 +116,11 @@ class Sharing:
         places: np.ndarray,
         layout: PackedLayout | TreeLayout,
         at_M: np.ndarray | None,
-        routing: PassRouting | None,
+        routing: Routed,
     ) -> Tensor:
         """Hidden states of these ids by this layout: at the positions `at_M`, or all of them where it is None."""
-        layout.routing = None if routing is None else routing.pass_of(self._out.weight.device)
+        device = self._out.weight.device
+        layout.routing = routing.pass_of(device) if isinstance(routing, PackedRouting) else routing
         inputs = self._to(ids), self._to(places), layout
         return self._out.hidden(*inputs) if at_M is None else self._out.hidden_at(*inputs, at_M)
 
@@ -146,8 +139,8 @@ class Sharing:
             alone = self._plain(ids, lengths, None, plain_routing)
             # Both passes follow the same choices. Otherwise a choice near a tie could differ, and make a difference
             # that sharing did not cause. `lead` says whether the routers would have chosen so themselves.
-            lead = 0.0 if shared_routing is None else shared_routing.routing.chosen_by_more(alone.dtype)
-            gap = _gap([shared.detach()], [alone.detach()])
+            lead = 0.0 if shared_routing is None else shared_routing.chosen_by_more(alone.dtype)
+            gap = relative_gap([shared.detach()], [alone.detach()])
             # Without trained weights, as in a reference, there is no gradient to compare.
             if trained:
                 gap = max(gap, _gradient_gap(shared, alone, trained))
@@ -161,15 +154,15 @@ class Sharing:
             )
 
     @torch.no_grad()
-    def _choices(self, ids: np.ndarray, lengths: np.ndarray, tree: SharedTree) -> tuple[Any, Any]:
+    def _choices(self, ids: np.ndarray, lengths: np.ndarray, tree: SharedTree) -> tuple[Routing | None, Routing | None]:
         """The experts that both passes of the proof follow, so that rounding decides none of them: for the pass that
         computes a shared beginning once, and for the other one; None where there is no router."""
-        recorded = PassRouting()
+        recorded = Routing()
         self._plain(ids, lengths, None, recorded)
-        if not recorded.routing.used:
+        if not recorded.used:
             return None, None
-        given_U = recorded.routing.stacked(recorded.routing.used)[self._to(tree.first_U)]
-        return PassRouting(given_U, True), PassRouting(given_U[self._to(tree.place_N)])
+        given_U = recorded.stacked(recorded.used)[self._to(tree.first_U)]
+        return Routing(given_U, True), Routing(given_U[self._to(tree.place_N)])
 
     def _to(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(x.astype(np.int64)).to(self._out.weight.device)
@@ -178,11 +171,8 @@ class Sharing:
 def _until_read(
     ids_N: np.ndarray, lengths_S: np.ndarray, at_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids, lengths, at_M) of the segments, each cut behind its last position that is read.
-
-    A segment of which nothing is read is left out, and `at_M` is numbered anew. Where nothing is read at all, all three
-    are returned as they are.
-    """
+    """(ids, lengths, at_M) of the segments, each cut behind its last position that is read. A segment of which nothing
+    is read is left out, and `at_M` is numbered anew. Where nothing is read at all, nothing is cut."""
     if not len(at_M):
         return ids_N, lengths_S, at_M
     # kept_S is how much of each segment is needed: up to its last
@@ -212,7 +202,7 @@ def _proof_segments(ids_N: np.ndarray, lengths_S: np.ndarray) -> tuple[np.ndarra
 
 
 def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> float:
-    """`_gap` between the gradients of one weighted sum of the hidden states, with and without sharing.
+    """`relative_gap` between the gradients of one weighted sum of the hidden states, with and without sharing.
 
     Gradients in float16 may overflow. Where those without sharing do, both are computed again of a smaller sum.
     """
@@ -227,7 +217,7 @@ def _gradient_gap(shared: Tensor, alone: Tensor, trained: Sequence[Tensor]) -> f
     gap = float("inf")
     for scale in SCALES:
         wanted = gradients(alone, scale)
-        gap = _gap(gradients(shared, scale), wanted)
+        gap = relative_gap(gradients(shared, scale), wanted)
         # The scale falls only where it must: a small one pushes float16 gradients below its least number.
         if all(bool(g.isfinite().all()) for g in wanted):
             break
@@ -239,9 +229,12 @@ def _joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(parts), np.array([len(x) for x in parts], np.int64)
 
 
-def _gap(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def relative_gap(ours: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """|difference| / |wanted| of all numbers together; inf where it is not a number."""
-    squared_gap = sum(square_sum(a - b) for a, b in zip(ours, wanted, strict=True))
-    size = sum(square_sum(b) for b in wanted)
-    gap = (squared_gap / max(size, 1e-60)) ** 0.5
+    return ratio(sum(square_sum(a - b) for a, b in zip(ours, wanted, strict=True)), sum(map(square_sum, wanted)))
+
+
+def ratio(apart: float, size: float) -> float:
+    """|difference| / |value| from the sums of their squares; inf where it is not a number."""
+    gap = (apart / max(size, 1e-60)) ** 0.5
     return gap if gap == gap else float("inf")

@@ -1,5 +1,4 @@
-"""The frozen model a policy is compared with. It is the policy's own model without its adapter where that computes
-the same, else a copy."""
+"""The frozen model a policy is compared with: the policy's own without its adapter, or else a copy."""
 
 from __future__ import annotations
 
@@ -17,21 +16,17 @@ from posttrain.core.ports import Reference
 from posttrain.core.types import Top
 from posttrain.engine.adapters.adapter_modules import adapter_tensors, switched_off, without_adapters
 from posttrain.engine.files.fingerprint import fingerprint
-from posttrain.engine.head.readout import CANARY, read_out
+from posttrain.engine.head.readout import CANARY, canary, read_out
 from posttrain.engine.layers.attention import PackedLayout
 from posttrain.engine.learner.learner import FrozenScorer, HFLearner
+from posttrain.engine.learner.packed_reader import forward_only
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.system.errors import EngineError
 
 
 def freeze(learner: HFLearner) -> Reference:
-    """A reference that scores as the policy does now, whatever is learned later.
-
-    A policy whose adapter does nothing yet is its own reference with the adapter switched off, and no copy is made. Of
-    any other policy the weights that train are copied.
-    """
-    # Only a fresh adapter: a trained one, switched off, would
-    # score as the base model does and not as the policy does now.
+    """A reference that scores as the policy does now. A policy whose adapter does nothing yet is its own reference with
+    the adapter off. Of another one the trained weights are copied: without its adapter it would be the base model."""
     return AdapterOff(learner) if begins(learner.policy) else FrozenScorer(learner.policy)
 
 
@@ -51,8 +46,8 @@ def frozen_module(reference: Reference) -> PreTrainedModel:
 class AdapterOff:
     """`core.ports.Reference`: the learner's own model with its adapter switched off. It needs no memory of its own.
 
-    Its weights are those that do not train. They belong to the learner, so the digest shows whether
-    something changed them.
+    Its weights are those that do not train. They belong to the learner, so the digest shows whether something changed
+    them.
     """
 
     def __init__(self, learner: HFLearner) -> None:
@@ -90,36 +85,26 @@ class AdapterOff:
 
     def fingerprint(self) -> str:
         """Digest of the weights that do not train."""
-        tensors = named_tensors(self._learner.policy.module)
+        tensors = named_tensors(self.module)
         return fingerprint((n, self._learner.whole(t)) for n, t in tensors if not t.requires_grad)
 
 
 def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()) -> bool:
-    """Returns whether the policy has an adapter, trains nothing else, and computes the same bits without it.
-
-    Args:
-        inside: calls a function at a moment when the weights can be computed with, and returns its result. Sharded
-            weights are gathered for it.
-    """
+    """Returns whether the policy has an adapter, trains nothing else, and computes the same bits without it. `inside`
+    calls a function where the weights can be computed with: sharded ones are gathered for it."""
     module = policy.module
     adapter = adapter_tensors(module)
     # If more than the adapter trains, the weights beneath it move, and they would no longer be a reference.
     if not adapter or any(t.requires_grad for n, t in named_tensors(module) if n not in adapter):
         return False
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            with switched_off(module):
-                # All bits and no bound: an adapter that begins as nothing adds exact zeros.
-                base = inside(lambda: _canary_logits(policy))
-            return torch.equal(base, inside(lambda: _canary_logits(policy)))
-    finally:
-        module.train(training)
 
+    def canary_logits() -> Tensor:
+        out = read_out(module)
+        ids, at = canary(out.weight, min(CANARY, policy.context))
+        return out.logits(out.hidden(ids, at, PackedLayout([len(at)])))
 
-def _canary_logits(policy: Policy) -> Tensor:
-    """Logits [T, V] of a short sequence of ids from all over the vocabulary."""
-    out = read_out(policy.module)
-    at = torch.arange(min(CANARY, policy.context), device=policy.device)
-    return out.logits(out.hidden(at * 7919 % out.weight.shape[0], at, PackedLayout([len(at)])))
+    with forward_only(module):
+        with switched_off(module):
+            # All bits and no bound: an adapter that begins as nothing adds exact zeros.
+            base = inside(canary_logits)
+        return torch.equal(base, inside(canary_logits))

@@ -1,16 +1,15 @@
 """The model that trains, and frozen copies of it that only score. Both use one packed forward pass and one head.
 
-Axis letters: N packed positions, M spoken tokens, H hidden width, S segments, E experts, K candidates
-of a token.
+Axis letters: N packed positions, M spoken tokens, H hidden width, S segments, E experts, K candidates of a token.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy as copied
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -24,22 +23,16 @@ from posttrain.core.exchange.scores import AdapterTrial, Odds, Reads, TokenScore
 from posttrain.core.exchange.shards import Shard
 from posttrain.core.streams import MU
 from posttrain.core.types import Top
-from posttrain.engine.adapters.adapter_modules import TrialOfAdapter
+from posttrain.engine.adapters.adapter_modules import loud, switched_off
 from posttrain.engine.adapters.quantise import make_float
 from posttrain.engine.files.fingerprint import digest_of, fingerprint, fingerprints
+from posttrain.engine.head.logit_rules import device_ids
 from posttrain.engine.head.logit_transform import logit_dtype
 from posttrain.engine.head.value_heads import REWARD_HEAD, RewardHead, value_head
 from posttrain.engine.layers.activation_memory import keep_less, kept_on_the_cpu
 from posttrain.engine.layers.compiled_layers import warmed_up
 from posttrain.engine.learner.learner_routers import LearnerRouters, refuse_replay
-from posttrain.engine.learner.packed_reader import (
-    SCORE_TOKENS,
-    PackedReader,
-    Reading,
-    device_ids,
-    forward_only,
-    joined,
-)
+from posttrain.engine.learner.packed_reader import SCORE_TOKENS, PackedReader, Reading, forward_only, joined
 from posttrain.engine.model.policy_model import Policy, named_tensors, served_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.system.errors import ConfigError, InvariantError
@@ -47,26 +40,19 @@ from posttrain.system.errors import ConfigError, InvariantError
 HEADS = ("value_head.", f"{REWARD_HEAD}.")
 """Beginnings of the names of parameters that no log-prob depends on."""
 MAX_EXACT_PARAMETERS = 1 << 24
-"""Most parameters of a model of which a float64 copy is made. At this size the copy takes 128 MiB
-and is scored in seconds."""
+"""Most parameters of a model of which a float64 copy is made: 128 MiB, scored in seconds."""
 
 
 class HFLearner:
-    """`core.ports.Learner` over a policy's own module. It shares the weights of `policy.module`, so an
-    optimizer step changes both.
+    """`core.ports.Learner` over a policy's own module, whose weights it shares: an optimizer step changes both.
 
     Args:
-        policy: the model that trains, with its reward head where it has one.
         gradient_checkpointing: which activations the backward computes again, and does not keep (`activation_memory`).
         offload_activations: keep activations in the memory of the CPU until the backward.
-        sampled: computes float32 [M] log-probs of the present weights as the sampler does, bit for bit
-            (`embedded.exact_replay`). Where it is given, log-probs have its values and the gradients of the packed
-            pass.
+        sampled: computes float32 [M] log-probs as the sampler does, bit for bit (`embedded.exact_replay`). With it
+            log-probs have its values, and the gradients of the packed pass.
         replays: compute a token by the experts that its sampler chose, where these are known
-            (`core.exchange.expert_choices`).
-
-    Raises:
-        ConfigError: `replays`, and the model has no routers that could follow choices.
+            (`core.exchange.expert_choices`). ConfigError where the model has no routers that could follow.
     """
 
     row_gradients: ClassVar[bool] = True
@@ -100,16 +86,13 @@ class HFLearner:
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
-        # Whatever is asked for is read from one pass of the layers: they are run once for the positions of all readers,
-        # back to back, and each reader then takes its part. So a loss that wants scores, values and the words of others
-        # costs what a loss that wants scores costs, and shared beginnings are shared by all of them.
+        # All is read from one pass over the positions of all readers, so shared beginnings are shared by all of them.
         before, reader = self._reader.computed, self._reader
         reward_head = self._reward_head() if reads.rewards else None
         heard = packed.heard() if reads.heard else None
         reward_places = np.zeros(0, np.int64) if reward_head is None else reward_head.places(packed)
         heard_places = np.zeros(0, np.int64) if heard is None else heard.source_M
-        # Only where the language-model head reads no states may the gradient of the embedding hold some rows alone
-        # (`row_gradients`).
+        # Only where the language-model head reads no states may the embedding's gradient be one of rows.
         headless = reader.out.headless() if self.row_gradients and not reads.logp and heard is None else nullcontext()
         with kept_on_the_cpu() if self._offload else nullcontext(), headless:
             states = reader.hidden(packed, np.concatenate([packed.source_M, reward_places, heard_places]))
@@ -122,25 +105,16 @@ class HFLearner:
         logp_M, entropy_M = reader.head(packed, hidden, reads.entropy)
         # A batch without MU holds words that no sampler of this run drew, so there is nothing to be equal to.
         if self._sampled is not None and not (isinstance(packed, Batch) and MU not in packed):
-            # With the setting `exact` (`self._sampled`) the value is the sampler's, bit for bit, and the gradient is
-            # that of this pass: logp - logp.detach() is 0, and 0 + x is x.
+            # The sampler's value, bit for bit, with this pass's gradient: logp - logp.detach() is 0, and 0 + x is x.
             logp_M = logp_M - logp_M.detach() + self._sampled(packed)
         ids_MK = None if reads.candidates_MK is None else device_ids(reads.candidates_MK, hidden.device)
-        return TokenScores(
-            logp_M,
-            entropy_M,
-            # With `head_only` the states are detached: the loss of the values trains their head, and not the model.
-            self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None,
-            None if ids_MK is None else reader.candidates(packed, hidden, ids_MK),
-            rewards,
-            None if heard is None else self._heard(heard, heard_states, logp_M),
-            computed,
-            balance,
-        )
-
-    def _heard(self, heard: Packed, hidden: Tensor, like: Tensor) -> Tensor:
-        """Log-probs of the tokens that the policy heard and did not say; an empty tensor where there are none."""
-        return self._reader.head(heard, hidden, False)[0] if heard.spoken else like.new_zeros(0)
+        # With `head_only` the states are detached: the loss of the values trains their head, and not the model.
+        values_M = self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None
+        candidates_MK = None if ids_MK is None else reader.candidates(packed, hidden, ids_MK)
+        heard_M = None
+        if heard is not None:
+            heard_M = reader.head(heard, heard_states, False)[0] if heard.spoken else logp_M.new_zeros(0)
+        return TokenScores(logp_M, entropy_M, values_M, candidates_MK, rewards, heard_M, computed, balance)
 
     def rewards(self, packed: Packed) -> np.ndarray:
         """float32 [S]: the reward head's score of each segment, without gradient."""
@@ -179,8 +153,7 @@ class HFLearner:
         return self._reader.score(packed)
 
     def price(self, packed: Packed) -> float | None:
-        """Returns the time of the sampler's own pass divided by the time of a packed pass; None where the sampler has
-        no pass of its own."""
+        """Returns the time of the sampler's own pass by that of a packed pass; None where it has none."""
         if self._sampled is None:
             return None
         seconds: list[float] = []
@@ -209,8 +182,7 @@ class HFLearner:
         return warmed_up(self._reader.out, measure)
 
     def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
-        """Returns the results of `score`, `value`, `entropy` and `energy` that `names` asks for, from one pass of the
-        layers."""
+        """Returns the results of `score`, `value`, `entropy` and `energy` that `names` asks for, by one pass."""
         reader = self._reader
         reading_of_name: dict[str, Reading] = {
             "score": reader.logp_of,
@@ -218,8 +190,7 @@ class HFLearner:
             "entropy": reader.entropy_of,
             "energy": reader.energy_of,
         }
-        # The sampler's own pass gives no hidden states for the other
-        # readings, so these need the packed pass all the same.
+        # The sampler's own pass gives no hidden states: the other readings need the packed pass all the same.
         sampled = {"score": self.score(packed)} if self._sampled is not None and "score" in names else {}
         readings = {name: reading_of_name[name] for name in names if name not in sampled}
         return (reader.each(packed, readings) if readings else {}) | sampled
@@ -236,7 +207,7 @@ class HFLearner:
         """float64 [M] log-probs by a float64 copy of the weights; None beyond `MAX_EXACT_PARAMETERS` parameters."""
         if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
             return None
-        # Without sharing: this is the number that others are judged by, so nothing clever computes it.
+        # Without sharing: others are judged by this number, so nothing clever computes it.
         copy = replace(self.policy.clone(), share_prefixes=False)
         make_float(copy.module, torch.float64)
         copy.module.double().eval()
@@ -245,15 +216,13 @@ class HFLearner:
         return PackedReader(copy, replays=self._reader.replays).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by name. First come the policy's in the module's order, each tied one once; then the
-        value head's under `value_head.`, and a reward head's under `reward_head.`."""
+        """Trainable parameters by name: the policy's in the module's order, tied ones once, then those of the heads."""
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
         heads = {"value_head": self.value_head} | ({} if self.reward_head is None else {REWARD_HEAD: self.reward_head})
         return policy | {f"{name}.{n}": p for name, head in heads.items() for n, p in head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
-        """The policy's weights under their state-dict names, or only its adapter's where it has one. Each tied tensor
-        comes once, and each tensor is one whole shard."""
+        """The policy's weights by state-dict name, or only its adapter's, each whole. A tied one comes once."""
         return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
@@ -282,13 +251,22 @@ class HFLearner:
 
     def adapter(self) -> AdapterTrial | None:
         """Returns the trial that shows that a sampler computes with the adapter; None where all weights train."""
-        return None if self.policy.lora is None else TrialOfAdapter(self.policy.module, self)
+        return None if self.policy.lora is None else TrialOfAdapter(self)
 
     def routers(self) -> LearnerRouters | None:
         """Returns the routers; None where the model is no mixture of experts, or its routers are not understood
         (`expert_routing.why_not`)."""
         modules = self._reader.routers
-        return None if modules is None else LearnerRouters.of(self._reader, modules, self._following)
+        if modules is None or is_stateful(self._reader.module):  # passes with a recurrent state are padded
+            return None
+        return LearnerRouters(
+            experts=modules.experts,
+            names=modules.names,
+            stacked=modules.stacked,
+            normalised=modules.normalised,
+            reader=self._reader,
+            follow=self._following,
+        )
 
     def _following(self) -> HFLearner:
         """A learner over the same weights whose passes follow the choices of a batch."""
@@ -307,6 +285,20 @@ class HFLearner:
     def _values(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M]"""
         return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class TrialOfAdapter:
+    """`core.exchange.scores.AdapterTrial` of a learner."""
+
+    learner: HFLearner
+
+    def loud(self) -> AbstractContextManager[None]:
+        return loud(self.learner.policy.module)
+
+    def without(self, packed: Packed) -> np.ndarray:
+        with switched_off(self.learner.policy.module):
+            return self.learner.packed_score(packed)
 
 
 class FrozenScores:
@@ -332,11 +324,8 @@ class FrozenScores:
 
 
 class FrozenScorer(FrozenScores):
-    """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
-    shared with the policy.
-
-    `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used.
-    """
+    """A reference: a copy of a policy's weights as they are now. Weights that never train are shared with the policy.
+    `digest` is the fingerprint at construction; a check compares it with `fingerprint()` while the scorer is used."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy.twin()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.config.stages.reinforce import Reinforce
@@ -24,26 +25,14 @@ from posttrain.system.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
-class LearnerRouters:
-    """`core.exchange.expert_choices.Routers` of a learner. The protocol describes each field but `reader` and `follow`.
-
-    `follow` returns the learner whose passes follow the choices of a batch.
-    """
+class LearnerRouters(RouterModules):
+    """`core.exchange.expert_choices.Routers` of a learner. `follow` returns the learner whose passes follow the
+    choices of a batch."""
 
     reader: PackedReader
-    experts: int
-    names: tuple[str, ...]
-    stacked: tuple[tuple[str, ...], ...]
     follow: Callable[[], Learner]
     held: slice = field(default_factory=lambda: slice(None))
     of_all: Callable[[np.ndarray], np.ndarray] = np.asarray
-
-    @classmethod
-    def of(cls, reader: PackedReader, modules: RouterModules, follow: Callable[[], Learner]) -> LearnerRouters | None:
-        """Returns the routers of a learner; None for a model with a recurrent state, whose passes are padded."""
-        if is_stateful(reader.module):
-            return None
-        return cls(reader, modules.experts, modules.names, modules.stacked, follow)
 
     def followed(self) -> Learner:
         return self.follow()
@@ -53,17 +42,18 @@ class LearnerRouters:
 
     def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
         with forward_only(self.reader.module):
-            routing = PackedRouting(packed, packed.routed_N if replay else None, True)
-            self.reader.routed(packed, None, routing)
-            return routing.probabilities()
+            return self._pass(packed, replay)[0].probabilities()
 
     def _read(self, packed: Packed, replay: bool) -> RoutedPass:
         """The record of one pass."""
         with forward_only(self.reader.module):
-            routing = PackedRouting(packed, packed.routed_N if replay else None, True)
-            # Scores are kept (True), since the record says how far the used experts were from the best.
-            hidden = self.reader.routed(packed, None, routing)
+            routing, hidden = self._pass(packed, replay)
             return routing.told(self.reader.head(packed, hidden, False)[0])
+
+    def _pass(self, packed: Packed, replay: bool) -> tuple[PackedRouting, Tensor]:
+        """(the record of one pass, with the routers' scores; its hidden states)."""
+        routing = PackedRouting(packed, packed.routed_N if replay else None, True)
+        return routing, self.reader.routed(packed, None, routing)
 
 
 def refuse_replay(module: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.exchange.scores import Odds
 from posttrain.core.types import Top
 from posttrain.engine.head.float32_head import prove_logprobs
-from posttrain.engine.head.logit_rules import LogitRules
+from posttrain.engine.head.logit_rules import LogitRules, device_ids
 from posttrain.engine.head.logprob import HeadContract, candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.layers.expert_routing import PackedRouting, routers_of
 from posttrain.engine.layers.fused_layers import training_read_out
@@ -38,8 +39,7 @@ class PackedReader:
     def __init__(self, policy: Policy, *, replays: bool = False) -> None:
         self.module = policy.module
         self.routers = routers_of(policy.module)
-        """The routers of a mixture of experts; None where the model is none, or where its routers are not understood.
-        """
+        """None where the model is no mixture of experts, or its routers are not understood."""
         self.replays = replays
         """Whether a token is computed by the experts that its sampler chose, where these are known."""
         self.routing: PackedRouting | None = None
@@ -85,10 +85,7 @@ class PackedReader:
         return self.routed(packed, at, PackedRouting(packed, choices, balanced) if recorded else None)
 
     def routed(self, packed: Packed, at: np.ndarray | None, routing: PackedRouting | None) -> Tensor:
-        """`hidden`, with a record that gives the routers their choices and keeps what they did.
-
-        `routing` is None where they choose for themselves and nothing is kept.
-        """
+        """`hidden`, with a record that gives the routers their choices and keeps what they did; None: neither."""
         self.routing = None if self.routers is None else routing
         return self._rows.hidden(packed, at, self.routing)
 
@@ -117,13 +114,12 @@ class PackedReader:
             return torch.cat(parts).to(dtype).cpu().numpy()
 
     def each(self, packed: Packed, functions: Mapping[str, Reading]) -> dict[str, np.ndarray]:
-        """float32 [M] of each function, forward only. The layers run once for all of them, so each has the bits that it
-        has alone."""
+        """float32 [M] of each function, forward only. The layers run once for all of them."""
         out: dict[str, list[Tensor]] = {name: [] for name in functions}
         with forward_only(self.module):
             for part in packed.split(SCORE_TOKENS):
                 hidden = self.hidden(part)
-                # Each function runs the head by itself, as it does when it is asked alone: hence the same bits.
+                # Each function runs the head by itself, so it has the bits that it has alone.
                 for name, function in functions.items():
                     out[name].append(function(part, hidden))
             return {name: joined(parts) for name, parts in out.items()}
@@ -138,14 +134,10 @@ class PackedReader:
         assert entropy is not None
         return entropy
 
-    def energy_of(self, part: Packed, hidden: Tensor) -> Tensor:
-        """[M]: |onehot(t) - p|^2 of each spoken token t."""
-        target = device_ids(part.target_M, hidden.device)
+    def energy_of(self, part: Packed, hidden: Tensor, targeted: bool = True) -> Tensor:
+        """[M]: |onehot(t) - p|^2 of each spoken token t; not `targeted`: |p|^2."""
+        target = device_ids(part.target_M, hidden.device) if targeted else None
         return energies(hidden, self.out.weight, self.out.bias, target, **self._contract(part))
-
-    def collision_of(self, part: Packed, hidden: Tensor) -> Tensor:
-        """[M]: |p|^2 at each spoken token."""
-        return energies(hidden, self.out.weight, self.out.bias, None, **self._contract(part))
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M], forward only."""
@@ -162,8 +154,8 @@ class PackedReader:
             return Odds(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
     def energy(self, packed: Packed, targeted: bool = True) -> np.ndarray:
-        """float32 [M], forward only: |onehot(t) - p|^2 of each spoken token t; not `targeted`: |p|^2."""
-        return self.each(packed, {"": self.energy_of if targeted else self.collision_of})[""]
+        """float32 [M], forward only: `energy_of` each spoken token."""
+        return self.each(packed, {"": partial(self.energy_of, targeted=targeted)})[""]
 
     def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
         """[M, K] log-probs of `ids_MK`, differentiable."""
@@ -188,11 +180,6 @@ class PackedReader:
         )
 
 
-def device_ids(x: np.ndarray, device: torch.device) -> Tensor:
-    """Token ids as int64 on the device."""
-    return torch.from_numpy(x.astype(np.int64)).to(device)
-
-
 def joined(parts: list[Tensor]) -> np.ndarray:
     """The parts one after the other, as float32 on the CPU."""
     return torch.cat(parts).float().cpu().numpy()
@@ -200,9 +187,8 @@ def joined(parts: list[Tensor]) -> np.ndarray:
 
 @contextmanager
 def forward_only(module: nn.Module) -> Iterator[None]:
-    """Inside: no gradient and no checkpointing. Afterwards training mode is as it was before."""
+    """Inside: no gradient, and no checkpointing, which transformers does in training mode only."""
     training = module.training
-    # transformers computes activations again only in training mode, so "eval" also switches checkpointing off.
     module.eval()
     try:
         with torch.no_grad():

@@ -12,8 +12,7 @@ from posttrain.system.machine import cores
 
 def use_threads(count: int) -> int:
     """Set torch's CPU threads (0: all cores this process may use) and return how many there are."""
-    wanted = count or cores()
-    torch.set_num_threads(wanted)
+    torch.set_num_threads(count or cores())
     return torch.get_num_threads()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from posttrain.config.engines import KernelChoice
 from posttrain.config.run import Optimizer
 from posttrain.core.exchange.scores import ExpectedUpdate
-from posttrain.engine.optimizer.update_rules import MOMENTS, UpdateRule, adamw_update, exact
+from posttrain.engine.optimizer.update_rules import MOMENTS, UpdateRule, adam_options, adamw_update, exact
 from posttrain.system.errors import ConfigError
 
 BLOCK = 256
@@ -43,22 +43,14 @@ class QuantisedMoments(UpdateRule):
 
         device = next(iter(self.tensors.values())).device
         self._compiled = device.type == "cuda" and kernels in ("auto", "compiled")
-        return AdamW8bit(
-            groups,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            block_size=BLOCK,
-        )
+        return AdamW8bit(groups, block_size=BLOCK, **adam_options(config))
 
     def set_lr(self, group: dict[str, Any], lr: float) -> None:
-        # torchao holds the rate as a tensor, because its compiled
-        # step would be compiled anew for every other Python number.
+        # A tensor, because torchao's compiled step would be compiled anew for every other Python number.
         group["lr"].fill_(lr)
 
     def step(self, lr: float) -> None:
-        """torchao compiles its step. Compiling takes seconds for each shape, which only a GPU wins back."""
+        """Update the tensors. torchao compiles its step, in seconds for each shape, which only a GPU wins back."""
         with contextlib.nullcontext() if self._compiled else torch.compiler.set_stance("force_eager"):
             super().step(lr)
 
@@ -81,15 +73,11 @@ class QuantisedMoments(UpdateRule):
         return ExpectedUpdate(exact_update.move, stored, exact_update.size)
 
     def state(self, name: str) -> dict[str, Tensor]:
-        state_of_tensor = self.inner.state.get(self.tensors[name], {})
-        out: dict[str, Tensor] = {"step": state_of_tensor["step"]} if state_of_tensor else {}
-        for m in MOMENTS if state_of_tensor else ():
-            parts = (
-                {f"{m}_{part}": getattr(state_of_tensor[m], part) for part in PARTS}
-                if hasattr(state_of_tensor[m], "codes")
-                else {}
-            )
-            out |= parts or {m: state_of_tensor[m]}
+        state = self.inner.state.get(self.tensors[name], {})
+        out: dict[str, Tensor] = {"step": state["step"]} if state else {}
+        for m in MOMENTS if state else ():
+            codes = hasattr(state[m], "codes")
+            out |= {f"{m}_{part}": getattr(state[m], part) for part in PARTS} if codes else {m: state[m]}
         return out
 
     def forms(self, name: str) -> Mapping[str, torch.Size | None]:

@@ -57,7 +57,6 @@ class StageOptimizer:
     Args:
         parameters: by name, in a fixed order; float32, float64, or a narrower dtype with a master copy. A step does not
             change parameters without a gradient, nor those that `config` freezes.
-        kernels: the choice of kernels (`Model.kernels`).
         scaled: whether losses are scaled, because the model computes in float16.
         home: where moments and averages are between steps; None: on the device of their parameters.
         ranks: the processes that train together. The parameters are then this rank's parts of the weights.
@@ -82,14 +81,13 @@ class StageOptimizer:
                 f" several ranks. Set it to {' or '.join(ELEMENTWISE)}, or train in one process"
             )
         self.config, self.ranks = config, ranks
-        self._home = None if home is None else OffloadedState(home)
+        self._home = OffloadedState(home)
         self._scale = LossScale() if scaled else None
         self.steps = 0
         """Optimizer steps taken."""
         self._frozen = [p for n, p in parameters.items() if config.frozen(n)]
         self._parameters = {n: p for n, p in parameters.items() if not config.frozen(n)}
-        # With a scaled loss float32 parameters are copied too: their gradients have to be divided before anything reads
-        # them, and `gather` does that on the way to a copy.
+        # With a scaled loss float32 parameters are copied too: `gather` divides their gradients on the way to a copy.
         copied = {n: p for n, p in self._parameters.items() if scaled or p.dtype.itemsize < 4}
         self._masters = {
             n: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for n, p in copied.items()
@@ -101,7 +99,7 @@ class StageOptimizer:
             built = rule({n: self._moved[n] for n in names}, config, {n: config.rate(n) for n in names}, kernels)
             self._rules |= dict.fromkeys(names, built)
         averaged_tensors = self._moved.items() if config.ema is not None else ()
-        self._average = {n: self._stored(t.detach().clone()) for n, t in averaged_tensors}
+        self._average = {n: self._home.stored(t.detach().clone()) for n, t in averaged_tensors}
 
     def rule_of(self, name: str, tensor: Tensor) -> Rules:
         """Returns the rule that updates a parameter."""
@@ -144,26 +142,22 @@ class StageOptimizer:
             out.append(f"the loss is scaled by {self._scale.value:g} at first")
         if self.config.ema is not None:
             out.append(f"a moving average of the weights is kept (decay {self.config.ema:g})")
-        if self._home is not None:
-            out.append(f"its state is in the memory of the {self._home.home.type.upper()} between steps")
+        if self._home.device is not None:
+            out.append(f"its state is in the memory of the {self._home.device.type.upper()} between steps")
         return "; ".join(out)
 
     def pending_bytes(self) -> int:
-        """Bytes of state that the next step will add on the device.
-
-        Before the first step that is the whole state, and then nothing. Where the state is elsewhere between steps, it
-        is the state of the largest group of parameters, in every step.
-        """
+        """Bytes of state that the next step will add on the device: the whole state before the first step, and then
+        nothing. Where it is elsewhere between steps, that of the largest group of parameters, in every step."""
         size: dict[UpdateRule, int] = {}
         for name, rule in self._rules.items():
-            if self._home is not None or not rule.state(name):
+            if self._home.device is not None or not rule.state(name):
                 # With a home each rule is one group of parameters, whose state is on the device in its turn alone.
                 size[rule] = size.get(rule, 0) + rule.bytes(name)
-        return sum(size.values()) if self._home is None else max(size.values(), default=0)
+        return sum(size.values()) if self._home.device is None else max(size.values(), default=0)
 
     def trained(self) -> dict[str, Tensor]:
-        """The tensors that a step updates, by parameter: the float32 master where there is one,
-        else the parameter itself."""
+        """The tensors that a step updates, by parameter: its float32 master where there is one, else itself."""
         return dict(self._moved)
 
     def averaged(self) -> dict[str, Tensor]:
@@ -171,12 +165,8 @@ class StageOptimizer:
         return dict(self._average)
 
     def step(self, share: float = 1.0) -> float:
-        """Clip the gradients globally, update with this share of the learning rate, and clear them. Returns the
-        gradient norm before the clip.
-
-        If the norm is not finite, weights, moments and averages do not change, and the step is not counted. A scale of
-        the loss shrinks then.
-        """
+        """Clip the gradients globally, update with this share of the learning rate, and clear them. Returns the norm
+        before the clip. If it is not finite, nothing changes but a scale of the loss, and the step is not counted."""
         # Weights may have been loaded since the last step, and a stale master would bring the old ones back.
         self._follow_weights()
         self.gather()
@@ -194,9 +184,8 @@ class StageOptimizer:
             self.steps += 1
             self._publish_masters()
             self._follow_average()
-            if self._home is not None:
-                # Copies to pinned memory return before they are done, and a checkpoint may read it next.
-                self._home.wait(norm.device)
+            # Copies to pinned memory return before they are done, and a checkpoint may read it next.
+            self._home.wait(norm.device)
         if self._scale is not None:
             self._scale.after(size)
         for t in (*self._moved.values(), *self._parameters.values()):
@@ -265,19 +254,15 @@ class StageOptimizer:
             if new[name]:
                 rule.load(name, new[name])
                 tensor = rule.tensors[name]
-                rule.inner.state[tensor] = {word: self._stored(x) for word, x in rule.inner.state[tensor].items()}
+                rule.inner.state[tensor] = {word: self._home.stored(x) for word, x in rule.inner.state[tensor].items()}
         for name, tensor in stored.items():
             if tensor is not None:
                 copies[name].copy_(tensor)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Move the gradients of weights to their masters, without the scale of the loss, and add them there.
-
-        So the gradients of micro-batches are summed in float32. Gradients of frozen parameters are dropped. A gradient
-        that holds some rows alone becomes a whole one where its rule cannot read rows, or its state is elsewhere
-        between steps.
-        """
+        """Add the gradients of weights to their masters', in float32 and without the scale of the loss. Those of frozen
+        parameters are dropped. One of rows becomes whole where its rule cannot read rows, or its state is elsewhere."""
         for p in self._frozen:
             p.grad = None
         for name, master in self._masters.items():
@@ -295,7 +280,7 @@ class StageOptimizer:
         for name, t in self._moved.items():
             if t.grad is not None and t.grad.is_sparse:
                 # Rows of several micro-batches may repeat; joined, each row stands once, in order.
-                t.grad = joined(t.grad) if self._rules[name].takes_rows and self._home is None else whole(t.grad)
+                t.grad = joined(t.grad) if self._rules[name].takes_rows and self._home.device is None else whole(t.grad)
 
     def agree(self) -> None:
         """Give weights that every rank holds whole the gradients of the first rank, so that their copies stay equal."""
@@ -336,27 +321,19 @@ class StageOptimizer:
                 held(g).mul_(self.config.clip / (norm + CLIP_EPS))
 
     def _rules_of_parameters(self) -> Iterator[tuple[Rules, list[str]]]:
-        """Pairs of a kind of rule and the names of its parameters, in the order of the parameters. A kind comes once
-        for each group of parameters where their state is elsewhere between steps."""
+        """Each kind of rule with the names of its parameters; once per group where state is elsewhere between steps."""
         by_rule: dict[Rules, list[str]] = {}
         for name, tensor in self._moved.items():
             by_rule.setdefault(self.rule_of(name, tensor), []).append(name)
         for rule, names in by_rule.items():
             of_rule = {n: self._moved[n] for n in names}
-            for group in [names] if self._home is None else groups(of_rule):
+            for group in [names] if self._home.device is None else groups(of_rule):
                 yield rule, group
 
     def _step(self, rule: UpdateRule, lr: float) -> None:
-        """Let one rule step. Where its state is elsewhere, the state is on the device meanwhile."""
-        if self._home is None:
-            rule.step(lr)
-            return
+        """Let one rule step, while its state is on the device."""
         with self._home.fetched(rule.inner.state, [t for t in rule.tensors.values() if t.grad is not None]):
             rule.step(lr)
-
-    def _stored(self, part: Tensor) -> Tensor:
-        """A tensor of state where it is between steps."""
-        return part if self._home is None else self._home.stored(part)
 
     @torch.no_grad()
     def _follow_weights(self) -> None:
@@ -380,10 +357,7 @@ class StageOptimizer:
         if self.config.ema is None:
             return
         for name, average in self._average.items():
-            if self._home is None:
-                average.lerp_(self._moved[name], 1 - self.config.ema)
-            else:
-                self._home.average(average, self._moved[name], 1 - self.config.ema)
+            self._home.average(average, self._moved[name], 1 - self.config.ema)
 
 
 def hidden_matrix(name: str, tensor: Tensor) -> bool:

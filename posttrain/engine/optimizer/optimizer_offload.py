@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 GROUP = 1 << 24
-"""Most numbers of the parameters of a group; a larger parameter is a group of its own. Two float32 moments of a group
-are 128 MiB."""
+"""Most numbers of a group's parameters, or one larger parameter. Two float32 moments of a group are 128 MiB."""
 
 
 def groups(tensors: Mapping[str, Tensor], most: int = GROUP) -> Iterator[list[str]]:
@@ -41,29 +40,28 @@ class OffloadedState:
     """Moves tensors between their home and the device that computes.
 
     Args:
-        home: where they are between steps. It may be the device that computes, which saves nothing; copies are made
-            all the same.
+        device: where they are between steps; None: where they are made, and nothing is moved. It may be the device that
+            computes, which saves nothing; copies are made all the same.
     """
 
-    def __init__(self, home: torch.device) -> None:
-        self.home = home
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
 
     @contextmanager
     def fetched(self, state: Any, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside: the state of these tensors is on their device.
-
-        Args:
-            state: a torch optimizer's own, by tensor. The block may change it, and add to it.
-        """
-        # The memory at home is kept and written again afterwards:
-        # allocating pinned memory is slow, and a step should not do it.
+        """Inside: the state of these tensors, out of a torch optimizer's, is on their device, and may be changed."""
+        if self.device is None:
+            yield
+            return
+        # The memory at home is kept and written again afterwards: allocating pinned memory is slow, and a step should
+        # not do it.
         homes = {t: dict(state[t]) for t in tensors if t in state}
         for t, at_home in homes.items():
             state[t] = {word: self._on_device(part, t.device) for word, part in at_home.items()}
         try:
             yield
         finally:
-            # Also state that the block has made, on a first step: it gets its home here.
+            # Also state that the block has made, on a first step.
             for t in tensors:
                 if t in state:
                     at_home = homes.get(t, {})
@@ -72,24 +70,27 @@ class OffloadedState:
     def stored(self, part: Any, home: Any = None) -> Any:
         """A tensor at home: copied into `home` where there is one, else into new memory. Single numbers, and what is no
         tensor, stay as they are."""
-        if not isinstance(part, Tensor) or part.numel() < 2:
+        if self.device is None or not isinstance(part, Tensor) or part.numel() < 2:
             return part
         if hasattr(part, "__tensor_flatten__"):  # a tensor made of several, such as codes and scales
             return _rebuilt(part, lambda word, x: self.stored(x, None if home is None else getattr(home, word)))
         if home is None:
             # Copies run without the CPU only from and to pinned memory. Without a device pinning is of no use.
-            pinned = self.home.type == "cpu" and part.device.type != "cpu"
-            home = torch.empty(part.shape, dtype=part.dtype, device=self.home, pin_memory=pinned)
+            pinned = self.device.type == "cpu" and part.device.type != "cpu"
+            home = torch.empty(part.shape, dtype=part.dtype, device=self.device, pin_memory=pinned)
         return home.copy_(part, non_blocking=True)
 
     @torch.no_grad()
     def average(self, average: Tensor, now: Tensor, share: float) -> None:
         """Move an average that is at home towards a tensor, on the tensor's device."""
+        if self.device is None:
+            average.lerp_(now, share)
+            return
         average.copy_(self._on_device(average, now.device).lerp_(now, share), non_blocking=True)
 
     def wait(self, device: torch.device) -> None:
         """Return when what was copied from this device is at home."""
-        if device.type != "cpu":
+        if self.device is not None and device.type != "cpu":
             torch.get_device_module(device.type).synchronize(device)
 
     def _on_device(self, part: Any, device: torch.device) -> Any:

@@ -1,7 +1,6 @@
 """The mathematics of updates: how a step changes tensors that hold gradients, and what it must change by definition.
 
-A rule serves some of an optimizer's tensors. The clip, the learning rate of the step and master copies are the
-optimizer's (`engine.optimizer.optimizer`).
+A rule serves some of an optimizer's tensors. Clip, learning rate and master copies are the optimizer's (`optimizer`).
 """
 
 from __future__ import annotations
@@ -34,21 +33,14 @@ MATCHED_RMS = 0.2
 """An orthogonal update is scaled by this times the root of the longer side, so that its root mean square is that of a
 usual AdamW step and one learning rate serves both (2502.16982)."""
 PART, ROWS = 1 << 20, 16
-"""A weight with a gradient of rows is updated in parts. A part has about PART numbers, and its rows are a multiple of
-ROWS. So each part begins where a vector of the processor begins, and rounds as an update of the whole weight does."""
+"""A weight with a gradient of rows is updated in parts of about PART numbers, and a multiple of ROWS rows. So each part
+begins where a vector of the processor begins, and rounds as an update of the whole weight does."""
 EXACT_ELEMENTS = 1 << 20
 """Matrices with more elements are iterated in float32, on their device, when an expected update is computed."""
 
 
 class UpdateRule(ABC):
-    """One way to update tensors.
-
-    Args:
-        tensors: by parameter; at least one.
-        config: the stage's settings.
-        rates: the factor of the learning rate of each parameter.
-        kernels: the choice of kernels (`Model.kernels`).
-    """
+    """One way to update tensors, by parameter. `rates`: the factor of the learning rate of each."""
 
     takes_rows: ClassVar[bool] = False
     """Whether it reads gradients that hold some rows alone (`core.exchange.row_gradient`)."""
@@ -126,7 +118,7 @@ class Moments(UpdateRule):
     def build(self, groups: list[dict[str, Any]], config: Optimizer, kernels: KernelChoice) -> torch.optim.Optimizer:
         first = next(iter(self.tensors.values()))
         form = kernel("adamw", first.device, first.dtype, kernels).function
-        return form(groups, **_adam_options(config))
+        return form(groups, **adam_options(config))
 
     def expected(
         self, config: Optimizer, name: str, gradient: Tensor, scale: float, lr: float, at: int | None
@@ -161,8 +153,7 @@ class Moments(UpdateRule):
         state, groups = self.inner.state[weight], self.inner.param_groups
         group = next(g for g in groups if any(t is weight for t in g["params"]))
         rows, values = gradient.indices()[0], gradient.values()
-        # `size` is the number of rows of a part. `rows` are ascending, so the edges of the parts cut them by binary
-        # search: part i has the entries cuts[i] to cuts[i + 1] - 1 of `rows`.
+        # `rows` are ascending: part i, of `size` rows, has the entries cuts[i] to cuts[i + 1] - 1 of them.
         size = max(1, PART // (ROWS * weight.shape[1])) * ROWS
         edges = range(0, weight.shape[0], size)
         cuts = [*torch.searchsorted(rows, torch.tensor([*edges], device=rows.device)).tolist(), len(rows)]
@@ -221,11 +212,9 @@ class Momentum(UpdateRule):
 class Orthogonal(UpdateRule):
     """Muon: momentum of a matrix, with all its singular values brought near 1 by Newton-Schulz in bfloat16.
 
-    The iteration amplifies directions without a gradient by up to 3.4 ** 5, and with them the rounding of bfloat16.
-    Where a gradient has a low rank, that noise is as large as the step itself, so only the part of a step along its
-    definition is checked. It is exact to 1 % for most gradients, and to some 20 % for matrices of few rows whose
-    singular values lie far apart, such as those of adapters. The momentum is exact to float32.
-    """
+    The iteration amplifies directions without a gradient, and bfloat16's rounding in them, by up to 3.4 ** 5. At low
+    rank that noise is as large as the step, so only the part of a step along its definition is checked: exact to 1 %
+    for most gradients, to some 20 % for matrices of few rows, such as adapters'. The momentum is exact to float32."""
 
     words = (BUFFER,)
 
@@ -291,14 +280,13 @@ def exact(x: Tensor, at: int | None) -> Tensor:
 
 
 def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    """A moment after its `taken`-th number `now`, and the same moment with its bias toward 0 corrected. At the first
-    number the corrected moment equals `now`."""
+    """A moment after its `taken`-th number `now`, and the same moment with its bias toward 0 corrected."""
     # Divided before the sum: so for taken = 1 the factor of `now` is (1 - decay) / (1 - decay), which is 1 exactly.
     correction = 1 - decay**taken
     return decay * before + (1 - decay) * now, decay / correction * before + (1 - decay) / correction * now
 
 
-def _adam_options(config: Optimizer) -> dict[str, Any]:
+def adam_options(config: Optimizer) -> dict[str, Any]:
     """The settings of AdamW as torch's arguments."""
     return {
         "lr": config.lr,

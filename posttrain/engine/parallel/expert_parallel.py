@@ -1,10 +1,9 @@
 """A learner whose ranks hold whole experts, some of each layer (expert parallelism), by the plan that transformers has
 for the architecture (`base_model_ep_plan`) and its `apply_expert_parallelism`.
 
-Every rank computes every token. Attention, routers and norms are whole on each rank. Of the experts a rank computes
-only its own. Their outputs are summed over ranks once in each layer, and so are the gradients with respect to the
-experts' inputs. So all ranks are given the same micro-batches, as with columns and rows (`tensor_parallel`), and every
-other gradient is the same on each rank.
+Every rank computes every token. Attention, routers and norms are whole on each rank; of the experts it computes only
+its own. Their outputs, and the gradients of their inputs, are summed over ranks once in each layer. So all ranks are
+given the same micro-batches, as in `tensor_parallel`, and every other gradient is the same on each.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class ExpertLearner(TensorLearner):
         return np.concatenate(self.holders.every(own_experts))
 
     def _cut(self, decoder: Any, plan: dict[str, str]) -> None:
-        # The plan's patterns name parameters (the experts' stacked weights) and modules (what holds them), so both are
-        # matched.
+        # The plan's patterns name parameters (the experts' stacked weights) and modules (what holds them).
         names = [*(n for n, _ in decoder.named_parameters()), *(n for n, _ in decoder.named_modules())]
         style_of_name = {n: style for n in names for pattern, style in plan.items() if fnmatch.fnmatch(n, pattern)}
         from posttrain.engine.parallel.joined_experts import divide  # not in every transformers that is used here

@@ -10,11 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.distributed.expert_parallel import (
-    AllReduceEP,
-    EPImplementationInterface,
-    apply_expert_parallelism,
-)
+from transformers.distributed.expert_parallel import AllReduceEP, EPImplementationInterface, apply_expert_parallelism
 
 HOW = "posttrain_joined"
 """The name of `JoinedExperts` among the implementations of transformers."""
@@ -33,13 +29,12 @@ class JoinedExperts(AllReduceEP):
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        # The parent's __call__ masks the choices of other ranks' experts and sums over ranks. What it calls in between
-        # is replaced here.
+        # What the parent's __call__ calls between masking other ranks' experts and the sum is replaced.
         self._forward = self.experts_forward
         self.experts_forward = self._joined
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        # broadcast writes into its argument, and the router's own choice must stay as it is for whoever records it.
+        # broadcast writes into its argument, and whoever records the router's own choice needs it as it is.
         if self.ep_mesh.size() > 1:
             index = index.clone()
             dist.broadcast(index, group=self.ep_mesh.get_group(), group_src=0)
@@ -50,8 +45,7 @@ class JoinedExperts(AllReduceEP):
         local: Any = self.num_local_experts
         if bool((index < local).any()):
             return self._forward(hidden, index, weights)
-        # One token through expert 0. Its product with 0 keeps expert, inputs and routing weights in the graph, so that
-        # the backward pass reaches every exchange, with gradients of 0.
+        # One token through expert 0. Its product with 0 keeps all in the graph, with gradients of 0.
         first, nothing = index.new_zeros((1, 1)), weights.sum().view(1, 1)  # the weights of other ranks' experts are 0
         return self._forward(hidden[:1], first, nothing).repeat(len(hidden), 1)
 

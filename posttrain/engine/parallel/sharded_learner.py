@@ -1,9 +1,8 @@
 """A learner whose weights are cut over ranks (`torch.distributed.fsdp.fully_shard`). Each rank has one part of the
 rows of every weight, of its gradient and of the optimizer's state.
 
-Whole weights exist only while they are computed with. A layer's weights are whole while that layer is computed; the
-embedding and the heads are whole from the beginning of a pass to its end. Gradients of all ranks are summed, not
-averaged, because the weights of the loss are normalised over the whole minibatch.
+A layer's weights are whole only while that layer is computed; the embedding and the heads from the beginning of a pass
+to its end. Gradients of all ranks are summed, not averaged: the loss is normalised over the whole minibatch.
 
 Every rank calls the same methods in the same order. What reads no gradient (`score` and the like) is given the same
 tokens on every rank; each computes a share of them and is told the others' results.
@@ -18,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -40,7 +38,9 @@ from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.shard_modules import (
     OutermostModule,
+    RankLearner,
     cut,
+    cut_like,
     first_row,
     giving,
     rows_of,
@@ -60,29 +60,27 @@ Filler = Callable[[Any, str, Tensor, int, torch.dtype], None]
 
 
 def _shared(method: Callable[..., Any], per: Literal["token", "segment"] = "token") -> Any:
-    """The method, done by all ranks together and without gradient: each rank computes a share of the tokens, and gets
-    the results of all."""
+    """The method, done by all ranks together without gradient: each computes a share, and gets the results of all."""
 
     def scored(self: ShardedLearner, packed: Packed, *arguments: Any) -> Any:
+        def share(part: Packed) -> Any:
+            return self.inside(lambda: method(self, part, *arguments))
+
         self._prove_sharing()
         with torch.no_grad():
-            return divided(
-                packed, self.ranks, SCORE_TOKENS, lambda part: self.inside(lambda: method(self, part, *arguments)), per
-            )
+            return divided(packed, self.ranks, SCORE_TOKENS, share, per)
 
     return scored
 
 
-class ShardedLearner(HFLearner):
+class ShardedLearner(RankLearner):
     """`core.ports.Learner` of one rank. It cuts the weights of `policy.module` in place, so the policy is no longer of
     use to others.
 
-    Weights below float32 that train are float32 here and rounded whenever they are computed with or sent, so
-    `parameters` are the master copies that an optimizer in one process keeps beside the weights. Frozen weights beneath
-    an adapter keep their type.
+    Weights below float32 that train are float32 here, and rounded where they are computed with or sent: `parameters`
+    are the master copies of an optimizer in one process. Frozen weights beneath an adapter keep their type.
 
     Args:
-        gradient_checkpointing: as in `HFLearner`.
         offload: keep this rank's part of the weights in the memory of the CPU. On a CPU it changes nothing.
         fill: reads this rank's rows of the weights of a policy without memory (`sharded_load`).
         prove: the checks at load of such a policy. It is called inside a pass, where weights are whole; then the fused
@@ -92,8 +90,6 @@ class ShardedLearner(HFLearner):
         ConfigError: names what is not built for ranks (docs/design/shards.md).
         InvariantError: the ranks begin with different weights.
     """
-
-    row_gradients = False  # ranks add up whole gradients
 
     def __init__(
         self,
@@ -111,8 +107,7 @@ class ShardedLearner(HFLearner):
         heads: dict[str, nn.Module] = {"value_head": self.value_head}
         if self.reward_head is not None:
             heads[REWARD_HEAD] = self.reward_head
-        # What was read by rows is compared by its files (`sharded_load`); a whole copy by its numbers, before it is
-        # cut.
+        # What was read by rows is compared by its files (`sharded_load`); a whole copy by its numbers.
         if fill is None:
             weights_digest = fingerprint(nn.ModuleDict({"policy": policy.module, **heads}).state_dict().items())
             advice = "Load one checkpoint, or build with one seed, on every rank"
@@ -127,7 +122,8 @@ class ShardedLearner(HFLearner):
         self._inside = cut(policy.module, heads, ranks, compute_dtype=self.narrow, offload=offload)
         if fill is not None:
             _read_parts(self._inside, self.policy, self.narrow or policy.dtype, fill)
-        self._sharded: dict[str, DTensor] = {n: p for n, p in super().parameters().items() if isinstance(p, DTensor)}
+        trained = HFLearner.parameters(self)
+        self._sharded: dict[str, DTensor] = {n: p for n, p in trained.items() if isinstance(p, DTensor)}
         # Plain tensors over the same memory: an optimizer that steps on them has stepped the model, and need not know
         # of DTensor. torch puts a gradient on its own parameter, from where a hook moves it over.
         self._own = {name: nn.Parameter(rows_of(p)) for name, p in self._sharded.items()}
@@ -141,14 +137,9 @@ class ShardedLearner(HFLearner):
     # --- with gradient ------------------------------------------------------------------------------------------------
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
-        """Differentiable scores of one micro-batch of this rank. All ranks call it together, each with its own, and
-        then backward()."""
+        """Differentiable scores of a micro-batch of this rank. All ranks call it together, and then backward()."""
         self._prove_sharing()
         return self.inside(lambda: super(ShardedLearner, self).forward(packed, reads))
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's own part of every trainable parameter: rows of it, which may be none."""
-        return dict(self._own)
 
     def inside(self, function: Callable[[], T]) -> T:
         """Call a function that reads weights, where they are whole. All ranks call it at once."""
@@ -159,8 +150,8 @@ class ShardedLearner(HFLearner):
     def _prove_sharing(self) -> None:
         """Prove at the first pass that computing shared beginnings once changes nothing."""
         rows, width = self._reader._rows, self._reader.out.weight.shape[0]
-        # One process proves sharing at the first batch that shares something. Over ranks that batch may come at
-        # different times. A proof needs passes that all ranks make, so it is made at the first pass of any kind.
+        # One process proves sharing at the first batch that shares something, which may come at different times over
+        # ranks. A proof needs passes that all ranks make, so it is made at the first pass of any kind.
         if isinstance(rows, Sharing) and rows.on and not rows.proved:
             prove_sharing(rows, self.inside, self._own, self.ranks, width, self.policy.context)
 
@@ -171,18 +162,10 @@ class ShardedLearner(HFLearner):
     examine, top, odds = _shared(HFLearner.examine), _shared(HFLearner.top), _shared(HFLearner.odds)
     rewards = _shared(HFLearner.rewards, "segment")
 
-    def exact(self, packed: Packed) -> np.ndarray | None:
-        """Returns None: no rank makes a whole copy of the weights."""
-        return None
-
-    def compile(self, packed: Packed) -> str:
-        raise ConfigError("model.compile=true is not built for several ranks. Set it to false")
-
     # --- the weights --------------------------------------------------------------------------------------------------
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's parts of what an engine is sent: the policy's weights, or only its adapter where it has one.
-        `engine.parallel.gather` brings the parts of all ranks together."""
+        """This rank's parts of what an engine is sent: the policy's weights, or only its adapter where it has one."""
         for name, tensor in served_tensors(self.policy.module):
             cut_up = isinstance(tensor, DTensor)
             yield shard_of(name, self._rounded(tensor)) if cut_up else Shard.of(name, tensor.detach())
@@ -205,22 +188,12 @@ class ShardedLearner(HFLearner):
         return {name: self._rows_rounded(name, rows.detach()) for name, rows in self._own.items()}
 
     def _rows_rounded(self, name: str, rows: Tensor) -> Tensor:
-        """This rank's rows of a parameter, in the type that they are computed in."""
-        # Heads are computed in their own type and never rounded.
+        """This rank's rows of a parameter, in the type that they are computed in. Heads are never rounded."""
         return rows if self.narrow is None or name.startswith(HEADS) else rows.to(self.narrow)
 
     def like(self, name: str, part: Tensor) -> Tensor:
-        """`part` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`: a
-        moment, or a gradient."""
-        parameter = self._sharded[name]
-        return DTensor.from_local(
-            part,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        """`part`, such as a moment, as the rank's part of a tensor with the shape and cut of parameter `name`."""
+        return cut_like(part, self._sharded[name])
 
     def _rounded(self, tensor: Any) -> Any:
         """A cut weight in the type that the model has."""
@@ -237,8 +210,7 @@ def _read_parts(outermost: OutermostModule, policy: Policy, dtype: torch.dtype, 
     blank = with_memory(outermost)
     parameters = dict(outermost.named_parameters())
     for name in blank:
-        # A value head begins with 0, and no file of the model has it.
-        if "value_head." in name:
+        if "value_head." in name:  # no file of the model has it
             rows_of(parameters[name]).zero_()
     ids = {id(parameters[name]) for name in blank}
     for name, tensor in named_tensors(policy.module):

@@ -39,8 +39,7 @@ L = TypeVar("L", bound=HFLearner)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlankPolicy(Policy):
-    """A policy whose weights are on `meta`: they have no memory, and their values are in `files`. A new adapter has
-    memory and values."""
+    """A policy whose weights are on `meta`, without memory; their values are in `files`. A new adapter has both."""
 
     files: RowFiles
 
@@ -55,12 +54,11 @@ class BlankPolicy(Policy):
         return (first.replace(" on meta", ", of which each rank reads its rows"), *others)
 
 
-def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankPolicy:
+def blank_policy(model: Model, seed: int = 0) -> BlankPolicy:
     """The policy of the directory `model.path`, without its weights.
 
     Args:
         seed: of the adapter that `model.lora` asks for.
-        most: tokens of the longest sequence, where `model.context` is not set.
 
     Raises:
         ConfigError: `model.path` is no directory of a model, or asks for what is not offered this way.
@@ -93,7 +91,7 @@ def blank_policy(model: Model, seed: int = 0, most: int | None = None) -> BlankP
         raise unreadable(str(folder), error) from error
     module.generation_config = read_generation(str(folder)) or module.generation_config
     stops = resolve_stops(tokenizer, module.generation_config)
-    parts_of_policy = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, most)
+    parts_of_policy = prepared(model, module, tokenizer, stops, f"from {model.path}", notes, None)
     policy = BlankPolicy(files=files, **{f.name: getattr(parts_of_policy, f.name) for f in fields(Policy)})
     return policy if model.lora is None else _with_adapter(policy, model, seed)
 
@@ -148,17 +146,13 @@ def without_memory() -> Iterator[None]:
 
 
 def _with_adapter(policy: BlankPolicy, model: Model, seed: int) -> BlankPolicy:
-    """The policy with a new adapter, whose numbers are those that one process would draw.
-
-    PEFT puts an adapter on the device of the weights beneath. So while it is attached, these weights get memory on the
-    CPU, to which nobody writes.
-    """
+    """The policy with a new adapter, whose numbers are those that one process would draw. PEFT puts it on the device of
+    the weights beneath, so while it is attached these get memory on the CPU, to which nobody writes."""
     assert model.lora is not None
     blanks = set[int]()
 
     def blank(p: nn.Parameter) -> nn.Parameter:
-        # The system gives memory to a page when it is first written. Nothing writes here, so these tensors cost
-        # addresses only.
+        # The system gives memory to a page when it is first written, so these tensors cost addresses only.
         new = nn.Parameter(torch.empty_like(p, device="cpu"))
         blanks.add(id(new))
         return new

@@ -1,8 +1,8 @@
 """Proofs of a learner over ranks: fused layers, and shared beginnings, compute what the plain ones do.
 
-One process proves the same of a whole model (`fused_layers`, `shared_prefixes`). Over ranks, weights come together only
-in a pass that all ranks make at once. So all ranks make a proof together, of the same tokens, whether a rank's own
-minibatch would need it or not. Each rank compares the gradients of its own rows.
+One process proves the same of a whole model (`fused_layers`, `shared_prefixes`). Here weights come together only in a
+pass of all ranks, so they make a proof together, of the same tokens, and each compares the gradients of its own rows.
+`inside` runs a function where weights are whole; `rank_parts` are the rank's parts of every trainable parameter.
 """
 
 from __future__ import annotations
@@ -22,42 +22,38 @@ from posttrain.core.exchange.ranks import Ranks
 from posttrain.core.exchange.row_gradient import square_sum
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment
-from posttrain.engine.head.readout import ReadOut, read_out
+from posttrain.engine.head.readout import CANARY, ReadOut, read_out
 from posttrain.engine.layers.attention import PackedLayout, using
-from posttrain.engine.layers.fused_layers import BOUND, CANARY, FusedReadOut, sample_states
-from posttrain.engine.layers.shared_prefixes import BOUNDS, SCALES, Sharing, refusal
+from posttrain.engine.layers.fused_layers import BOUND, FusedReadOut, sample_states
+from posttrain.engine.layers.shared_prefixes import BOUNDS, SCALES, Sharing, ratio, refusal
 from posttrain.system.errors import EngineError, InvariantError
+
+Inside = Callable[[Callable[[], Any]], Any]
 
 
 def prove_layers(
     module: PreTrainedModel,
     out: ReadOut,
-    inside: Callable[[Callable[[], Any]], Any],
+    inside: Inside,
     rank_parts: dict[str, nn.Parameter],
     ranks: Ranks,
 ) -> None:
     """Compare fused layers with the model's own: hidden states, and gradients of the first layer. Every rank calls it.
     Leaves no gradient.
 
-    Args:
-        inside: runs a function where weights are whole.
-        rank_parts: the rank's part of every trainable parameter.
-
     Raises:
         EngineError: they differ by more than rounding, on every rank.
     """
     if not isinstance(out, FusedReadOut):
         return
-    # The first layer's arguments are recorded in a pass of the whole model, so that the layer can be run alone
-    # afterwards with what it is really given.
+    # The first layer's arguments are recorded in a pass of the whole model, so that it can be run alone afterwards.
     first_layer_input = dict[str, Any]()
     hook = out.layers[0].register_forward_pre_hook(
         lambda layer, given, named: first_layer_input.update(given=given, named=named), with_kwargs=True
     )
     try:
         with torch.no_grad():
-            # results[0] is of the fused layers, results[1] of the model's own layers. Each is a list: hidden states,
-            # and later the first layer's output and the rank's gradients.
+            # Of the fused layers, then of the model's own: hidden states, the first layer's output, the gradients.
             results = [[inside(lambda read=read: sample_states(read))] for read in (out, read_out(module))]
     finally:
         hook.remove()
@@ -82,14 +78,13 @@ def prove_layers(
 
 
 def _badness(x: float) -> float:
-    """The number to compare by: NaN counts as infinity."""
-    # Every comparison with NaN is false, so `max` may pass over one. As infinity it is the largest.
+    """The number to compare by: NaN, which `max` may pass over, counts as infinity."""
     return x if math.isfinite(x) else math.inf
 
 
 def _gradients(
     out: FusedReadOut,
-    inside: Callable[..., Any],
+    inside: Inside,
     rank_parts: dict[str, nn.Parameter],
     layer_input: dict[str, Any],
     replaced: bool,
@@ -127,7 +122,7 @@ SHARED, OWN = 12, 4
 
 def prove_sharing(
     rows: Sharing,
-    inside: Callable[[Callable[[], Any]], Any],
+    inside: Inside,
     rank_parts: dict[str, nn.Parameter],
     ranks: Ranks,
     vocabulary: int,
@@ -135,24 +130,28 @@ def prove_sharing(
 ) -> None:
     """Compare hidden states and gradients of two segments with sharing and without. Leaves no gradient.
 
-    Args:
-        rows: computes hidden states.
-        inside: runs a function where weights are whole.
-        rank_parts: the rank's part of every trainable parameter.
-
     Raises:
         InvariantError: they differ by more than rounding, on every rank.
     """
     packed = _two_segments(vocabulary, context)
+
+    def states_and_gradients(shared: bool, scale: float) -> list[Tensor]:
+        """Hidden states, and the gradients of one weighted sum of them: this rank's parts."""
+        with torch.enable_grad():
+            hidden = inside(lambda: rows.either(packed, shared))
+            weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+            if hidden.requires_grad:
+                (hidden * (weights * scale)).sum().backward()
+        return [hidden.detach(), *_take_gradients(rank_parts)]
+
     gap, dtype = float("inf"), torch.float32
     for scale in SCALES:
-        results = [_states_and_gradients(rows, inside, rank_parts, packed, shared, scale) for shared in (True, False)]
+        results = [states_and_gradients(shared, scale) for shared in (True, False)]
         apart = [square_sum(a - b) for a, b in zip(*results, strict=True)]
         size = [square_sum(b) for b in results[1]]
-        # Hidden states are whole on each rank, so each rank's own ratio counts. Gradients are cut: squares of all ranks
-        # are added before the ratio is taken.
+        # Hidden states are whole on each rank. Gradients are cut: their squares are added before the ratio is taken.
         table = ranks.every((apart[0], size[0], sum(apart[1:]), sum(size[1:])))
-        gap = max(*(_ratio(t[0], t[1]) for t in table), _ratio(sum(t[2] for t in table), sum(t[3] for t in table)))
+        gap = max(*(ratio(t[0], t[1]) for t in table), ratio(sum(t[2] for t in table), sum(t[3] for t in table)))
         dtype = results[1][0].dtype
         # In float16 the gradients may overflow. All ranks look at the same table, so all try the next scale or none.
         if all(math.isfinite(t[3]) for t in table):
@@ -164,33 +163,9 @@ def prove_sharing(
 
 
 def _two_segments(vocabulary: int, context: int) -> Packed:
-    """Two segments of made-up ids with the same beginning."""
+    """Two segments of made-up ids with the same `shared` first ones."""
     shared = min(SHARED, context - OWN)
-    # Two segments with the same first `shared` ids. s makes the rest of the second one different.
     ids = [np.arange(shared + OWN) * 7919 + (np.arange(shared + OWN) >= shared) * s for s in (0, 1)]
     mask = np.arange(shared + OWN) >= shared
     logp, versions = np.where(mask, 0.0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
     return Packed.of([Segment((x % vocabulary).astype(np.int32), mask, logp, versions, Sampling()) for x in ids])
-
-
-def _states_and_gradients(
-    rows: Sharing,
-    inside: Callable[..., Any],
-    rank_parts: dict[str, nn.Parameter],
-    packed: Packed,
-    shared: bool,
-    scale: float,
-) -> list[Tensor]:
-    """Hidden states, and the gradients of one weighted sum of them: this rank's parts."""
-    with torch.enable_grad():
-        hidden = inside(lambda: rows.either(packed, shared))
-        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
-        if hidden.requires_grad:
-            (hidden * (weights * scale)).sum().backward()
-    return [hidden.detach(), *_take_gradients(rank_parts)]
-
-
-def _ratio(apart: float, size: float) -> float:
-    """|difference| / |value| from the sums of their squares; inf where it is nan."""
-    gap = (apart / max(size, 1e-60)) ** 0.5
-    return gap if gap == gap else float("inf")

@@ -1,7 +1,6 @@
 """The frozen reference of a learner over ranks: a copy that is cut as the learner is, so each rank has its part of it.
 
-Where the learner has an adapter that does nothing yet, the reference is the learner itself with the adapter switched
-off, as in one process.
+Where the learner's adapter does nothing yet, the reference is the learner with its adapter off, as in one process.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from posttrain.core.ports import Reference
 from posttrain.engine.learner.frozen_reference import AdapterOff, begins
@@ -29,8 +27,7 @@ class EmptyModule:
 
     def __init__(self, policy: Policy) -> None:
         module = policy.module
-        # The memo gives deepcopy a parameter without memory in place of each: the mould costs nothing, and ties stay
-        # ties.
+        # deepcopy puts a parameter without memory in place of each: the mould costs nothing, and ties stay ties.
         blank = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
         self._policy = replace(policy, module=copy.deepcopy(module, {**blank}), reward_head=None)
 
@@ -41,14 +38,13 @@ class EmptyModule:
 
 
 def rows_now(learner: ShardedLearner) -> Filler:
-    """Returns a filler that copies a rank's rows from the learner, as they are now, in the type that they are computed
-    in."""
+    """Returns a filler that copies a rank's rows from the learner, in the type that they are computed in."""
     learner_tensors = dict(named_tensors(learner.policy.module))
 
     def fill(module: Any, name: str, into: Tensor, begin: int, dtype: torch.dtype) -> None:
         tensor = learner_tensors[name]
-        # `begin` is not needed: the reference is cut as the learner is, so the rank's rows are the same ones.
-        into.copy_((rows_of(tensor) if isinstance(tensor, DTensor) else tensor).to(learner.narrow or into.dtype))
+        # The reference is cut as the learner is, so the rank's rows are the same ones, whatever `begin` says.
+        into.copy_(rows_of(tensor).to(learner.narrow or into.dtype))
 
     return fill
 
@@ -75,8 +71,7 @@ def frozen_rows(learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks
 
 
 class TensorReference(ShardedReference):
-    """`core.ports.Reference` of one rank of a `TensorLearner`. Every rank calls it, and holds the whole copy until it
-    is cut."""
+    """`core.ports.Reference` of one rank of a `TensorLearner`. Every rank holds the whole copy until it is cut."""
 
     def __init__(self, learner: TensorLearner, mould: EmptyModule) -> None:
         policy, learner_tensors = mould.blank(), dict(named_tensors(learner.policy.module))

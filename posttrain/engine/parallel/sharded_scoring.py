@@ -36,7 +36,7 @@ def divided(
     """
     if ranks.world == 1:
         return compute(packed)
-    # Every rank has the whole batch and makes the same shares of it, so no rank has to be told its share.
+    # Every rank makes the same shares of the batch, so none has to be told its own.
     shares = packed.shares(ranks.world)
     own_share = packed.select(shares[ranks.rank])
     parts = own_share.split(room) if own_share.episodes else []

@@ -33,19 +33,18 @@ from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.model.recurrent_state import is_stateful
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.shard_modules import giving
+from posttrain.engine.parallel.shard_modules import RankLearner, cut_like, giving, rows_of
 from posttrain.system.errors import ConfigError, InvariantError
 
 WHOLE = ("replicated_with_grad_allreduce",)
 """Styles of a plan whose weights are whole on each rank and read by its own heads, so their gradients are summed."""
-
 
 ROUNDING, NOISE = 1e-3, 1e-6
 """Largest distance between two ranks' gradients of the same weights that counts as rounding: ROUNDING times their norm,
 plus NOISE, for gradients that are nothing but rounding."""
 
 
-class TensorLearner(HFLearner):
+class TensorLearner(RankLearner):
     """`core.ports.Learner` of one rank, which is given what one process would be. It cuts the layers of `policy.module`
     in place, so the policy is no longer of use to others. Beginnings that segments share are computed for each of them.
 
@@ -55,7 +54,6 @@ class TensorLearner(HFLearner):
         InvariantError: the ranks begin with different weights.
     """
 
-    row_gradients = False  # `agree` sends the embedding's gradient, and `norm` measures it, as one dense tensor
     every_part_is_used = True  # by each token
 
     def __init__(
@@ -74,9 +72,9 @@ class TensorLearner(HFLearner):
         check_same(ranks, super().fingerprint(), "weights at the start", "Load one checkpoint on every rank")
         self._frozen = None
         self._cut(policy.module.get_decoder(), plan)
-        self._held: dict[str, nn.Parameter] = super().parameters()
+        self._held: dict[str, nn.Parameter] = HFLearner.parameters(self)
         # A cut parameter's own part, over the same memory; what is whole is the parameter itself.
-        self._own = {n: nn.Parameter(_local(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
+        self._own = {n: nn.Parameter(rows_of(p)) if isinstance(p, DTensor) else p for n, p in self._held.items()}
         for name, p in self._held.items():
             if isinstance(p, DTensor):
                 p.register_post_accumulate_grad_hook(giving(self._own[name], _own_gradient))
@@ -107,10 +105,6 @@ class TensorLearner(HFLearner):
         dist.all_reduce(out, group=self.holders.group)
         return out
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's own part of every trainable parameter: columns, rows, or all of it."""
-        return dict(self._own)
-
     def rounded_rows(self) -> dict[str, Tensor]:
         """`parameters()` as tensors, in the type that the model has."""
         return {name: part.detach() for name, part in self._own.items()}
@@ -121,38 +115,25 @@ class TensorLearner(HFLearner):
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """The norm of the whole gradient. Weights that every rank holds whole count once, with the first rank's
-        gradients.
-
-        Raises:
-            InvariantError: gradients of weights that every rank holds whole differ by more than rounding: the ranks
-                have gone different ways.
-        """
+        gradients. InvariantError where these differ by more than rounding."""
         cut = [g for n, g in gradients.items() if self._is_cut(n)]
         uncut = [g for n, g in gradients.items() if not self._is_cut(n)]
-        # Squares of the cut parts add up over ranks. Each rank has the gradients of the whole weights, so only the
-        # first rank's are added.
+        # Squares of the cut parts add up over ranks. Of the whole weights only the first rank's are added.
         cut_norm, whole_norm = (float(torch.nn.utils.get_total_norm(part)) for part in (cut, uncut))
         table = self.holders.every((cut_norm, whole_norm))
         self._of_one_way(table[0][1], [abs(w - table[0][1]) for _, w in table])
         return joint_norm([*(x for x, _ in table), table[0][1]])
 
     def agree(self, gradients: Mapping[str, Tensor]) -> None:
-        """Overwrite the gradients of weights that every rank holds whole with those of the first rank.
-
-        Every rank computes them, and rounding may differ between processes and processors. Without this the copies of
-        these weights would drift apart.
-
-        Raises:
-            InvariantError: they differ by more than rounding.
-        """
+        """Overwrite the gradients of weights that every rank holds whole with those of the first rank: rounding may
+        differ between processes, and the copies would drift apart. InvariantError where they differ by more."""
         apart = size = 0.0
         for name, gradient in gradients.items():
             if not self._is_cut(name):
                 first = gradient.clone()
                 dist.broadcast(first, group=self.holders.group, group_src=0)
                 size = math.hypot(size, float(torch.linalg.vector_norm(first)))
-                # sub_ overwrites this rank's gradient, which is replaced by the first rank's on the next line, so no
-                # memory is needed for the difference.
+                # sub_ overwrites this rank's gradient, which the next line replaces: the difference needs no memory.
                 apart = math.hypot(apart, float(torch.linalg.vector_norm(gradient.sub_(first))))
                 gradient.copy_(first)
         self._of_one_way(size, self.holders.every(apart))
@@ -180,7 +161,7 @@ class TensorLearner(HFLearner):
 
     def shards(self) -> Iterator[Shard]:
         """This rank's parts of the policy's weights. `engine.parallel.gather` joins the parts of all ranks."""
-        return (self._placed(n, _local(t), t) for n, t in named_tensors(self.policy.module))
+        return (self._placed(n, rows_of(t), t) for n, t in named_tensors(self.policy.module))
 
     def _placed(self, name: str, part: Tensor, like: Any) -> Shard:
         """A part with its place in the whole tensor, which is cut as `like` is."""
@@ -198,16 +179,7 @@ class TensorLearner(HFLearner):
     def like(self, name: str, part: Tensor) -> Tensor:
         """`part` as the rank's part of a tensor over all ranks, which has the shape and cut of parameter `name`."""
         parameter: Any = self._held[name]
-        if not isinstance(parameter, DTensor):
-            return part
-        whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
-        return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False, **whole_size)
-
-    def exact(self, packed: Any) -> None:
-        """Returns None: no rank makes a whole copy of the weights."""
-
-    def compile(self, packed: Any) -> str:
-        raise ConfigError("model.compile=true is not built for several ranks. Set it to false")
+        return cut_like(part, parameter) if isinstance(parameter, DTensor) else part
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
@@ -216,18 +188,11 @@ class TensorLearner(HFLearner):
 def _own_gradient(p: Any) -> Tensor:
     """This rank's part of a cut parameter's gradient."""
     # torch may leave a gradient as parts that are still to be summed; redistributing it as the weight is does that.
-    return _local(p.grad.redistribute(placements=p.placements)).clone()
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's part of a cut tensor, in the same memory; the tensor itself where it is not cut."""
-    with torch.no_grad():
-        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return rows_of(p.grad.redistribute(placements=p.placements)).clone()
 
 
 def refuse_whole_batches(policy: Policy, cutting: str) -> None:
-    """ConfigError for a policy that learners whose ranks compute every token cannot train. `cutting` names the way
-    of cutting, for the message."""
+    """ConfigError for a policy that learners whose ranks compute every token cannot train, cut by `cutting`."""
     name = type(policy.module).__name__
     if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
         raise ConfigError(f"{cutting} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")

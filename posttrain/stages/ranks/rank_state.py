@@ -29,8 +29,7 @@ from posttrain.engine.files.safetensors_rows import RowFiles
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.gather import gathered
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
-from posttrain.engine.parallel.shard_modules import first_row
-from posttrain.engine.parallel.sharded_adapter_probe import loud_rows, put_rows
+from posttrain.engine.parallel.shard_modules import first_row, loud_rows, put_rows
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.sharded_reference import EmptyModule, TensorReference, frozen_rows
 from posttrain.engine.parallel.tensor_parallel import TensorLearner

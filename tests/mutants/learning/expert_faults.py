@@ -81,7 +81,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "prompt_without_experts",
-    seam="posttrain.engine.embedded.cache.routed_cache:RoutedPool.keep",
+    seam="posttrain.engine.embedded.cache.key_value_cache:RoutedPool.keep",
     what="the engine records choices of the tokens that it generates, and none of prompts",
     harm="the learner chooses for every prompt by itself, and computes answers from other hidden states",
     source="paper D01",

@@ -25,8 +25,7 @@ def rows_of(blocks: np.ndarray) -> np.ndarray:
 
 
 class Blocks:
-    """A stack of free blocks and a reference count for each block. Taking, sharing and releasing
-    cost O(blocks touched)."""
+    """A stack of free blocks and a reference count for each. Each call costs O(blocks touched)."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -52,8 +51,7 @@ class Blocks:
 
     def fits(self, n: int) -> bool:
         """Returns whether `n` more blocks can be taken, if spare ones are evicted."""
-        # The first test is cheap, and mostly true. The second one counts all blocks: `in_use` leaves out the spare
-        # ones, which could be evicted.
+        # The first test is cheap, and mostly true. `in_use` counts all blocks, without the spare ones.
         return n <= self.free + self.most - self.capacity or n <= self.most - self.in_use
 
     def owners(self, block: int) -> int:
@@ -64,8 +62,7 @@ class Blocks:
         """Add blocks up to `capacity`; the lowest new one is taken first."""
         free = np.empty(capacity, np.int64)
         new = capacity - self.capacity
-        # The stack is taken from its end: blocks that were free
-        # before come first, then the new ones from the lowest on.
+        # The stack is taken from its end: blocks that were free before come first, then the new ones from the lowest.
         free[:new] = np.arange(capacity - 1, self.capacity - 1, -1)
         free[new : new + self.free] = self._free[: self.free]
         self._count = np.concatenate([self._count, np.zeros(new, np.int32)])
@@ -73,11 +70,7 @@ class Blocks:
         self._free, self.free, self.capacity = free, self.free + new, capacity
 
     def clear(self) -> None:
-        """Forget all blocks: none exists afterwards.
-
-        Raises:
-            InvariantError: a block has an owner.
-        """
+        """Forget all blocks: none exists afterwards. InvariantError: a block has an owner."""
         if self.free != self.capacity:
             raise InvariantError(
                 f"{self.capacity - self.free} cache blocks have owners, so the cache cannot be given up: end every turn"

@@ -14,8 +14,7 @@ from posttrain.config.engines import KernelChoice
 from posttrain.core.gauge import Gauge
 from posttrain.engine.embedded.cache.forward_plan import Plan
 from posttrain.engine.embedded.cache.fused_decoder import FusedDecoder, fusable
-from posttrain.engine.embedded.cache.key_value_cache import CachedLayout, CachePool, ragged_arange
-from posttrain.engine.embedded.cache.routed_cache import RoutedPool
+from posttrain.engine.embedded.cache.key_value_cache import CachedLayout, CachePool, RoutedPool, ragged_arange
 from posttrain.engine.embedded.load_weights import replace_weights
 from posttrain.engine.embedded.schedule.slots import Slots
 from posttrain.engine.head.float32_head import prove_logits
@@ -23,7 +22,7 @@ from posttrain.engine.head.kernel_table import kernel
 from posttrain.engine.layers.attention import PackedLayout
 from posttrain.engine.layers.expert_routing import Routing, routers_of
 from posttrain.engine.model.architecture_kinds import refuse_same_bits
-from posttrain.engine.model.supported_models import accept
+from posttrain.engine.model.supported_models import LayerShape, accept
 from posttrain.system.errors import EngineError
 
 PREFILL_WASTE = 0.01
@@ -39,6 +38,9 @@ class CachedModel:
         kernels: the choice of kernels (`Model.kernels`).
     """
 
+    others: tuple[CachePool, ...] = ()
+    """Pools of other models, with the same rows as `pool`."""
+
     def __init__(
         self,
         module: PreTrainedModel,
@@ -48,28 +50,32 @@ class CachedModel:
         rows: int | None = None,
         kernels: KernelChoice = "auto",
     ) -> None:
+        if rows is not None:
+            refuse_same_bits(module.config.to_dict())
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, shapes = accept(module, context)
         prove_logits(self.read_out)
+        self.kernels: KernelChoice = kernels
+        self._rows = rows
+        self._serve(shapes, context)
+
+    def _serve(self, shapes: list[LayerShape], context: int) -> None:
+        """Make the pool, for layers of these shapes, and the decoder."""
+        module, device = self.module, self.read_out.weight.device
         # Only a draft model comes here: what an engine samples from becomes a `RecomputedModel` (`served_model`).
         if not shapes:
             raise EngineError(
                 f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"
             )
-        if rows is not None:
-            refuse_same_bits(module.config.to_dict())
-        weight_device = self.read_out.weight.device
-        self.kernels: KernelChoice = kernels
         has_experts = routers_of(module) is not None
-        self.pool = (RoutedPool if has_experts else CachePool)(shapes, module.dtype, weight_device, kernels)
+        self.pool = (RoutedPool if has_experts else CachePool)(shapes, module.dtype, device, self.kernels)
         # A model of another family runs its own decoder, which is the reference form here.
-        form = kernel("decoder", weight_device, module.dtype, kernels if fusable(module) else "reference")
+        form = kernel("decoder", device, module.dtype, self.kernels if fusable(module) else "reference")
         self._decoder = decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
         self.fused = isinstance(decoder, FusedDecoder)
         """Whether the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
         self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
-        self._rows = rows
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Copy new weights into the module, all of them or none."""
@@ -83,8 +89,7 @@ class CachedModel:
         return self.read_out.weight.shape[0]
 
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
-        """(hidden states [N, H] of a plan's positions; layout of its dense pieces). The positions' keys
-        and values are cached."""
+        """(hidden states [N, H] of a plan's positions, which are cached; layout of its dense pieces)."""
         dense = PackedLayout(plan.dense, waste=PREFILL_WASTE, kernels=self.kernels) if plan.dense else None
         layout = CachedLayout(self.pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks, plan.starts)
         layout.routing = routing = Routing() if isinstance(self.pool, RoutedPool) else None
@@ -98,8 +103,7 @@ class CachedModel:
         return self.pool.routed(rows) if isinstance(self.pool, RoutedPool) else None
 
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
-        """[n, H]: hidden states of one token for each slot of `at`. Its keys and values are cached at
-        `position` of the slot's table."""
+        """[n, H]: hidden states of one token for each slot of `at`, which is cached at `position` of its table."""
         rows, starts = slots.table[at, position], at * slots.table.shape[1]
         layout = CachedLayout(self.pool, rows, slots.table.ravel(), position + 1, None, (), starts)
         return self.hidden(self._to(ids), self._to(position), layout)
@@ -118,28 +122,22 @@ class CachedModel:
         """float32 [T - 1]: log-probs of ids[1:], each given all tokens before it."""
         # By a packed layout and not by the cache, so the turns that are being said are left alone.
         tokens = self._to(np.asarray(ids, np.int64))
-        hidden = self.hidden(
-            tokens, torch.arange(len(tokens), device=tokens.device), PackedLayout([len(tokens)], kernels=self.kernels)
-        )
+        at = torch.arange(len(tokens), device=tokens.device)
+        hidden = self.hidden(tokens, at, PackedLayout([len(tokens)], kernels=self.kernels))
         logp = self.read_out.logits(hidden[:-1]).log_softmax(-1)
         return logp.gather(1, tokens[1:, None])[:, 0].float().cpu().numpy()
 
     @torch.inference_mode()
     def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
-        """Expected |difference| of the next token's log-prob between cached and fresh keys and
-        values, per slot of `at`."""
+        """Expected |difference| of the next token's log-prob between cached and fresh keys and values, per slot."""
         if not len(at):
             return Gauge(0, 0)
-        # The new weights compute the pending token twice: over the keys and values that the old ones left, as the next
-        # draw will do it, and with its whole sequence computed anew.
+        # The new weights compute the pending token over the old keys and values, and with all tokens computed anew.
         stale = self.read_out.logits(self.ahead(slots, at, slots.pending[at], slots.cached[at])).log_softmax(-1)
         sequences = [np.append(slots.sequence(i), slots.pending[i]).astype(np.int64) for i in at.tolist()]
         lengths = np.array([len(w) for w in sequences])
-        hidden = self.hidden(
-            self._to(np.concatenate(sequences)),
-            self._to(ragged_arange(lengths)),
-            PackedLayout(lengths, kernels=self.kernels),
-        )
+        layout = PackedLayout(lengths, kernels=self.kernels)
+        hidden = self.hidden(self._to(np.concatenate(sequences)), self._to(ragged_arange(lengths)), layout)
         fresh = self.read_out.logits(hidden[self._to(np.cumsum(lengths) - 1)]).log_softmax(-1)
         return Gauge(float((fresh.exp() * (fresh - stale).abs()).sum()), len(at))
 

@@ -1,5 +1,4 @@
-"""One forward pass as arrays: which tokens it computes, where their keys and values are stored,
-what each position sees."""
+"""One forward pass as arrays: the tokens it computes, where these are stored, what each position sees."""
 
 from __future__ import annotations
 
@@ -14,19 +13,16 @@ from posttrain.engine.embedded.schedule.slots import Prompt, Slots
 BUDGET = 2048
 """Positions of one forward pass: those of the generating slots, then pieces of prompts."""
 SHORT = 64
-"""Pieces of at most this length are computed with the ragged queries. Longer ones use dense attention, which costs one
-call per bucket and layer."""
+"""Pieces of at most this length are ragged. Longer ones use dense attention: a call per bucket and layer."""
 LANES_PAY = 48, 256
 """A forward pass avoids idle lanes where at least 48 slots generate and fewer than 256 positions are to be computed.
-With fewer slots, reading the weights takes most of the time. With more positions, a few idle lanes cost little."""
+With fewer slots, most of the time is reading the weights. With more positions, a few idle lanes cost little."""
 
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
     """Tokens proposed after the pending one of each generating slot: the first `counts[i]` of row i of `ids` [n, k].
-
-    `q[j]` [n, V] holds the distributions that the j-th drafts were drawn from. `q` is None where they were not drawn.
-    """
+    `q[j]` [n, V]: the distributions that the j-th drafts were drawn from; None where they were not drawn."""
 
     ids: np.ndarray
     counts: np.ndarray
@@ -46,8 +42,7 @@ class PrefillPieces:
 
 @dataclass(eq=False)
 class Plan:
-    """One forward pass. Its positions in order: ragged ones (generating slots, then short pieces), starts of prompts,
-    later chunks, idle ones."""
+    """One forward pass. Its positions: generating slots and short pieces (ragged), starts of prompts, chunks, idle."""
 
     generating: np.ndarray
     """Slots whose pending token is computed."""
@@ -73,10 +68,8 @@ class Plan:
 
 
 def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPieces, least: int) -> Plan:
-    """The pass over the pending tokens of the slots `at`, their drafts and these pieces. It has at least `least`
-    positions; idle ones fill it up."""
-    # `each` has the slot of every position at the front: a slot comes once for its pending token, and once more for
-    # each of its drafts.
+    """The pass over the pending tokens of the slots `at`, drafts and pieces, filled up to `least` positions."""
+    # `each` has the slot of every position at the front: once for its pending token, and once for each of its drafts.
     each, tokens = at, s.pending[at]
     position = s.cached[at]
     if drafts is not None:
@@ -85,8 +78,7 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
         position = s.cached[each] + ragged_arange(widths)
         # Selected by a mask, row by row: each slot's pending token, then its first drafts.
         tokens = np.concatenate([tokens[:, None], drafts.ids], 1)[np.arange(drafts.ids.shape[1] + 1) < widths[:, None]]
-    # The slots' tables serve as they are: position p of slot s sees
-    # the entries 0..p of row s, so no list of visible rows is made.
+    # The slots' tables serve as they are: position p of slot s sees the entries 0..p of row s.
     rows, visible, starts, lengths = s.table[each, position], s.table.ravel(), each * s.table.shape[1], position + 1
     ordered = pieces.ragged + pieces.dense + pieces.chunks
     if not ordered and not least:  # most passes
@@ -95,9 +87,9 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
     ids = np.concatenate([tokens, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
     # A pass without any position is not computed, and not filled up either.
     idle = np.zeros(max(0, least - len(ids)) if len(ids) else 0, np.int64)
-    # With short pieces one list of visible rows is written out: first the slots' own rows, then for each position of a
-    # short piece all rows of its prompt up to itself.
-    if pieces.ragged:  # their rows are in no table
+    # The rows of short pieces are in no table, so one list of visible rows is written out: first the slots' own rows,
+    # then for each position of a short piece all rows of its prompt up to itself.
+    if pieces.ragged:
         short = [(p, np.arange(a + 1, b + 1)) for p, a, b in spans[: len(pieces.ragged)]]
         slot_rows = visible[np.repeat(starts, lengths) + ragged_arange(lengths)]
         visible = np.concatenate([slot_rows, *(p.rows[ragged_arange(n)] for p, n in short)])
@@ -120,14 +112,10 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
 
 
 def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
-    """Returns the number of prompt positions to compute in a pass with `computed` other positions. `left` prompt
-    positions are not cached yet.
-
-    Positions that would begin one more vector of lanes without filling it wait for the next pass, if this pass still
-    has some positions of a prompt. With 64 slots and short prompts, one lane in nine would be idle otherwise.
-    """
-    # Whole vectors of lanes only, if that still leaves a position for prompts (computed < whole), and if all that is
-    # wanted would be computed in this pass. Otherwise the budget alone limits it.
+    """Returns the number of prompt positions to compute in a pass with `computed` other ones, where `left` prompt
+    positions are not cached yet. Positions that would begin one more vector of lanes without filling it wait for the
+    next pass: with 64 slots and short prompts, one lane in nine would be idle otherwise."""
+    # Whole vectors only if that still leaves a position for prompts, and if all that is wanted would be computed.
     wanted = computed + left
     whole = wanted // lanes * lanes
     least, most = LANES_PAY

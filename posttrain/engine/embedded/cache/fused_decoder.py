@@ -1,10 +1,9 @@
 """A model's own decoder with a third of the calls, for sampling from float32 models of the Llama family.
 
-At the sizes that run on a CPU, the calls of a decode step cost as much time as its arithmetic. Here queries,
-keys and values are one matrix product, and gate and up are another. Norms, rotations and residuals work in
-place. The weights are stored once: the module's own parameters become views of the joined ones, so loading and
-reading them works as before. Layers with an adapter are the exception. The joined weights hold a merged copy of them,
-and `refresh` makes this copy again after a load.
+At the sizes that run on a CPU, the calls of a decode step cost as much time as its arithmetic. Here queries, keys and
+values are one matrix product, and gate and up are another. Norms, rotations and residuals work in place. The weights
+are stored once: the module's own parameters become views of the joined ones. Of layers with an adapter the joined
+weights hold a merged copy, which `refresh` makes again after a load.
 
 With the compiled kernels, one call computes half a layer. Activations are then feature-major. W @ x reads each weight
 once in memory order, and the bits of a position do not depend on the number of other positions.
@@ -28,7 +27,7 @@ from posttrain.engine.adapters.adapter_modules import effective, is_adapted, lay
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.key_value_cache import CachedLayout
 from posttrain.engine.head.kernel_table import Kernel, add_forms, in_c
-from posttrain.engine.head.readout import ReadOut
+from posttrain.engine.head.readout import CANARY, ReadOut, canary
 from posttrain.engine.layers.attention import AttentionCall, Layout, PackedLayout
 from posttrain.system.errors import EngineError
 
@@ -39,8 +38,6 @@ FAMILIES = {
     "Qwen3ForCausalLM": "Qwen3",
 }
 """Architectures whose layers are exactly the one below, and the prefix of their classes in transformers."""
-CANARY = 24
-"""Tokens of the sequence on which both decoders are compared."""
 BOUND = 1e-4
 """Largest relative difference allowed between fused and original hidden states."""
 
@@ -131,8 +128,7 @@ class FusedDecoder:
         cos, sin = self._cos.index_select(0, position_ids), self._sin.index_select(0, position_ids)
         h, k, d, count = self._heads, self._kv_heads, self._width, len(input_ids)
         for layer in self._layers:
-            # One product for queries, keys and values, in this order of heads. Queries and keys are neighbours in it,
-            # so they are normed and rotated together.
+            # One product for queries, keys and values, in this order of heads. The first two are rotated together.
             qkv = nn.functional.linear(_norm(x_NE, layer.before), layer.qkv, layer.qkv_bias).view(count, h + 2 * k, d)
             qk = qkv[:, : h + k]
             if layer.q_norm is not None and layer.k_norm is not None:
@@ -151,8 +147,7 @@ class FusedDecoder:
     def _compiled(
         self, kernels: compile_native.Kernels, input_ids: Tensor, position_ids: Tensor, layout: Layout
     ) -> Tensor:
-        """`hidden` with compiled kernels. Activations are [features, N], with rows of `compile_native.stride(N)`
-        floats."""
+        """`hidden` with compiled kernels. Activations are [features, N], `compile_native.stride(N)` floats a row."""
         s, count = self._sizes, len(input_ids)
         wide = compile_native.stride(count)
         h, k, d = s.H, s.K, s.D
@@ -163,24 +158,23 @@ class FusedDecoder:
         pass_memory = compile_native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
         sizes, pass_address = ctypes.addressof(s), ctypes.addressof(pass_memory)
         kernels.begin(sizes, pass_address, self._embed.weight.data_ptr())
-        # Queries, keys and values lie at the same addresses in every
-        # layer, so the arguments of attention are bound once a pass.
+        # Queries, keys and values lie at the same addresses in every layer, so attention is bound once a pass.
         attend, seen_at = layout.every_layer(query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
         for layer, weights in zip(self._layers, self._addresses, strict=True):
             kernels.before(sizes, weights, pass_address)
             if attend is not None:
                 attend(layer.index, layer.scaling, layer.window)
-                kernels.after(sizes, weights, pass_address, seen_at)
-                continue
-            seen = layout.attend(AttentionCall(layer.attention, query, key, value, layer.scaling, layer.window))
-            kernels.after(sizes, weights, pass_address, seen.contiguous().data_ptr())
+            else:
+                seen = layout.attend(AttentionCall(layer.attention, query, key, value, layer.scaling, layer.window))
+                seen = seen.contiguous()
+                seen_at = seen.data_ptr()
+            kernels.after(sizes, weights, pass_address, seen_at)
         out = torch.empty(count, s.E)
         kernels.end(sizes, pass_address, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
         return out
 
     def _head_room(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Memory [N, heads, D] for all heads of a pass, and its views: queries, keys and values [1, heads, N, D]. The
-        memory is reused where the last pass had as many positions."""
+        """Memory [N, heads, D], reused if it fits, and views of queries, keys and values [1, heads, N, D]."""
         if len(self._head_memory[0]) != count:
             h, k, d = self._heads, self._kv_heads, self._width
             heads = torch.empty(count, h + 2 * k, d)
@@ -189,30 +183,20 @@ class FusedDecoder:
         return self._head_memory
 
     def _room(self, features: tuple[int, ...], wide: int) -> list[int]:
-        """Addresses of matrices [features, wide]. Their memory is reused from pass to pass, because new memory costs
-        more than small products."""
+        """Addresses of matrices [features, wide]. Their memory is reused: new memory costs more than small products."""
         if self._memory.numel() < sum(features) * wide:
             self._memory = torch.zeros(sum(features) * wide + compile_native.LANES)
-        # Rounded up to a vector of 64 bytes. `wide` is a multiple of a vector
-        # too, so every matrix begins at one; 4 is the size of a float.
+        # Every matrix begins at a vector of 64 bytes: `wide` is a multiple of one; 4 is the size of a float.
         start = -(-self._memory.data_ptr() // 64) * 64
         return [start + 4 * wide * before for before in itertools.accumulate((0, *features[:-1]))]
 
     def _address(self, layer: _Layer) -> compile_native.Layer:
         """The addresses of a layer's weights. The layer keeps the weights alive."""
         q, k = layer.q_norm, layer.k_norm
-        weights = (
-            layer.before.weight,
-            layer.qkv,
-            layer.qkv_bias,
-            q and q.weight,
-            k and k.weight,
-            layer.out.weight,
-            layer.out.bias,
-        )
-        every = (*weights, layer.after.weight, layer.gate_up, layer.down.weight)
+        attention = layer.before.weight, layer.qkv, layer.qkv_bias, q and q.weight, k and k.weight
+        products = layer.out.weight, layer.out.bias, layer.after.weight, layer.gate_up, layer.down.weight
         eps = layer.before.variance_epsilon, q.variance_epsilon if q else 0.0, layer.after.variance_epsilon
-        return compile_native.Layer(*(None if w is None else w.data_ptr() for w in every), *eps)
+        return compile_native.Layer(*compile_native.addresses(*attention, *products), *eps)
 
     def _join(self, layer: Any) -> _Layer:
         """The joined weights of a layer."""
@@ -254,9 +238,7 @@ class FusedDecoder:
     @torch.no_grad()
     def _check(self, read_out: ReadOut, length: int) -> None:
         """EngineError where the hidden states of a sequence differ from the original decoder's by more than `BOUND`."""
-        at = torch.arange(length, device=read_out.weight.device)
-        # Multiples of a prime: ids from all over the vocabulary, without a random generator.
-        ids = at * 7919 % read_out.weight.shape[0]
+        ids, at = canary(read_out.weight, length)
         theirs = read_out.hidden(ids, at, PackedLayout([length]))
         gap = float((self.hidden(ids, at, PackedLayout([length])) - theirs).abs().max() / theirs.abs().max())
         # Written as `not <=`, so that NaN is refused as well.
@@ -292,11 +274,9 @@ def fusable(module: PreTrainedModel) -> bool:
 
 def window_of(layer: Any) -> int | None:
     """The sliding window of an attention layer; None: it sees everything."""
-    return (
-        layer.config.sliding_window
-        if type(layer).__name__ == "MistralAttention"
-        else getattr(layer, "sliding_window", None)
-    )
+    if type(layer).__name__ == "MistralAttention":
+        return layer.config.sliding_window
+    return getattr(layer, "sliding_window", None)
 
 
 def _biases(layers: list[Any]) -> Tensor | None:
@@ -309,8 +289,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     """The parts concatenated along the first axis. Each part becomes a view of its place in the result."""
     joined_weight = torch.cat([p.detach() for p in parts])
     for part, view in zip(parts, joined_weight.split([len(p) for p in parts]), strict=True):
-        # The module's parameter keeps its name and its owner, and its numbers lie in the joined weight. So they are
-        # stored once, and new weights that are copied into it are in both.
+        # The parameter keeps its name and its owner, so new weights that are copied into it are in both.
         part.data = view
     return joined_weight
 

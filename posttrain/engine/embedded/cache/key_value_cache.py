@@ -2,9 +2,8 @@
 
 Attention here is ragged: a query reads exactly the rows of its own sequence, whatever the lengths of the others. On a
 CPU with a C compiler it is one call of compiled code (`native_code/attention.h`). Elsewhere scores are a sampled matrix
-product over a CSR pattern, with one entry per query, head and visible row. Weights times values are an embedding bag
-over the same indices. So no key or value is copied, and none is read for padding. Only the softmax works on a padded
-matrix; it holds scores, 1 / D of the data.
+product over a CSR pattern, with one entry per query, head and visible row, and weights times values are an embedding
+bag over the same indices: no key or value is copied or read for padding. Only the softmax works on a padded matrix.
 
 Axis letters: B ragged queries, H query heads, K key-value heads (H = K * groups), D head width, T visible rows summed
 over the queries, E = H * T entries in the order (head, query, row), N positions of the forward pass.
@@ -23,10 +22,12 @@ import torch
 from torch import Tensor
 
 from posttrain.config.engines import KernelChoice
+from posttrain.core.exchange.expert_choices import UNKNOWN
 from posttrain.engine.cpu import compile_native
 from posttrain.engine.embedded.cache.cache_blocks import BLOCK
 from posttrain.engine.head.kernel_table import Kernel, add_forms, check_compiled, in_c, kernel
 from posttrain.engine.layers.attention import AttentionCall, PackedLayout
+from posttrain.engine.layers.expert_routing import Routing, as_array
 from posttrain.engine.model.supported_models import LayerShape
 from posttrain.system.errors import EngineError
 
@@ -87,8 +88,7 @@ class CachePool:
     def grow(self, blocks: int) -> None:
         """Make room for `blocks` blocks. Cached tokens keep their rows."""
         rows = blocks * BLOCK
-        # A block's place does not depend on how many there are, so growing keeps every row where it is. Views of the
-        # reserved memory grow without a copy.
+        # A block's place does not depend on how many there are, so views of the reserved memory grow without a copy.
         if rows > self._reserved_rows:
             self._reserved_rows = rows * RESERVE if self.device.type == "cpu" else rows
             self._reserved_memory = [
@@ -111,8 +111,7 @@ class CachePool:
 
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
         """Copy rows, before one of the owners of their block writes to it."""
-        # Per tensor every source is read before a row is written: a row
-        # may be a source and a target of one call (`Stepper._copy`).
+        # Per tensor every source is read before a row is written: a row may be both (`Stepper._copy`).
         a, b = (torch.from_numpy(x).to(self.device) for x in (source, to))
         for shape, *pools in zip(self.shapes, self.keys, self.values, strict=True):
             for pool in pools:
@@ -137,6 +136,45 @@ class CachePool:
             return torch.zeros(n, width, dtype=self.dtype, device=self.device)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=self.dtype).view(n, width)
+
+
+class RoutedPool(CachePool):
+    """`CachePool` of a mixture of experts, which also keeps the experts that computed each cached token. They lie in
+    the rows of the pool, so they are shared, copied and kept with the keys and values that they made."""
+
+    _routed = np.zeros((0, 0, 0), np.int16)
+    """int16 [rows, R, K]."""
+
+    def grow(self, blocks: int) -> None:
+        super().grow(blocks)
+        self._room()
+
+    def release(self) -> None:
+        super().release()
+        self._routed = self._routed[:0]
+
+    def copy(self, source: np.ndarray, to: np.ndarray) -> None:
+        super().copy(source, to)
+        self._routed[to] = self._routed[source]
+
+    def keep(self, rows: np.ndarray, routing: Routing) -> None:
+        """Store what the routers chose for the positions cached in these rows. Idle positions come after them."""
+        chosen = as_array(routing.stacked(routing.used))[: len(rows)]
+        # How many routers and experts there are is seen at the first pass.
+        if self._routed.shape[1:] != chosen.shape[1:]:
+            self._routed = np.zeros((0, *chosen.shape[1:]), np.int16)
+        self._room()
+        self._routed[rows] = chosen
+
+    def routed(self, rows: np.ndarray) -> np.ndarray:
+        """int16 [T, R, K]: the choices of the tokens in these rows."""
+        return self._routed[rows]
+
+    def _room(self) -> None:
+        """Give the choices as many rows as the pool has. New rows hold UNKNOWN."""
+        if (missing := self.rows - len(self._routed)) > 0:
+            unknown = np.full((missing, *self._routed.shape[1:]), UNKNOWN, np.int16)
+            self._routed = np.concatenate([self._routed, unknown])
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,12 +243,12 @@ class CachedLayout:
     def by_compiled(self, call: AttentionCall) -> Tensor:
         """Store the keys and values of all positions, then attend with the ragged queries, each over its own rows ->
         [1, B, H, D]. The result is overwritten when the next layer attends."""
-        layer, query, dtype = _layer(call), self._ragged(call), call.query.dtype
+        layer, dtype = _layer(call), call.query.dtype
         query, key, value = (
             # C reads float32 with adjacent last elements. The strides of positions
             # and heads are passed on, so a transposed tensor is not copied.
             x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous()
-            for x in (query, call.key[0], call.value[0])
+            for x in (self._ragged(call), call.key[0], call.value[0])
         )
         attend = self._bound(query, key, value, call.softcap)
         attend(self.pool.keys[layer], self.pool.values[layer], call.scaling, call.window)
@@ -221,15 +259,16 @@ class CachedLayout:
         return call.query[0, :, : len(self._lengths_B)]
 
     def every_layer(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[AttendLayer | None, int]:
-        """For layers that all write their heads to the same three float32 tensors, shaped as for `attend`: the
-        function that attends in one layer, and the address of its result [N, H, D]. None where this pass has
-        dense pieces or chunks."""
+        """For layers that all write their heads to the same three float32 tensors, shaped as for `attend`: the function
+        that attends in one layer, and the address of its result [N, H, D]. None for dense pieces or chunks."""
         if self.pool.kernel.form != "compiled" or self.dense is not None or self._chunks:
             return None, 0
         attend, keys, values = self._bound(query[0], key[0], value[0], None), self.pool.keys, self.pool.values
-        return (
-            lambda layer, scaling, window: attend(keys[layer], values[layer], scaling, window)
-        ), self._seen.data_ptr()
+
+        def attend_layer(layer: int, scaling: float, window: int | None) -> None:
+            attend(keys[layer], values[layer], scaling, window)
+
+        return attend_layer, self._seen.data_ptr()
 
     def _bound(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> compile_native.Attend:
         """The compiled attention, bound to these tensors. A call of it attends in one layer and writes `_seen`."""
@@ -264,8 +303,7 @@ class CachedLayout:
         scores_E = csr.values()
         if softcap is not None:
             scores_E = softcap * torch.tanh(scores_E / softcap)
-        # A row of padding alone, of an idle query, becomes nan in the softmax.
-        # No entry reads it, and its bag is empty, so its output is 0.
+        # A row of padding alone, of an idle query, becomes nan. No entry reads it, and its bag is empty: output 0.
         padded = scores_E.new_full((heads * count, pattern.width), float("-inf"))
         padded.view(-1).scatter_(0, pattern.places_E, scores_E)
         weights_E = padded.softmax(-1).view(-1).index_select(0, pattern.places_E)
@@ -274,8 +312,7 @@ class CachedLayout:
         return out.view(heads, count, -1).transpose(0, 1).unsqueeze(0).to(query.dtype)
 
     def by_definition(self, call: AttentionCall) -> Tensor:
-        """`by_compiled` by its definition: over copies of all keys and values that each query sees,
-        padded to the longest."""
+        """`by_compiled` by its definition: over copies of all that each query sees, padded to the longest."""
         layer, query, softcap = _layer(call), self._ragged(call), call.softcap
         self.pool.write(layer, self._rows_N, call.key[0], call.value[0])
         heads, count, _ = query.shape
@@ -319,9 +356,8 @@ class CachedLayout:
         # Rounded up, since -(-a // b) rounds up: the softmax then sums rows of few different widths.
         width = -(-int(lengths_B.max(initial=1)) // LANES) * LANES
         head = np.arange(heads)[:, None]
-        # The place of key-value head 0 of each row. Head k of the same row lies k * BLOCK
-        # further, and H / K query heads share it. Entries stand in the order (head,
-        # query, row), so the bag of head h and query b begins at h * T + starts[b].
+        # The place of key-value head 0 of each row; head k of it lies k * BLOCK further, and H / K query heads share
+        # it. Entries stand in the order (head, query, row): the bag of head h and query b begins at h * T + starts[b].
         first_T = visible_T // BLOCK * (kv_heads * BLOCK) + visible_T % BLOCK
         rows_E = (first_T.astype(np.int32) + (head // (heads // kv_heads) * BLOCK).astype(np.int32)).ravel()
         places_T = np.repeat(np.arange(count) * width - starts_B, lengths_B) + np.arange(total)
@@ -344,16 +380,14 @@ add_forms(
 
 
 class Chunk:
-    """Dense attention of the queries at the end of one cached sequence over all of it. Each layer gathers
-    its keys and values once."""
+    """Dense attention of the queries at the end of one cached sequence over all of it."""
 
     def __init__(self, pool: CachePool, rows_T: np.ndarray, length: int) -> None:
         self._pool, self.length = pool, length
         self._rows_T = torch.from_numpy(rows_T).to(pool.device)
         # [n, T]: depth of the query minus depth of the key. The queries are the last n of the sequence.
-        self._distance = torch.arange(len(rows_T) - length, len(rows_T), device=pool.device)[:, None] - torch.arange(
-            len(rows_T), device=pool.device
-        )
+        depth = torch.arange(len(rows_T), device=pool.device)
+        self._distance = depth[len(rows_T) - length :, None] - depth
 
     def attend(self, call: AttentionCall, begin: int) -> Tensor:
         """[1, n, H, D]: the output of the queries from position `begin` of the pass on."""

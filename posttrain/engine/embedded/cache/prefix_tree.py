@@ -1,18 +1,14 @@
 """The prefix tree: which cached blocks hold which beginnings of sequences.
 
 An edge is the tokens of one block. A node is the block that holds their keys and values, computed after all tokens
-above it. Inner nodes are full blocks. A leaf may be partial, so that the next turn of an episode finds all tokens of
-its last turn. A sequence that leaves a cached one inside a block copies the rows before it. The roots are weight
-versions, so keys and values of other weights are never found.
-
-The least recently used blocks are evicted first, and a leaf before its parent. numpy and dictionaries;
-the rows are in `key_value_cache`.
+above it. Inner nodes are full; a leaf may be partial, so that an episode's next turn finds all of its last one. A
+sequence that leaves a cached one inside a block copies the rows before it. The roots are weight versions, so those of
+other weights are never found. The least recently used blocks are evicted first, and a leaf before its parent.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +17,8 @@ from posttrain.engine.embedded.cache.cache_blocks import BLOCK, Blocks
 
 LOOKED_AT = 64
 """Most blocks below one node that are compared with a sequence."""
+EVICT_BLOCKS = 64
+"""Fewest blocks that are evicted at once, so that the search for them is rare."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,10 +35,9 @@ class _Node:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """The cached beginning of a sequence: whole blocks, then `extra` rows at the start of `tail`."""
+    """The cached beginning of a sequence: whole blocks (int64), then `extra` rows at the start of `tail`."""
 
     blocks: np.ndarray
-    """int64: one per `BLOCK` tokens."""
     tail: int = -1
     extra: int = 0
 
@@ -51,11 +48,7 @@ class Match:
 
 
 class PrefixTree:
-    """Owns one share of every block in it.
-
-    Args:
-        version: version of the weights whose keys and values are cached from now on.
-    """
+    """Owns one share of every block in it. `version`: of the weights that compute what is cached from now on."""
 
     def __init__(self, blocks: Blocks, version: int) -> None:
         self._blocks = blocks
@@ -65,8 +58,7 @@ class PrefixTree:
         self._order: OrderedDict[int, _Node] = OrderedDict()
         """By serial, least recently used first."""
         self._serial = 0
-        # Below 0, so it is never the serial of a node, and another one
-        # for each version: nothing below an old root can be found.
+        # Below 0, so never the serial of a node, and another one for each version: nothing old can be found.
         self._root = -1 - version
 
     def __len__(self) -> int:
@@ -77,17 +69,17 @@ class PrefixTree:
         """The longest cached beginning of int32 `ids`, at most `most` tokens of it."""
         if not self._nodes:
             return Match(np.zeros(0, np.int64))
-        # Whole blocks first, by one look-up each. Then the best partly equal block, whose rows are copied: a block can
-        # be shared only as a whole, since two sequences write behind its rows.
+        # Whole blocks, then the best partly equal one. Its rows are copied, since two sequences write behind them.
         path, at = self._walk(ids, most // BLOCK)
         done = len(path) * BLOCK
         partial = self._partial_match(at, ids[done : min(most, done + BLOCK)])
+        blocks = np.array([n.block for n in path], np.int64)
         if partial is None:
             self._touch(path)
-            return Match(np.array([n.block for n in path], np.int64))
+            return Match(blocks)
         node, extra = partial
         self._touch([*path, node])
-        return Match(np.array([n.block for n in path], np.int64), node.block, extra)
+        return Match(blocks, node.block, extra)
 
     def _partial_match(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
         """(the block below node `at` that begins with most tokens of `wanted`, how many these are); None where no block
@@ -106,19 +98,15 @@ class PrefixTree:
         return best
 
     def insert(self, ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """Add a sequence: `blocks` hold the keys and values of all of `ids`. The tree becomes an owner of
-        those it does not have.
-
+        """Add a sequence: `blocks` hold the keys and values of all of `ids`. The tree becomes an owner of new ones.
         Returns int64, like `blocks`: the blocks in which the tree has `ids`. A caller that keeps blocks must keep
-        these. A block with a child cannot be evicted, so it must not be spare while a caller holds the child.
-        """
+        these: a block with a child cannot be evicted, so it must not be spare while a caller holds the child."""
         # Two requests may have computed the same block at once. The tree keeps the first, and the caller takes that one
         # over and gives its own up (`Scheduler._take_over`): so no spare block lies above one that is in use.
         path, at = self._walk(ids, len(ids) // BLOCK)
         new: list[int] = []
         for i in range(len(path), len(blocks)):
-            # The last edge may be shorter than a block. `_walk` asks for
-            # whole blocks only, so such a leaf is found by `_partial_match` alone.
+            # The last edge may be shorter than a block. `_partial_match` alone finds it.
             edge = (at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes())
             node = self._nodes.get(edge)
             if node is None:
@@ -189,22 +177,3 @@ class PrefixTree:
         """Mark these as used now. A parent is marked after its child, so it is evicted later."""
         for node in reversed(path):
             self._order.move_to_end(node.serial)
-
-
-EVICT_BLOCKS = 64
-"""Fewest blocks that are evicted at once, so that the search for them is rare."""
-
-
-def take_blocks(blocks: Blocks, tree: PrefixTree, n: int, grow: Callable[[int], None]) -> np.ndarray:
-    """`n` blocks: free ones first, then new ones within the byte budget, then evicted ones of the tree.
-
-    `grow` is called with the number of blocks that the pool must hold.
-    """
-    if n > blocks.free and blocks.capacity < blocks.most:
-        # A quarter more at least, so that a cache of n blocks has been copied some log n times and not n times.
-        capacity = min(blocks.most, max(blocks.capacity + n - blocks.free, blocks.capacity + blocks.capacity // 4))
-        grow(capacity)
-        blocks.grow(capacity)
-    if n > blocks.free:
-        tree.evict(max(n - blocks.free, EVICT_BLOCKS))
-    return blocks.take(n)

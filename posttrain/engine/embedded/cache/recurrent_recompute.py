@@ -1,9 +1,8 @@
 """The embedded engine's form of a model with a recurrent state: it caches the tokens and computes each sequence again.
 
-There is no cache of states: a state cannot be cut back to the beginning that two sequences share, as keys and values
-can. So the pool holds the id of each token in place of its keys and values, and the hidden state of a position is
-computed from all ids up to it. It is exact, and each token costs a pass over its whole sequence: for small models and
-for trying out. vLLM serves large ones.
+A state cannot be cut back to the beginning that two sequences share, as keys and values can. So the pool holds the id
+of each token in their place, and a hidden state is computed from all ids up to it. It is exact, and each token costs a
+pass over its whole sequence: for small models and for trying out. vLLM serves large ones.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from posttrain.config.engines import KernelChoice
 from posttrain.engine.embedded.cache.cached_model import CachedModel
 from posttrain.engine.embedded.cache.forward_plan import Plan
 from posttrain.engine.embedded.cache.key_value_cache import CachePool, ragged_arange
 from posttrain.engine.embedded.load_weights import replace_weights
 from posttrain.engine.embedded.schedule.slots import Slots
-from posttrain.engine.head.float32_head import prove_logits
 from posttrain.engine.layers.attention import PackedLayout
-from posttrain.engine.model.architecture_kinds import refuse_same_bits
 from posttrain.engine.model.recurrent_state import BATCH, RowLayout, rows_alone
-from posttrain.engine.model.supported_models import LayerShape, accept
+from posttrain.engine.model.supported_models import LayerShape
 from posttrain.system.errors import EngineError
 
 TOKEN = LayerShape(1, 1, 1)
@@ -38,27 +33,13 @@ MOST_IDS = 1 << 24
 class RecomputedModel(CachedModel):
     """`CachedModel` of a model with a recurrent state."""
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        context: int,
-        *,
-        device: str,
-        rows: int | None = None,
-        kernels: KernelChoice = "auto",
-    ) -> None:
-        if rows is not None:
-            refuse_same_bits(module.config.to_dict())
-        self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
-        self.read_out, _ = accept(module, context)
-        prove_logits(self.read_out)
+    def _serve(self, shapes: list[LayerShape], context: int) -> None:
         if self.vocabulary > MOST_IDS:
             raise EngineError(f"a vocabulary of {self.vocabulary:,} ids: at most {MOST_IDS:,} can be cached")
-        self.kernels = kernels
         # No attention runs over this pool, so it needs no compiled kernels.
         self.pool = CachePool([TOKEN], torch.float32, self.read_out.weight.device, "torch")
         self.fused, self.lanes, self._rows = False, 1, None
-        self._layout = RowLayout(kernels)
+        self._layout = RowLayout(self.kernels)
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
         replace_weights(self.module, tensors)
@@ -66,8 +47,7 @@ class RecomputedModel(CachedModel):
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
         """(hidden states [N, H] of a plan's positions; None). The positions' ids are cached."""
         self._keep(plan.rows, plan.ids[: len(plan.rows)])
-        # Every position names the rows of its whole sequence. Consecutive positions of one piece see one row more each.
-        # So they become one sequence, and as many of its last states are wanted as there are positions.
+        # Positions name the rows of their sequence. Those of one piece, each a row longer, become one sequence.
         rows_seen = [plan.visible[a : a + n] for a, n in zip(plan.starts, plan.lengths, strict=True)]
         seqs: list[tuple[np.ndarray, int]] = []
         for rows in rows_seen:
@@ -84,9 +64,8 @@ class RecomputedModel(CachedModel):
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
         """[n, H]: hidden states of one token for each slot of `at`."""
         self._keep(slots.table[at, position], ids)
-        return self._last_states(
-            [(slots.table[i, : p + 1], 1) for i, p in zip(at.tolist(), position.tolist(), strict=True)]
-        )
+        seqs = [(slots.table[i, : p + 1], 1) for i, p in zip(at.tolist(), position.tolist(), strict=True)]
+        return self._last_states(seqs)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """[N, H]: hidden states of whole sequences back to back. Each sequence begins at position 0."""
@@ -100,8 +79,7 @@ class RecomputedModel(CachedModel):
         self.pool.write(0, torch.from_numpy(rows).to(self.pool.device), key, key)
 
     def _last_states(self, seqs: list[tuple[np.ndarray, int]]) -> Tensor:
-        """The last hidden states of sequences, each given by the pool rows of its ids and how many of them are
-        wanted."""
+        """The last hidden states of sequences: of each the pool rows of its ids and how many states are wanted."""
         if not seqs:
             return self.read_out.weight.new_zeros(0, self.read_out.weight.shape[1])
         lengths, wanted = (np.array(x, np.int64) for x in ([len(r) for r, _ in seqs], [n for _, n in seqs]))

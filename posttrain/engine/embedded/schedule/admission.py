@@ -30,9 +30,7 @@ class Admission:
 
     def ids(self, ids: np.ndarray) -> np.ndarray:
         """int32 [T]: the tokens, given in any integer type; DataError where this engine cannot compute the sequence.
-
-        They are checked before they are cast to 32 bits, in which 2 ** 32 + 7 becomes token 7.
-        """
+        They are checked before they are cast to 32 bits, in which 2 ** 32 + 7 becomes token 7."""
         tokens = np.asarray(ids)
         if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
             raise DataError(
@@ -77,13 +75,11 @@ class Admission:
         limit = min(sampling.max_tokens, room)
         # The smaller one of both limits ends the turn, and is its stop reason.
         end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
-        # One more than it can fill, for the copy of a shared last block. So any one request fits an empty cache, and
-        # preempting others always makes enough room for the oldest.
+        # One more, for the copy of a shared last block: so any request fits an empty cache, and the oldest gets room.
         if blocks_for(len(ids) + limit) + 1 > self.most:
             raise EngineError(
                 f"a sequence of {len(ids) + limit} tokens does not fit the key-value cache of {self.most * BLOCK}"
                 " tokens: raise cache_bytes, or lower the context or max_tokens"
             )
-        return GenerateCall(
-            ids, sampling, place, limit, end, asyncio.get_running_loop().create_future(), heard, time.perf_counter()
-        )
+        future = asyncio.get_running_loop().create_future()
+        return GenerateCall(ids, sampling, place, limit, end, future, heard, time.perf_counter())

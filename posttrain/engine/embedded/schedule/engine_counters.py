@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SchedulerCounts:
-    """Sums since the gauges were last read.
-
-    A type apart from `EngineCounters`, because a scheduler is replaced after a failure, and its counts end with it.
-    """
+    """Sums since the gauges were last read. They end with their scheduler, which is replaced after a failure."""
 
     shared: int = 0
     """Prompt tokens that were not computed, because another request of the same prompt had computed them."""
@@ -60,7 +57,7 @@ class EngineCounters:
 
     def _reset(self) -> None:
         self._tokens = self._turns = self._steps = self._spoke = self._longest = 0
-        self._linear = self._attention = 0.0, 0.0
+        self._linear, self._attention = np.zeros(2), np.zeros(2)
         """Amounts that were computed, and the parts of them that were needed."""
         self._prefilled = 0
         self._drafted = self._accepted = 0
@@ -89,34 +86,27 @@ class EngineCounters:
         triangle = sum(n * (n + 1) // 2 for n in plan.dense)
         computed = 0 if dense is None else sum(b * n * (n + 1) // 2 for b, n in dense.shapes)
         chunks = sum(n * len(rows) - n * (n - 1) // 2 for rows, n in plan.chunks)
-        self._linear = self._linear[0] + len(plan.ids), self._linear[1] + len(plan.rows)
-        attended, needed = self._attention
-        self._attention = attended + ragged + computed + chunks, needed + ragged + triangle + chunks
+        self._linear += len(plan.ids), len(plan.rows)
+        self._attention += ragged + computed + chunks, ragged + triangle + chunks
         self._prefilled += len(plan.rows) - plan.front
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
-        """Count a pass with drafts, of which `said` were accepted.
-
-        Args:
-            needed: indices of the positions of generating slots that count as needed. Positions of rejected drafts do
-                not.
-        """
+        """Count a pass with drafts, of which `said` were accepted. `needed`: indices of the positions of generating
+        slots without those of rejected drafts."""
         # `forward` has counted every position as needed. Here the rejected drafts are taken off again.
         computed = plan.front
         self._drafted += computed - len(plan.generating)
         self._accepted += said
-        rejected = int(plan.lengths[:computed].sum() - plan.lengths[needed].sum())
-        self._linear = self._linear[0], self._linear[1] - computed + len(needed)
-        self._attention = self._attention[0], self._attention[1] - rejected
+        self._linear[1] -= computed - len(needed)
+        self._attention[1] -= int(plan.lengths[:computed].sum() - plan.lengths[needed].sum())
 
     def spent(self, name: str, seconds: float) -> None:
         """Add to a measurement of `clock`: seconds, or bytes for `engine/freed`."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def clock(self) -> dict[str, float]:
-        """Seconds since the last call. `engine/step`: in forward passes and draws. `engine/queue`: that
-        requests waited for a slot. `engine/sleep` and `engine/wake`: in which the cache was freed and made anew. With
-        them `engine/freed`: the bytes that were freed."""
+        """Seconds since the last call: `engine/step` in forward passes and draws, `engine/queue` that requests waited
+        for a slot, `engine/sleep` and `engine/wake`; and `engine/freed`, the bytes that sleeping freed."""
         taken, self._seconds = self._seconds, {}
         return taken
 
@@ -124,15 +114,14 @@ class EngineCounters:
         """The gauges since the last call, with the scheduler's counts; all sums begin again at 0."""
         counts, scheduler.counts = scheduler.counts, SchedulerCounts()
         # Positions that are computed a second time are work, and were needed once only.
-        linear = self._linear[0], self._linear[1] - sum(b - a for a, b in counts.again)
-        twice = sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in counts.again)
-        attention = self._attention[0], self._attention[1] - twice
+        self._linear[1] -= sum(b - a for a, b in counts.again)
+        self._attention[1] -= sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in counts.again)
         out = {
             "engine/tokens": Gauge(self._tokens, self._turns),
             "engine/steps": Gauge(self._steps, self._steps),
             "engine/occupancy": Gauge(self._spoke / self._slots, self._steps),
-            "engine/positions_linear": Gauge(*linear),
-            "engine/positions_attention": Gauge(*attention),
+            "engine/positions_linear": Gauge(*self._linear.tolist()),
+            "engine/positions_attention": Gauge(*self._attention.tolist()),
             "engine/shared": Gauge(counts.shared, counts.shared + self._prefilled),
             "engine/prefix_hits": Gauge(counts.found, counts.asked),
             "engine/kv": Gauge(*self._kv.tolist()),

@@ -1,10 +1,8 @@
-"""Decides which tokens the next forward pass computes, and which request owns which cache blocks. Uses numpy; no model,
-no event loop.
+"""Decides which tokens the next forward pass computes, and which request owns which cache blocks, without the model.
 
-A request is queued, then gets a slot, then waits for its prompt to be cached, then generates. It is admitted when there
-are blocks for its prompt. Where blocks run out later, the youngest request is preempted. It goes back to the head of
-the queue with the tokens it has said, and its cache is computed again. Requests are served in order of arrival and the
-oldest is never preempted, so all of them end.
+A request is queued, then gets a slot when there are blocks for its prompt, waits for the prompt to be cached, and
+generates. Where blocks run out, the youngest is preempted: it goes back to the head of the queue with what it has said,
+and its cache is computed again. All end, since they are served in order of arrival and the oldest is never preempted.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from posttrain.engine.embedded.cache.cache_blocks import BLOCK, Blocks, blocks_for, rows_of
 from posttrain.engine.embedded.cache.forward_plan import SHORT, Drafts, Plan, PrefillPieces, make_plan, room_in_lanes
-from posttrain.engine.embedded.cache.prefix_tree import EVICT_BLOCKS, PrefixTree, take_blocks
+from posttrain.engine.embedded.cache.prefix_tree import EVICT_BLOCKS, PrefixTree
 from posttrain.engine.embedded.schedule.engine_counters import SchedulerCounts
 from posttrain.engine.embedded.schedule.slots import GenerateCall, Prompt, Slots
 
@@ -30,8 +28,7 @@ class Scheduler:
         grow: called with the number of blocks that the pool must hold.
         rows: positions of every forward pass, idle ones included; None: as many as there is work for.
         budget: most positions of a forward pass where `rows` is None. Each generating slot has at least one.
-        lanes: positions are computed in groups of this size, and idle ones in a group cost as
-            much; see `forward_plan.room_in_lanes`.
+        lanes: positions are computed in groups of this size (`forward_plan.room_in_lanes`).
         retain: blocks of ended sequences that are kept for later turns while no request needs them.
         version: version of the served weights.
     """
@@ -84,8 +81,7 @@ class Scheduler:
     @property
     def filled(self) -> int:
         """Blocks needed for what the slots and prompts have cached or are caching; shared blocks count once."""
-        # `spoken` has the block of every cached position and of the pending one, found by the first row of each block.
-        # A block of several sequences is counted once.
+        # `spoken` has the block of every cached position and of the pending one, by the first row of each block.
         s = self.slots
         waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
         at, first = np.flatnonzero(s.generating), np.arange(0, s.table.shape[1], BLOCK)
@@ -117,9 +113,7 @@ class Scheduler:
             if begun_only and request.begun is None:
                 break
             if not request.gone:
-                # Siblings of one prompt share its prefill: the first request makes the `Prompt`, and the others wait
-                # for it. A request that was preempted has tokens of its own behind the prompt, so it gets a `Prompt` of
-                # its own.
+                # Siblings share the first one's `Prompt`. A preempted request has tokens and a `Prompt` of its own.
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:
                     # Its one block is for the copy of the prompt's partly filled last block.
@@ -134,8 +128,7 @@ class Scheduler:
         return admitted
 
     def _assign(self, request: GenerateCall, prompt: Prompt) -> bool:
-        """Give a request of `prompt` a free slot. False where its contract cannot be stored; then
-        this request alone fails."""
+        """Give a request of `prompt` a free slot. False where its contract cannot be stored: it alone fails."""
         s = self.slots.assign(request)
         self._waits[s] = prompt
         prompt.waiting.append(s)
@@ -167,7 +160,6 @@ class Scheduler:
             self.counts.preempted += 1
             self.preempt(int(np.argmax(s.number)))
         self._extend(short)
-        # Drafts are not needed, so rows for them are taken only where no other request loses a block.
         if ahead:
             wanting = at[(s.held[at] <= s.cached[at] + ahead) & (s.held[at] < s.table.shape[1])]
             if self.blocks.fits(len(wanting)):
@@ -184,9 +176,7 @@ class Scheduler:
         return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
-        """Record that the pass was computed. `hidden(i)` is the hidden state of its position i. Drafts
-        count once they are said."""
-        # Drafts are not counted here: only after they were verified is it known which of them stay.
+        """Record that the pass was computed. `hidden(i)`: state of its position i. Drafts count once they are said."""
         self.slots.cached[plan.generating] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             # Whole blocks go into the tree as soon as they are computed, not when the prompt ends: another prompt with
@@ -201,8 +191,7 @@ class Scheduler:
                     self._resume(prompt)
 
     def begin(self) -> list[tuple[int, Tensor]]:
-        """(slot, hidden state) of each slot whose prompt is cached now, and whose first token is
-        drawn from that state."""
+        """(slot, hidden state) of each slot whose prompt is cached now; its first token is drawn from that state."""
         out: list[tuple[int, Tensor]] = []
         # A list, because `_join` removes a prompt with its last request.
         for prompt in [p for p in self.prompts.values() if p.hidden is not None and p.waiting]:
@@ -214,11 +203,9 @@ class Scheduler:
 
     def free(self, s: int) -> None:
         """Free a slot and all it holds, also one that has not begun. Its cached blocks stay in the prefix tree."""
-        request, prompt = self.slots.request[s], self._waits.pop(s, None)
-        assert request is not None
+        request, prompt = self.slots.of(s), self._waits.pop(s, None)
         if prompt is None:
-            # Into the tree first, then released: so a block goes from the
-            # slot to the tree without being free in between.
+            # Into the tree first, then released: so a block is not free in between.
             slot_blocks = self.slots.blocks(s)
             # Keys of older weights must not be found under the new ones, so only a fresh slot leaves its tokens there.
             if self.slots.fresh[s]:
@@ -247,11 +234,9 @@ class Scheduler:
 
     def preempt(self, s: int) -> None:
         """The slot's request goes back to the head of the queue, with the tokens it has said."""
-        request = self.slots.request[s]
-        assert request is not None
+        request = self.slots.of(s)
         request.begun = self.slots.begun(s)
-        # Without a token it will begin anew, and is one of those that have not begun. If it still waits at its prompt,
-        # it is counted there already, and `free` takes that count off.
+        # Without a token it counts again as not begun. If it still waits at its prompt, `free` takes that count off.
         if request.begun is None:
             self._users[request.key] += 1
         request.lost = int(self.slots.cached[s])
@@ -264,10 +249,10 @@ class Scheduler:
         """New weights: free every cached prompt, and the slots' caches unless they continue over `stale` blocks."""
         s = self.slots
         # The youngest first: each goes to the head of the queue, so at the end the oldest is at the head.
-        taken_slots = [i for i in np.argsort(-s.number, kind="stable").tolist() if s.request[i] is not None]
-        for i in taken_slots:
-            # Slots that wait for a prompt are preempted in either case, because prompts are freed: their first token
-            # would be drawn from a hidden state of the old weights.
+        for i in np.argsort(-s.number, kind="stable").tolist():
+            if s.request[i] is None:
+                continue
+            # Slots that wait for a prompt are always preempted: their first token would be drawn from old weights.
             if not stale or not s.generating[i]:
                 self.preempt(i)
         s.fresh[s.generating] = False
@@ -276,19 +261,16 @@ class Scheduler:
         self.tree.renew(version)
 
     def _prompt(self, request: GenerateCall) -> Prompt | None:
-        """The request's tokens with blocks for all of them, reused from the prefix tree where
-        possible; None: too few blocks."""
-        # Of a new prompt the last token is never taken from the cache: its hidden state is what the first token is
-        # drawn from, and the cache has keys and values alone. A preempted request goes on from a token that it has
-        # said.
+        """The request's tokens with blocks for all, of the prefix tree where possible; None: too few blocks."""
+        # Of a new prompt the last token is never taken from the cache: the first token is drawn from its hidden state,
+        # and the cache has keys and values alone. A preempted request goes on from a token that it has said.
         ids = request.cached_ids
         resumes = request.begun is not None
         match = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
         # Held before room is made for the others, which may evict spare blocks.
         self.blocks.share(match.blocks)
         own_blocks = blocks_for(len(ids)) - len(match.blocks)
-        # And one block for every generating slot, so that the next
-        # pass need not preempt the request that is admitted here.
+        # And one block for every generating slot, so that the next pass need not preempt this request.
         if not self._room(own_blocks + int(np.count_nonzero(self.slots.generating))):
             self.blocks.release(match.blocks)
             return None
@@ -298,7 +280,7 @@ class Scheduler:
         if match.extra:
             at = len(match.blocks) * BLOCK
             self.copies.append((match.tail * BLOCK + np.arange(match.extra), rows[at : at + match.extra]))
-        # Positions that were cached before and are computed again are work that no answer needs: gauges count them.
+        # Positions that were cached before and are computed again are work that no answer needs.
         lost = request.lost if resumes else self._lost.pop(request.key, 0)
         if lost > match.tokens:
             self.counts.again.append((match.tokens, lost))
@@ -310,8 +292,7 @@ class Scheduler:
         return prompt
 
     def _pieces(self, room: int) -> PrefillPieces:
-        """Pieces of prompts to compute now, at most `room` positions. A prompt waits if another one computes the same
-        next block in this pass."""
+        """Pieces of prompts, at most `room` positions. A prompt waits for a next block that another computes now."""
         pieces = PrefillPieces()
         claimed: set[bytes] = set()
         for prompt in self._caching:
@@ -326,8 +307,7 @@ class Scheduler:
                     continue
                 claimed.add(next_block)
             todo = min(len(prompt.ids) - prompt.done, room)
-            # With fixed shapes all positions are ragged: the bits of
-            # dense attention would depend on what else is in its bucket.
+            # With fixed shapes all are ragged: the bits of dense attention depend on what else is in the bucket.
             ragged = self._rows is not None or todo <= SHORT
             kind = pieces.ragged if ragged else pieces.chunks if prompt.done else pieces.dense
             kind.append((prompt, prompt.done + todo))
@@ -335,8 +315,7 @@ class Scheduler:
         return pieces
 
     def _adopt(self, prompt: Prompt) -> None:
-        """Use whole blocks that other requests have cached since the prompt was admitted, in place
-        of its own empty ones."""
+        """Use whole blocks that other requests have cached since the prompt was admitted, instead of own empty ones."""
         # Whole blocks, and never the one with the last token, whose hidden state has to be computed.
         cached_blocks = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
         begun = prompt.done // BLOCK
@@ -365,8 +344,7 @@ class Scheduler:
         # request to begin takes the prompt's own block. `_users` tells whether other requests of the prompt have not
         # begun yet.
         s = prompt.waiting[0]
-        request = self.slots.request[s]
-        assert request is not None
+        request = self.slots.of(s)
         size, full = len(prompt.ids), len(prompt.ids) // BLOCK
         inherits = self._users[request.key] == 1
         if not inherits and full * BLOCK < size and not self._room(1):
@@ -401,9 +379,7 @@ class Scheduler:
         self.slots.table[s, : len(prompt.rows)] = prompt.rows
         self.slots.cached[s], self.slots.held[s] = len(prompt.ids), len(prompt.rows)
         self.slots.generating[s] = True
-        request = self.slots.request[s]
-        assert request is not None
-        self.moved.append(request)
+        self.moved.append(self.slots.of(s))
 
     def _leave(self, key: bytes) -> None:
         """A request of this prompt is removed before it began. With the last one the prompt is removed."""
@@ -426,13 +402,12 @@ class Scheduler:
         self.blocks.release(prompt.blocks)
         if prompt.hidden is None:
             self._caching.remove(prompt)
-        # Requests of this prompt are still queued. They compute it again, and what is computed twice is counted.
+        # Queued requests of this prompt compute it again, and what is computed twice is counted.
         if self._users[key]:
             self._lost[key] = prompt.done
 
     def _room(self, n: int, keep: Prompt | None = None) -> bool:
-        """Returns whether there are `n` more blocks. Frees cached prompts that no slot waits for if needed, but never
-        `keep`."""
+        """Returns whether there are `n` more blocks, once prompts that no slot waits for are freed, but not `keep`."""
         if not self.blocks.fits(n):
             for prompt in [p for p in self.prompts.values() if not p.waiting and p is not keep]:
                 self._drop(prompt)
@@ -441,8 +416,16 @@ class Scheduler:
         return self.blocks.fits(n)
 
     def _blocks(self, n: int) -> np.ndarray:
-        """Take `n` blocks; see `take_blocks`."""
-        return take_blocks(self.blocks, self.tree, n, self._grow)
+        """Take `n` blocks: free ones first, then new ones within the byte budget, then evicted ones of the tree."""
+        blocks = self.blocks
+        if n > blocks.free and blocks.capacity < blocks.most:
+            # A quarter more at least, so that a cache of n blocks has been copied some log n times and not n times.
+            capacity = min(blocks.most, max(blocks.capacity + n - blocks.free, blocks.capacity + blocks.capacity // 4))
+            self._grow(capacity)
+            blocks.grow(capacity)
+        if n > blocks.free:
+            self.tree.evict(max(n - blocks.free, EVICT_BLOCKS))
+        return blocks.take(n)
 
     def _extend(self, at: np.ndarray) -> None:
         """One more block for each of these slots."""

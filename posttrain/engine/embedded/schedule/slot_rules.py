@@ -10,8 +10,6 @@ list, W sequences, L tokens of the longest sequence without its last, D tokens a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,14 +41,6 @@ class NotADistribution(NoDraw):
     """Some rows of a draw have probabilities that are not finite."""
 
 
-@dataclass(frozen=True, eq=False)
-class _ContractMask:
-    """A contract with its mask, bool [V]: tokens that are banned at every position."""
-
-    sampling: Sampling
-    never_V: np.ndarray | None
-
-
 class SlotRules:
     """The rules of `count` slots, and the past tokens that they need."""
 
@@ -78,7 +68,8 @@ class SlotRules:
         """bool [s, V]: tokens in the sequence."""
         self._never: Tensor | None = None
         """bool [s, V]: tokens banned at every position."""
-        self._known: dict[int, _ContractMask] = {}
+        self._known: dict[int, tuple[Sampling, np.ndarray | None]] = {}
+        """Contracts with their masks, bool [V], by the contract's `id`."""
 
     def put(self, s: int, sampling: Sampling, prompt: np.ndarray, said: np.ndarray) -> None:
         """Slot `s` follows `sampling` from now on, after a prompt and the tokens its turn has already said."""
@@ -93,12 +84,10 @@ class SlotRules:
         # A bad sequence of one token is banned everywhere; longer ones need the tokens before.
         self.static[s] = sampling.allowed_ids is not None or any(len(b) == 1 for b in sampling.bad_ids)
         self._put_sequences(s, [b for b in sampling.bad_ids if len(b) > 1])
-        # The last tokens, right-aligned. Places before the turn's first token stay NO_ID, which equals no token: so a
-        # bad sequence never reaches back into the prompt.
+        # Right-aligned. Before the turn's first token stands NO_ID: a bad sequence never reaches back into the prompt.
         depth = self.tail.shape[1]
         self.tail[s, depth - min(depth, len(said)) :] = said[len(said) - min(depth, len(said)) :]
-        # The two tables [s, V] are written at the first draw, because
-        # the vocabulary is known from the logits (`_write`).
+        # The two tables [s, V] are written at the first draw: the logits show the vocabulary (`_write`).
         if self.penalty[s] != 1 or self.static[s]:
             self._fresh[s] = np.concatenate([prompt, said])
 
@@ -118,10 +107,9 @@ class SlotRules:
         at, ids = at[ruled], ids[ruled]
         self.said[at] += 1
         if self.tail.shape[1]:
-            # Older tokens move one place to the left.
             self.tail[at] = np.concatenate([self.tail[at, 1:], ids[:, None]], 1)
         if self._seen is not None:
-            self._seen[_to(at, self._seen), _to(ids, self._seen)] = True
+            self._seen[placed(at, self._seen), placed(ids, self._seen)] = True
         # Of a slot whose row is not written yet the token has to be kept with the others.
         for s in [s for s in self._fresh if s in at]:
             self._fresh[s] = np.append(self._fresh[s], ids[at == s])
@@ -148,8 +136,8 @@ class SlotRules:
         if len(b):
             flat.index_add_(
                 0,
-                _to(b * width + self.bias_ids[rows[b], k], logits),
-                _to(self.bias[rows[b], k], logits).to(logits.dtype),
+                placed(b * width + self.bias_ids[rows[b], k], logits),
+                placed(self.bias[rows[b], k], logits).to(logits.dtype),
             )
         self._penalise(logits, rows, ahead)
         banned = [np.zeros(0, np.int64)]
@@ -160,11 +148,11 @@ class SlotRules:
         b, k = np.nonzero(self._completed(rows, ahead))
         banned.append(b * width + self.last[rows[b], k])
         where = np.concatenate(banned)
-        flat.index_fill_(0, _to(where, logits), INF)
+        flat.index_fill_(0, placed(where, logits), INF)
         static = np.flatnonzero(self.static[rows])
         if len(static) and self._never is not None:
-            at = _to(static, logits)
-            never = self._never.index_select(0, _to(rows[static], logits))
+            at = placed(static, logits)
+            never = self._never.index_select(0, placed(rows[static], logits))
             logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(never, INF))
         # A row without any ban cannot have lost all its tokens, so only rows with bans are searched.
         return self._dead_ends(logits, rows, np.union1d(static, where // width), drafted)
@@ -175,13 +163,13 @@ class SlotRules:
         penalised = np.flatnonzero(self.penalty[rows] != 1)
         if not len(penalised) or self._seen is None:
             return
-        at = _to(penalised, logits)
+        at = placed(penalised, logits)
         # A copy: drafts count as said in this draw, and may be rejected after it.
-        in_sequence = self._seen.index_select(0, _to(rows[penalised], logits))
+        in_sequence = self._seen.index_select(0, placed(rows[penalised], logits))
         if ahead is not None:
             b, k = np.nonzero(ahead[penalised] != NO_ID)
-            in_sequence[_to(b, logits), _to(ahead[penalised[b], k], logits)] = True
-        z, p = logits.index_select(0, at), _to(self.penalty[rows[penalised]], logits)[:, None].to(logits.dtype)
+            in_sequence[placed(b, logits), placed(ahead[penalised[b], k], logits)] = True
+        z, p = logits.index_select(0, at), placed(self.penalty[rows[penalised]], logits)[:, None].to(logits.dtype)
         logits.index_copy_(0, at, torch.where(in_sequence, torch.where(z < 0, z * p, z / p), z))
 
     def _completed(self, rows: np.ndarray, ahead: np.ndarray | None) -> np.ndarray:
@@ -197,8 +185,7 @@ class SlotRules:
 
     def _put_sequences(self, s: int, sequences: list[tuple[int, ...]]) -> None:
         """Store the bad sequences of a slot that have more than one token."""
-        # Tables grow on the left, because both are right-aligned:
-        # what they hold stays at the same distance from the end.
+        # Tables grow on the left: both are right-aligned, so what they hold stays at its distance from the end.
         deepest = max((len(b) - 1 for b in sequences), default=0)
         if grow := max(0, deepest - self.tail.shape[1]):
             self.tail = np.pad(self.tail, ((0, 0), (grow, 0)), constant_values=NO_ID)
@@ -210,7 +197,7 @@ class SlotRules:
             self.first[s, w, self.first.shape[2] - len(b) + 1 :] = b[:-1]
 
     def _write(self, logits: Tensor) -> None:
-        """Write the rows of the two tables for new slots. The vocabulary is known from the logits."""
+        """Write the rows of the two tables for new slots."""
         shape = (len(self.active), logits.shape[1])
         for s, ids in self._fresh.items():
             sampling = self._samplings[s]
@@ -219,25 +206,25 @@ class SlotRules:
                 if self._seen is None:
                     self._seen = _table(shape, logits)
                 self._seen[s] = False
-                self._seen[s, _to(ids.astype(np.int64), logits)] = True
+                self._seen[s, placed(ids.astype(np.int64), logits)] = True
             if self.static[s]:
                 if self._never is None:
                     self._never = _table(shape, logits)
                 never_V = self._mask(sampling, shape[1])
                 assert never_V is not None
-                self._never[s] = _to(never_V, logits)
+                self._never[s] = placed(never_V, logits)
         self._fresh.clear()
 
     def _mask(self, sampling: Sampling, vocabulary: int) -> np.ndarray | None:
-        """`banned_always`, cached by the identity of the contract. All requests of a stage
-        share one contract object."""
-        known = self._known.get(id(sampling))
+        """`banned_always`, cached by the identity of the contract, which all requests of a stage share."""
+        contract, never_V = self._known.get(id(sampling), (None, None))
         # An `id` is used again once its object is gone, so the object is kept and compared.
-        if known is None or known.sampling is not sampling:
+        if contract is not sampling:
             if len(self._known) >= MASKS_KEPT:
                 self._known.clear()
-            known = self._known[id(sampling)] = _ContractMask(sampling, banned_always(sampling, vocabulary))
-        return known.never_V
+            never_V = banned_always(sampling, vocabulary)
+            self._known[id(sampling)] = sampling, never_V
+        return never_V
 
     def _dead_ends(
         self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, drafted: np.ndarray | None
@@ -249,7 +236,7 @@ class SlotRules:
         """
         dead = touched
         if len(touched):
-            dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]
+            dead = touched[(logits.index_select(0, placed(touched, logits)).amax(1) == INF).cpu().numpy()]
         if not len(dead):
             return dead
         # After a draft a dead row is no error yet: the draft may be rejected, and then the row is not used.
@@ -262,7 +249,7 @@ class SlotRules:
                 f" be sampled: allow more in allowed_ids, or ban less in bad_ids or min_tokens ({self._samplings[s]})",
             )
         # A row of -inf alone would make nan, and a draw over all rows would fail for it.
-        logits.index_fill_(0, _to(dead, logits), 0)
+        logits.index_fill_(0, placed(dead, logits), 0)
         return dead
 
 
@@ -281,5 +268,6 @@ def _table(shape: tuple[int, int], like: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=torch.bool, device=like.device)
 
 
-def _to(x: np.ndarray, like: Tensor) -> Tensor:
+def placed(x: np.ndarray, like: Tensor) -> Tensor:
+    """The array on the device of `like`."""
     return torch.from_numpy(x).to(like.device)

@@ -65,15 +65,13 @@ class GenerateCall:
 
     @property
     def cached_ids(self) -> np.ndarray:
-        """Tokens that must be cached before its next token. The token said last is not among them: the next
-        forward pass computes it."""
+        """Tokens that must be cached before its next token; the next forward pass computes the token said last."""
         return self.ids if self.begun is None else np.concatenate([self.ids, self.begun.ids[:-1]])
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt that is being cached or is cached, from the admission of its first request until its
-    last request has begun."""
+    """A prompt that is being cached or is cached, from the admission of its first request until its last has begun."""
 
     ids: np.ndarray
     rows: np.ndarray
@@ -81,8 +79,7 @@ class Prompt:
     done: int = 0
     """Positions cached so far."""
     hidden: Tensor | None = None
-    """Last hidden state [H] once all positions are cached. The first token of every request of this
-    prompt is drawn from it."""
+    """Last hidden state [H] once all positions are cached, from which the first token of its requests is drawn."""
     waiting: list[int] = field(default_factory=list[int])
     """Slots of this prompt that have not begun."""
     resumes: bool = False
@@ -134,6 +131,12 @@ class Slots:
         self.kept: list[list[np.ndarray]] = [[] for _ in range(count)]
         self.top: list[list[Top]] = [[] for _ in range(count)]
 
+    def of(self, s: int) -> GenerateCall:
+        """The request of a slot that is taken."""
+        request = self.request[s]
+        assert request is not None
+        return request
+
     def assign(self, request: GenerateCall) -> int:
         """Take a free slot for a request. `set_contract` must follow."""
         s = self.free.pop()
@@ -151,16 +154,14 @@ class Slots:
         It reads numbers that callers gave, so it may raise. `clear` then undoes what it has done.
         """
         stops = request.sampling.stop_ids or ()
-        if len(stops) > self.stops.shape[1]:
-            wider = np.full((self.count, len(stops)), -1, np.int64)
-            wider[:, : self.stops.shape[1]] = self.stops
-            self.stops = wider
+        more = len(stops) - self.stops.shape[1]
+        if more > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, more)), constant_values=-1)
         self.stops[s] = -1
         self.stops[s, : len(stops)] = stops
         self.contracts.put(s, request.sampling, request.ids, None if request.begun is None else request.begun.ids)
         self.strings.put(s, request.sampling)
-        # All uniforms of the turn, by its place alone: its tokens do
-        # not depend on the slot, on the step, or on a preemption.
+        # All uniforms of the turn, by its place alone: its tokens do not depend on slot, step or preemption.
         self.uniforms[s, : request.limit] = seeds.uniforms(request.place, request.limit)
         # Copied back, and `begun` is given up: from now on the slot has the only state of the turn.
         if (before := request.begun) is not None:
@@ -170,8 +171,7 @@ class Slots:
             self.said[s], self.pending[s], request.begun = n, before.ids[-1], None
 
     def begun(self, s: int) -> Preempted | None:
-        """Returns the state that the slot's request needs to continue in another slot; None where the request has said
-        no token."""
+        """What the slot's request needs to continue in another slot; None where it has said no token."""
         n = int(self.said[s])
         if not n:
             return None
@@ -181,9 +181,7 @@ class Slots:
 
     def sequence(self, s: int) -> np.ndarray:
         """int32: the tokens whose keys and values the slot has cached."""
-        request = self.request[s]
-        assert request is not None
-        return np.concatenate([request.ids, self.ids[s, : self.said[s]]])[: self.cached[s]]
+        return np.concatenate([self.of(s).ids, self.ids[s, : self.said[s]]])[: self.cached[s]]
 
     def blocks(self, s: int) -> np.ndarray:
         """Blocks that the slot owns a share of."""
@@ -191,8 +189,7 @@ class Slots:
 
     def clear(self, s: int) -> None:
         """Make the slot free."""
-        request = self.request[s]
-        self.streaming -= request is not None and request.heard is not None
+        self.streaming -= self.of(s).heard is not None
         self.request[s], self.generating[s], self.cached[s], self.held[s], self.number[s] = None, False, 0, 0, -1
         self.contracts.clear(s)
         self.strings.clear(s)
@@ -225,14 +222,12 @@ class Slots:
 
     def turn(self, s: int, stopped: bool) -> SampledTurn:
         """The finished turn of the slot's request."""
-        request, n = self.request[s], int(self.said[s])
-        assert request is not None
+        request, n = self.of(s), int(self.said[s])
         return SampledTurn(
             ids=self.ids[s, :n].copy(),
             logp=self.logp[s, :n].copy(),
             version=self.version[s, :n].copy(),
-            # A stop id goes before a stop string, and both before the length:
-            # a turn that ends by itself with its last token was not cut off.
+            # A stop id goes before a stop string, and both before the length: a turn that ended by itself was not cut.
             stop=Stop.SAID if stopped else Stop.STRING if self.ended_by_string[s] else request.end,
             kept=TruncationSets.of(self.kept[s]) if request.sampling.truncated else None,
             top=Top.join(self.top[s], request.sampling.top) if request.sampling.top else None,

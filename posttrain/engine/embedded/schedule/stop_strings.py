@@ -34,7 +34,7 @@ class Strings:
 
     def put(self, s: int, sampling: Sampling) -> None:
         """Slot `s` waits for the stop strings of `sampling` from now on."""
-        self.wanted.pop(s, None)
+        self.clear(s)
         if sampling.stop:
             check_strings(sampling, self.text)
             self.wanted[s] = (sampling.stop, sampling.min_tokens)
@@ -79,9 +79,8 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
     near = _end(ids, max(map(len, stop)) + MARGIN, text)
     if not any(s in near for s in stop):
         return False
-    # A string must end behind the text of the first `least` tokens, and may begin in that text. The earliest place to
-    # begin is where all but the string's last character lie in it. A character that these tokens leave unfinished is
-    # not a part of their text.
+    # A string must end behind the text of the first `least` tokens, and may begin in that text, with all but its last
+    # character. A character that these tokens leave unfinished is not a part of their text.
     turn_text, before = text(ids), len(text(ids[:least]).rstrip(UNFINISHED)) if least else 0
     return any(turn_text.find(s, max(0, before - len(s) + 1)) >= 0 for s in stop)
 

@@ -1,5 +1,4 @@
-"""Records when each request was queued, admitted, drew its first token and finished, as a Chrome trace
-(chrome://tracing, Perfetto)."""
+"""Records when requests were queued, admitted, began and finished, as a Chrome trace (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ MAX_EVENTS = 200_000
 
 
 class Timeline:
-    """Phases of requests, one row per slot: `queued` (row 0), `prefill`, `speak`. Times are in
-    microseconds since construction."""
+    """Phases of requests, one row per slot: `queued` (row 0), `prefill`, `speak`. Times are in microseconds since
+    construction."""
 
     def __init__(self) -> None:
         self._zero = time.perf_counter()
@@ -26,48 +25,35 @@ class Timeline:
 
     def phase(self, request: GenerateCall, name: str | None) -> None:
         """End the request's phase and begin phase `name`; None: the request has finished."""
-        now, row = (time.perf_counter() - self._zero) * 1e6, 0 if request.slot is None else request.slot + 1
-        open_phase = self._open.pop(request.number, None)
-        if open_phase is not None:
-            # "X" is a complete event: its begin and its duration in one record, which is written when the phase ends.
-            # In process 0 every slot is a thread, and process 1 has the steps.
-            label, begun, at = open_phase
-            self._add(
-                {
-                    "name": label,
-                    "ph": "X",
-                    "ts": begun,
-                    "dur": now - begun,
-                    "pid": 0,
-                    "tid": at,
-                    "args": {"request": request.number},
-                }
-            )
+        now, row = time.perf_counter(), 0 if request.slot is None else request.slot + 1
+        if request.number in self._open:
+            label, begun, at = self._open.pop(request.number)
+            self._add(label, begun, now, 0, at, {"request": request.number})
         if name is not None:
             self._open[request.number] = (name, now, row)
 
     def step(self, begun: float, positions: int, speaking: int) -> None:
         """Record one step that began at `time.perf_counter()` = begun."""
-        now = time.perf_counter()
-        args = {"positions": positions, "speaking": speaking}
-        self._add(
+        self._add("step", begun, time.perf_counter(), 1, 0, {"positions": positions, "speaking": speaking})
+
+    def _add(self, name: str, begun: float, ended: float, process: int, thread: int, args: dict[str, Any]) -> None:
+        """Keep an event, or count it where `MAX_EVENTS` are kept already."""
+        if len(self._events) >= MAX_EVENTS:
+            self._dropped += 1
+            return
+        # "X" is a complete event: its begin and its duration in one record, which is written when it ends. In process 0
+        # every slot is a thread, and process 1 has the steps.
+        self._events.append(
             {
-                "name": "step",
+                "name": name,
                 "ph": "X",
                 "ts": (begun - self._zero) * 1e6,
-                "dur": (now - begun) * 1e6,
-                "pid": 1,
-                "tid": 0,
+                "dur": (ended - begun) * 1e6,
+                "pid": process,
+                "tid": thread,
                 "args": args,
             }
         )
-
-    def _add(self, event: dict[str, Any]) -> None:
-        """Keep an event, or count it where `MAX_EVENTS` are kept already."""
-        if len(self._events) < MAX_EVENTS:
-            self._events.append(event)
-        else:
-            self._dropped += 1
 
     def write(self, path: Path | str) -> None:
         """Save all events so far as Chrome trace JSON."""

@@ -31,6 +31,8 @@ END = "end"
 """Stands in place of an order when there will be none any more."""
 HERE = "here/{}"
 """The key by which a rank says that it has begun."""
+ORDER = "order/{}"
+"""The key that says that the order of this number exists."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable: the network interface at which gloo listens."""
 LOOK_SECONDS = 0.05
@@ -59,17 +61,13 @@ def met(
     local: bool = False,
     gone: Callable[[], str] = str,
 ) -> Iterator[ProcessRanks]:
-    """Inside, this process is one of `world` ranks that share a store.
+    """Inside, this process is one of `world` ranks that share a store. RankLost where they did not meet.
 
     Args:
         seconds: how long an exchange may wait for a rank.
-        replicas: copies of the weights; see `ProcessRanks.part`.
         key: with which ranks sign what they send each other as pickles.
         local: all ranks are on this machine: listen at its loopback address alone.
         gone: returns which rank has ended, in words; '' while all live, as its default, `str`, always does.
-
-    Raises:
-        RankLost: the ranks did not meet.
     """
     with signed(key):
         # Only while they meet, which is when gloo reads the variable.
@@ -100,11 +98,8 @@ def _meet(store: Store, rank: int, world: int, seconds: float, replicas: int) ->
 
 
 def _meet_watched(work: Callable[[], ProcessRanks], seconds: float, gone: Callable[[], str]) -> ProcessRanks:
-    """Returns the result of `work`, which a thread runs. RankLost where it takes too long or a rank is gone.
-
-    While torch connects ranks, it can be interrupted neither by a signal nor by the end of a rank, and it waits for
-    each rank in turn. So this thread looks for both.
-    """
+    """Returns the result of `work`, which a thread runs. RankLost where it takes too long or a rank is gone: while
+    torch connects ranks, neither a signal nor the end of a rank interrupts it."""
     future = in_thread(work)
     deadline = time.monotonic() + seconds
     try:
@@ -156,46 +151,40 @@ class RankOrders:
         self.number += 1
         # The key first, then the broadcast. A rank waits at the store without a time-out; the key tells it to come to
         # the exchange, which has one.
-        self._store.set(_key(self.number), what)
+        self._store.set(ORDER.format(self.number), what)
         dist.broadcast_object_list([work], group_src=0, group=self.ranks.group)
         # Every rank was in the broadcast of this order, so none can still want the key of the one before. The store
         # does not grow with the steps of a run.
         if self.number > 1:
-            self._store.delete_key(_key(self.number - 1))
+            self._store.delete_key(ORDER.format(self.number - 1))
 
     def end(self) -> None:
         """Tell the ranks that wait for an order that there is none."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(_key(self.number + 1), END)
+            self._store.set(ORDER.format(self.number + 1), END)
 
     def failed(self) -> dict[int, str]:
         """Returns the reasons why ranks failed, by rank, of those that said so."""
-        reasons: dict[int, str] = {}
-        with contextlib.suppress(RuntimeError):
-            # `check` first, because `get` of a key that is not there would wait for it.
-            for rank in range(1, self.ranks.world):
-                if self._store.check([key := f"failed/{rank}"]):
-                    reasons[rank] = self._store.get(key).decode()
-        return reasons
+        return {rank: why for rank, why in self._said("failed/{}") if why is not None}
 
     def standing(self) -> dict[int, str]:
         """Returns the state of each other rank: the words of its last note."""
-        states: dict[int, str] = {}
+        unheard = "has not begun any order"
+        return {rank: unheard if note is None else note for rank, note in self._said("at/{}")}
+
+    def _said(self, key: str) -> Iterator[tuple[int, str | None]]:
+        """(rank, what it stored under this key, or None) of each other rank, while the store is there."""
         with contextlib.suppress(RuntimeError):
             for rank in range(1, self.ranks.world):
-                noted = self._store.check([key := f"at/{rank}"])
-                states[rank] = self._store.get(key).decode() if noted else "has not begun any order"
-        return states
+                # `check` first, because `get` of a key that is not there would wait for it.
+                there = self._store.check([key.format(rank)])
+                yield rank, self._store.get(key.format(rank)).decode() if there else None
 
     # --- the others ---------------------------------------------------------------------------------------------------
 
     def next(self) -> Any:
-        """Wait for the next order and return its work.
-
-        Raises:
-            OrdersEnded: there is none.
-        """
-        key = _key(self.number + 1)
+        """Wait for the next order and return its work. OrdersEnded where there is none."""
+        key = ORDER.format(self.number + 1)
         try:
             self._store.wait([key], LONG)
             what = self._store.get(key)
@@ -204,8 +193,7 @@ class RankOrders:
         if what.decode() == END:
             raise OrdersEnded
         self.number += 1
-        # Noted before the broadcast, so that rank 0 can tell a rank that never came from one that came and then stood
-        # still.
+        # Before the broadcast, so that rank 0 can tell a rank that never came from one that stood still.
         self._note(f"began order {self.number} ({what.decode()})")
         box: list[Any] = [None]
         dist.broadcast_object_list(box, group_src=0, group=self.ranks.group)
@@ -223,8 +211,3 @@ class RankOrders:
     def _note(self, words: str) -> None:
         """Note the state of this rank in the store, for `standing`."""
         self._store.set(f"at/{self.ranks.rank}", words)
-
-
-def _key(number: int) -> str:
-    """The key that says that the order of this number exists."""
-    return f"order/{number}"

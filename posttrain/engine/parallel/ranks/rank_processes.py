@@ -1,7 +1,6 @@
 """The other ranks of a run as processes of this machine, which the run itself starts, watches and ends.
 
-They meet in a folder that nobody else can read: there lie their key, what they note down for each other, and what
-they print.
+They meet in a folder that nobody else can read: there lie their key, their notes for each other, and what they print.
 """
 
 from __future__ import annotations
@@ -41,13 +40,12 @@ class RankProcesses:
         self._temporary = tempfile.TemporaryDirectory(prefix="posttrain-ranks-")
         self.folder = Path(self._temporary.name)
         """Nobody else can read it (mode 0700)."""
-        # The ranks' key is in the store's file too, and the folder's mode is what protects it. -1: any number of
-        # processes.
+        # It has the ranks' key, which the folder's mode protects. -1: any number of processes.
         self.store = FileStore(path := str(self.folder / "store"), -1)
         self.store.set(KEY, self.key.decode())
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # A run that ends without `close` leaves no process behind.
-        atexit.register(self._kill_at_exit)
+        atexit.register(self.close, kill=True)
         for rank in range(1, world):
             arguments = {"rank": rank, "world": world, "path": path, "told": {"seconds": seconds, **told}}
             with self._log(rank).open("wb") as log:
@@ -89,11 +87,10 @@ class RankProcesses:
 
     def close(self, kill: bool = False) -> None:
         """End the processes: wait until they have ended by themselves, or `kill` them at once."""
-        atexit.unregister(self._kill_at_exit)
+        atexit.unregister(self.close)
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes.values():
-            # One deadline for all of them, not one for each. A process without any time left still gets a tenth of a
-            # second, so that its end can be seen.
+            # One deadline for all. Without any time left a process gets a tenth of a second, so that its end is seen.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if not kill:
                     process.wait(max(0.1, deadline - time.monotonic()))
@@ -101,10 +98,6 @@ class RankProcesses:
                 process.kill()
                 process.wait()
         self._temporary.cleanup()
-
-    def _kill_at_exit(self) -> None:
-        """End the processes at once: what runs at the exit of the interpreter."""
-        self.close(kill=True)
 
     def _log(self, rank: int) -> Path:
         """The file with what a rank prints."""

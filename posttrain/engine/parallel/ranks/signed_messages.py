@@ -37,12 +37,8 @@ def fresh_key() -> bytes:
 
 
 def users_key() -> bytes:
-    """The key of ranks that somebody else starts, such as torchrun: of `POSTTRAIN_RANKS_KEY`, or of a file in the
-    user's home that nobody else can read. The first rank that looks for the file makes it.
-
-    Raises:
-        ConfigError: the key is too short, or there is no such file and none can be made.
-    """
+    """The key of ranks that torchrun or others start: of `POSTTRAIN_RANKS_KEY`, or of a private file in the user's
+    home, which the first rank makes. ConfigError where the key is too short, or no file can be made."""
     try:
         key = os.environ.get(VARIABLE, "").encode() or _key_of_file(notes_folder().parent / FILE)
         if len(key) < SHORTEST:
@@ -65,8 +61,7 @@ def _key_of_file(path: Path) -> bytes:
             part.write(fresh_key())
             part.flush()
             os.link(part.name, path)
-    # Checked on the open file, so that it cannot be exchanged between the check and the reading. A link is not
-    # followed, and a pipe does not block.
+    # Checked on the open file, so that it cannot be exchanged. A link is not followed, and a pipe does not block.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
@@ -77,17 +72,13 @@ def _key_of_file(path: Path) -> bytes:
 @contextmanager
 def signed(key: bytes) -> Iterator[None]:
     """Inside, torch.distributed signs each pickle that it sends, and reads none without the signature of this key.
-
-    Raises:
-        EngineError: torch does not write pickles as this expects.
-    """
+    EngineError where torch does not write pickles as this expects."""
     # torch has no setting for this: all its exchanges of Python objects go through these two names.
     before: Any = c10d._pickler, c10d._unpickler  # pyright: ignore[reportPrivateUsage]
     ours: Any = partial(_Writer, key), partial(_Reader, key)
     c10d._pickler, c10d._unpickler = ours  # pyright: ignore[reportPrivateUsage]
     try:
-        # A trial, because the names are private: with a torch that does not use them, pickles would go unsigned without
-        # a word.
+        # A trial, because the names are private: without it pickles might go unsigned without a word.
         written, _ = c10d._object_to_tensor(None, torch.device("cpu"), None)  # pyright: ignore[reportPrivateUsage]
         if bytes(written.numpy())[:SIGNED] != _signature(key, bytes(written.numpy())[SIGNED:]):
             raise EngineError(f"torch {torch.__version__} does not sign what ranks send each other: take torch 2.13")
