@@ -91,8 +91,7 @@ def remember(
 def adapted(pull: KL, coef: float, kl: float, episodes: int) -> float:
     """The KL coefficient after a step that measured `kl` nats a token."""
     assert pull.target is not None
-    # The relative error is bounded, so that one step far from the target
-    # moves the coefficient by 20 % of episodes / horizon at most. It stays above
-    # 0, because a stage refuses steps of 5 * horizon or more episodes.
+    # The relative error is bounded, so that one step far from the target moves the coefficient by 20 % of episodes /
+    # horizon at most. It stays above 0, because a stage refuses steps of 5 * horizon or more episodes.
     error = min(0.2, max(-0.2, kl / pull.target - 1))
     return coef * (1 + error * episodes / pull.horizon)

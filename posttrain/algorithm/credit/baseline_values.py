@@ -1,7 +1,5 @@
-"""Baselines: what a reward is compared with. Each is a type in `ladder.pieces.baseline` and a function here, registered
-for that type.
-
-A baseline that gives one number per sample registers with `centred`. One that gives several registers with `by_token`.
+"""Baselines: what a reward is compared with. Each is a type in `ladder.pieces.baseline`, and a case of `centred` where
+it gives one number per sample, or a function registered with `by_token` where it gives several.
 """
 
 from __future__ import annotations
@@ -23,26 +21,9 @@ from posttrain.core.measure.equal_numbers import rounding, spread
 from posttrain.core.scored import Scored
 from posttrain.core.streams import ENERGY, START, VALUE
 from posttrain.ladder.algorithm import Algorithm
-from posttrain.ladder.pieces.baseline import (
-    AnchorMean,
-    Baseline,
-    Ema,
-    EnergyMean,
-    Greedy,
-    GroupMean,
-    LengthMean,
-    OffPolicyMean,
-    Others,
-    SecondBest,
-    SoftMean,
-    StepMean,
-    ToGo,
-    TurnMean,
-    Value,
-    Zero,
-)
+from posttrain.ladder.pieces import baseline as pieces
+from posttrain.ladder.pieces.baseline import Baseline
 from posttrain.ladder.pieces.implicit import ImplicitOthers
-from posttrain.ladder.pieces.source_ema import SourceEma
 
 # --- one number per sample -----------------------------------------------------------------------------------------
 
@@ -70,92 +51,73 @@ def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
     """(reward minus baseline [G] of one prompt, the moving baseline afterwards).
 
     Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
-    reward, so that rewards which are nearly equal are still centred.
+    reward (`over`), so that rewards which are nearly equal are still centred.
     """
-    raise missing(b, centred)
+    match b:
+        case pieces.Zero() | pieces.ToGo():
+            # `step_credit._over_tokens` takes off what was earned before a token, where it only answers for the rest.
+            return siblings.rewards, siblings.ema
+        case pieces.Ema():
+            return _after_each(b.decay, siblings)
+        case pieces.Greedy():
+            return siblings.rewards - siblings.greedy, siblings.ema
+        case pieces.GroupMean():
+            over = from_lowest(siblings.rewards)
+            return over - mean(over), siblings.ema
+        case pieces.Others():
+            over = from_lowest(siblings.rewards)
+            # The sum less its own term is the sum of the others. There are at least two siblings: without spread nobody
+            # calls this.
+            return over - (math.fsum(over) - over) / (len(over) - 1), siblings.ema
+        case pieces.LengthMean():
+            # b = sum |y| R / sum |y|. A shift of all rewards shifts b by as much, so differences may be used.
+            over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
+            return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
+        case pieces.OffPolicyMean():
+            return _off_policy(siblings), siblings.ema
+        case pieces.SoftMean():
+            # R - tau log mean exp(R / tau) is the same for R - max R, and there every exponent is at most 0.
+            under = siblings.rewards - siblings.rewards.max()
+            return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), siblings.ema
+        case pieces.SecondBest():
+            r = siblings.rewards
+            # Where two siblings have the best reward, the second best is equal to it, and no sibling has credit.
+            order = np.argsort(r, kind="stable")
+            lead_G = np.zeros_like(r)
+            lead_G[order[-1]] = r[order[-1]] - r[order[-2]]
+            return lead_G, siblings.ema
+        case _:
+            raise missing(b, centred)
 
 
-@centred.register(Zero)
-@centred.register(ToGo)
-def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
-    # `Zero` has no baseline. `ToGo` has none here either: `step_credit._by_samples`
-    # later takes off, token by token, what was earned before the token.
-    return siblings.rewards, siblings.ema
-
-
-@centred.register(Ema)
-@centred.register(SourceEma)
-def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
+def _after_each(decay: float, siblings: Siblings) -> tuple[Array, float]:
+    """`centred` by a moving average."""
     if siblings.again:
         return siblings.rewards - siblings.ema, siblings.ema
-    # b_i must not depend on R_i: then E[b_i * grad log pi(y_i)] = 0 and the baseline adds
-    # no bias. So each sample is compared with the average as the samples before it left it.
+    # b_i must not depend on R_i: then E[b_i * grad log pi(y_i)] = 0 and the baseline adds no bias. So each sample is
+    # compared with the average as the samples before it left it.
     before: list[float] = []
     ema = siblings.ema
     for x in siblings.rewards:
         before.append(ema)
-        ema = b.decay * ema + (1 - b.decay) * float(x)
+        ema = decay * ema + (1 - decay) * float(x)
     return siblings.rewards - np.array(before), ema
 
 
-@centred.register
-def _(b: GroupMean, siblings: Siblings) -> tuple[Array, float]:
-    over = from_lowest(siblings.rewards)
-    return over - mean(over), siblings.ema
-
-
-@centred.register
-def _(b: Others, siblings: Siblings) -> tuple[Array, float]:
-    over = from_lowest(siblings.rewards)
-    # The sum less its own term is the sum of the others. There
-    # are at least two siblings: without spread nobody calls this.
-    return over - (math.fsum(over) - over) / (len(over) - 1), siblings.ema
-
-
-@centred.register
-def _(b: LengthMean, siblings: Siblings) -> tuple[Array, float]:
-    # b = sum |y| R / sum |y|. A shift of all rewards shifts b by as much, so differences from the lowest may be used.
-    over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
-    return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
-
-
-@centred.register
-def _(b: OffPolicyMean, siblings: Siblings) -> tuple[Array, float]:
+def _off_policy(siblings: Siblings) -> Array:
     """Rewards 1, 0, 0 with log w = log 2, 0, 0 and energies 1, 1, 2: weights 4, 1, 2, baseline 4/7."""
-    # b = sum w^2 W R / sum w^2 W is the constant that makes E[w^2 |g|^2 (R - b)^2]
-    # least, where W stands for |g|^2, the squared norm of a response's gradient.
+    # b = sum w^2 W R / sum w^2 W is the constant that makes E[w^2 |g|^2 (R - b)^2] least, where W stands for |g|^2, the
+    # squared norm of a response's gradient.
     over = from_lowest(siblings.rewards)
     energy = np.array([math.fsum(joined(s[ENERGY])) for s in siblings.scored])
     log_w = np.array([math.fsum(joined(s[START]) - said_logp(s)) for s in siblings.scored])
     if not np.any(energy > 0):  # nobody has a gradient, so no baseline is better than another
-        return over - mean(over), siblings.ema
-    # A response without a gradient has no part in b, so it does not set the scale either: its
-    # w may be larger than all others. `minimum` keeps its exp finite; its weight is 0 anyway.
+        return over - mean(over)
+    # A response without a gradient has no part in b, so it does not set the scale either: its w may be larger than all
+    # others. `minimum` keeps its exp finite; its weight is 0 anyway.
     log_w -= log_w[energy > 0].max()  # so that the largest weight is not 0 nor inf
     weight = np.where(energy > 0, np.exp(2 * np.minimum(log_w, 0.0)) * energy, 0.0)
-    return over - math.fsum(weight * over) / math.fsum(weight), siblings.ema
-
-
-@centred.register
-def _(b: SoftMean, siblings: Siblings) -> tuple[Array, float]:
-    # log-sum-exp: R - tau log mean exp(R / tau) is the same for R - max R, and there every exponent is at most 0.
-    under = siblings.rewards - siblings.rewards.max()
-    return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), siblings.ema
-
-
-@centred.register
-def _(b: SecondBest, siblings: Siblings) -> tuple[Array, float]:
-    r = siblings.rewards
-    # Where two siblings have the best reward, the second best is equal to it, and no sibling has credit.
-    order = np.argsort(r, kind="stable")
-    lead_G = np.zeros_like(r)
-    lead_G[order[-1]] = r[order[-1]] - r[order[-2]]
-    return lead_G, siblings.ema
-
-
-@centred.register
-def _(b: Greedy, siblings: Siblings) -> tuple[Array, float]:
-    return siblings.rewards - siblings.greedy, siblings.ema
+    return over - math.fsum(weight * over) / math.fsum(weight)
 
 
 # --- several numbers per sample ------------------------------------------------------------------------------------
@@ -180,12 +142,12 @@ def by_token(b: Baseline, a: Algorithm, samples: Sequence[Sample]) -> TokenCredi
 
 
 @by_token.register
-def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+def _(b: pieces.Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     pairs = [_with_values(b, s) for s in samples]
     return TokenCredit([advantage_T for advantage_T, _ in pairs], returns=[return_T for _, return_T in pairs])
 
 
-def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
+def _with_values(value: pieces.Value, s: Sample) -> tuple[Array, Array]:
     """(advantage [T], return [T]) of one sample, from its rewards per token (A05).
 
     A turn's reward stands at the last token of the turn. The rest of the shaped reward stands at the last spoken token.
@@ -211,7 +173,7 @@ def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     return advantage_T, return_T
 
 
-def credit_lambda(value: Value, length: int) -> float:
+def credit_lambda(value: pieces.Value, length: int) -> float:
     """Lambda of the credit of an answer of `length` tokens: `credit_lambda`, `gae_lambda`, or 1 - 1 / (alpha * length),
     not below 0 (A19)."""
     if value.length_alpha is not None:
@@ -220,7 +182,7 @@ def credit_lambda(value: Value, length: int) -> float:
 
 
 @by_token.register
-def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+def _(b: pieces.StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Process-supervised credit (A07). Steps are normalised over all steps of the group. The credit of a token is the
     sum over the steps that end at it or after it."""
     steps = [_steps(s) for s in samples]
@@ -258,7 +220,7 @@ def _steps(s: Sample) -> list[tuple[int, float]]:
 
 
 @by_token.register
-def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+def _(b: pieces.EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Reward minus the mean over the siblings that have a token t, weighted by their energy W_t up to t (OTB, A04).
 
         sibling   reward   energies      W               credit
@@ -302,16 +264,16 @@ def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
     # A_t = (R - mean R of the others) + sum_{k >= t} (p_k - mean p of the others). The
     # two parts are centred apart, since process rewards are in units of their own.
-    outcome, _ = centred(Others(), Siblings(rewards, np.array([s.spoken for s in samples], np.float64)))
+    outcome, _ = centred(pieces.Others(), Siblings(rewards, np.array([s.spoken for s in samples], np.float64)))
     process = process_rewards(b.beta, samples)
     return TokenCredit([x + to_go(p_T) for x, p_T in zip(outcome, process, strict=True)])
 
 
-@by_token.register(TurnMean)
-@by_token.register(AnchorMean)
-def _(b: TurnMean | AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+@by_token.register(pieces.TurnMean)
+@by_token.register(pieces.AnchorMean)
+def _(b: pieces.TurnMean | pieces.AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     (rewards, noise), scaled = compared_rewards(a, samples), a.scale == "group_std"
     them = ([s.scored.episode for s in samples], rewards, noise)
-    credit = by_turn(b, *them, scaled=scaled) if isinstance(b, TurnMean) else by_state(b, *them, scaled=scaled)
+    credit = by_turn(b, *them, scaled=scaled) if isinstance(b, pieces.TurnMean) else by_state(b, *them, scaled=scaled)
     # Whether the group is silent is read from the credit: turns may differ where the outcomes do not.
     return TokenCredit(credit, not any(np.any(x) for x in credit))

@@ -172,9 +172,8 @@ def _by_samples(
     """Credit [T] of every sample, from its reward and those of its siblings; which groups are silent; and the moving
     baselines afterwards.
 
-    A KL in the reward is subtracted from the whole episode, or from each token as the sum from this token on ("to
-    go"). The scale is computed from whole rewards. It divides all of the credit, also the KL to go and the rewards of
-    turns.
+    A KL in the reward is subtracted from the whole episode, or from each token as the sum from this token on ("to go").
+    The scale is computed from whole rewards. It divides all of the credit, also the KL to go and the rewards of turns.
     """
     # First one number a sample: reward less baseline. Then it is spread over the tokens. Only that needs T.
     if a.rewards == "each":

@@ -1,5 +1,5 @@
 """Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). Each correction is a type in
-`ladder.pieces.correction` and a function here, registered for that type.
+`ladder.pieces.correction` and a case of `factor`.
 
 The sampler drew from mu, but the learner computes gradients as if the tokens came from its own policy at the start of
 the step. An unbiased estimate needs the raw ratio; the ratio that is used is bounded to limit the variance. Both are
@@ -72,51 +72,33 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
 @singledispatch
 def factor(piece: Correction, mismatch: Mismatch) -> Tensor:
     """The factor by which one piece multiplies the push [M]."""
-    raise missing(piece, factor)
-
-
-@factor.register
-def _(piece: Truncate, mismatch: Mismatch) -> Tensor:
-    return mismatch.raw_M if piece.cap is None else mismatch.raw_M.clamp(max=piece.cap)
-
-
-@factor.register
-def _(piece: Mask, mismatch: Mismatch) -> Tensor:
-    # Masked, not clamped: a token that sampler and learner see so differently is taken for noise, not for a rare event.
-    return torch.where((mismatch.raw_M >= piece.low) & (mismatch.raw_M <= piece.high), mismatch.raw_M, 0.0)
-
-
-@factor.register
-def _(piece: BinaryKL, mismatch: Mismatch) -> Tensor:
-    mu_M = mismatch.batch[MU]
-    # KL is not symmetric. One direction alone would let tokens pass that one of the two policies thinks impossible.
-    near_M = (binary_kl(mismatch.log_M + mu_M, mu_M) <= piece.phi) & (
-        binary_kl(mu_M, mismatch.log_M + mu_M) <= piece.phi
-    )
-    return torch.where(near_M, mismatch.raw_M, 0.0)
-
-
-@factor.register
-def _(piece: Reject, mismatch: Mismatch) -> Tensor:
-    # (start(y) / mu(y))^(1/|y|): the product over a long answer leaves
-    # any fixed bounds by rounding alone, its geometric mean does not.
-    mean_M = bounded_exp(mismatch.batch.episode_sum(mismatch.log_M) / mismatch.batch.episode_length())
-    return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(mismatch.raw_M.dtype)
-
-
-@factor.register
-def _(piece: Veto, mismatch: Mismatch) -> Tensor:
-    return (~mismatch.batch.episode_any(bounded_exp(mismatch.log_M) < piece.below)).to(mismatch.raw_M.dtype)
-
-
-@factor.register
-def _(piece: NegativeMask, mismatch: Mismatch) -> Tensor:
-    moved_away_M = (
-        # Compared with the present policy, not with the one at the start of the step. So an answer
-        # from which earlier updates of this batch have moved away is left out too.
-        mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length() > piece.delta
-    )
-    return (~((mismatch.batch[ADVANTAGE] < 0) & moved_away_M)).to(mismatch.raw_M.dtype)
+    match piece:
+        case Truncate():
+            return mismatch.raw_M if piece.cap is None else mismatch.raw_M.clamp(max=piece.cap)
+        case Mask():
+            # Masked, not clamped: a token that sampler and learner see so differently is noise, not a rare event.
+            return torch.where((mismatch.raw_M >= piece.low) & (mismatch.raw_M <= piece.high), mismatch.raw_M, 0.0)
+        case BinaryKL():
+            mu_M = mismatch.batch[MU]
+            start_M = mismatch.log_M + mu_M
+            # KL is not symmetric. One direction alone would let tokens pass that one of the two thinks impossible.
+            near_M = (binary_kl(start_M, mu_M) <= piece.phi) & (binary_kl(mu_M, start_M) <= piece.phi)
+            return torch.where(near_M, mismatch.raw_M, 0.0)
+        case Reject():
+            # (start(y) / mu(y))^(1/|y|): the product over a long answer leaves any fixed bounds by rounding alone, its
+            # geometric mean does not.
+            mean_M = bounded_exp(mismatch.batch.episode_sum(mismatch.log_M) / mismatch.batch.episode_length())
+            return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(mismatch.raw_M.dtype)
+        case Veto():
+            vetoed_M = mismatch.batch.episode_any(bounded_exp(mismatch.log_M) < piece.below)
+            return (~vetoed_M).to(mismatch.raw_M.dtype)
+        case NegativeMask():
+            # Compared with the present policy, not with the one at the start of the step. So an answer from which
+            # earlier updates of this batch have moved away is left out too.
+            gap_M = mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length()
+            return (~((mismatch.batch[ADVANTAGE] < 0) & (gap_M > piece.delta))).to(mismatch.raw_M.dtype)
+        case _:
+            raise missing(piece, factor)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:

@@ -62,25 +62,17 @@ def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -
         log_ratio_M: log pi - log anchor, differentiable.
         logp_M: log pi, differentiable.
     """
-    raise missing(pull, pull_term)
-
-
-@pull_term.register
-def _(pull: KL, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    if not in_loss(pull):
-        return None
-    return pull.coef * estimate(pull.estimator, logp_M - batch[REFERENCE], log_ratio_M)
-
-
-@pull_term.register
-def _(pull: SequenceL2, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    """coef/2 * (sum of the episode's log-ratios)^2, once per episode (A20, Eq. 3). Its value is divided over the
-    episode's tokens. A token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi."""
-    # All tokens of an episode have the same weight under every
-    # aggregate, so |y| equal shares add up to one square an episode.
-    return pull.coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
-
-
-@pull_term.register
-def _(pull: TokenL2, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    return pull.coef * log_ratio_M.square()
+    match pull:
+        case KL():
+            if not in_loss(pull):
+                return None
+            return pull.coef * estimate(pull.estimator, logp_M - batch[REFERENCE], log_ratio_M)
+        case SequenceL2():
+            # coef/2 * (sum of the episode's log-ratios)^2, once per episode (A20, Eq. 3). All tokens of an episode have
+            # the same weight under every aggregate, so |y| equal shares add up to one square an episode. A token's
+            # whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi.
+            return pull.coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
+        case TokenL2():
+            return pull.coef * log_ratio_M.square()
+        case _:
+            raise missing(pull, pull_term)

@@ -212,23 +212,16 @@ class _Judged:
 def added(term: Added, logp_M: Tensor, batch: Streams) -> Tensor:
     """A further term of the loss: one number, a sum over the tokens of the micro-batch. `batch` has SIDE, WEIGHT (the
     weights of a minibatch's units sum to 1) and what the algorithm reads, each [M]."""
-    raise missing(term, added)
-
-
-@added.register
-def _(term: ChosenNLL, logp_M: Tensor, batch: Streams) -> Tensor:
-    # WEIGHT is the unit's weight on each token, so its sum is a mean over
-    # completions of their sums; LIKELIHOOD divides by the number of tokens.
-    weight_M = batch[WEIGHT] if term.over == "sequences" else batch[LIKELIHOOD]
-    return -term.coef * (weight_M * (batch[SIDE] == 1) * logp_M).sum()
-
-
-@added.register
-def _(term: GoldNLL, logp_M: Tensor, batch: Streams) -> Tensor:
-    return -term.coef * (batch[LIKELIHOOD] * (batch[SIDE] == 2) * logp_M).sum()
-
-
-@added.register
-def _(term: Optimism, logp_M: Tensor, batch: Streams) -> Tensor:
-    # Added to a loss that falls, so the policy lowers the log-prob of what the reference said.
-    return term.coef * (batch[WEIGHT] * batch[OPPONENT] * logp_M).sum()
+    match term:
+        case ChosenNLL():
+            # WEIGHT is the unit's weight on each token, so its sum is a mean over completions of their sums; LIKELIHOOD
+            # divides by the number of tokens.
+            weight_M = batch[WEIGHT] if term.over == "sequences" else batch[LIKELIHOOD]
+            return -term.coef * (weight_M * (batch[SIDE] == 1) * logp_M).sum()
+        case GoldNLL():
+            return -term.coef * (batch[LIKELIHOOD] * (batch[SIDE] == 2) * logp_M).sum()
+        case Optimism():
+            # Added to a loss that falls, so the policy lowers the log-prob of what the reference said.
+            return term.coef * (batch[WEIGHT] * batch[OPPONENT] * logp_M).sum()
+        case _:
+            raise missing(term, added)

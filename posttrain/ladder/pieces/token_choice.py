@@ -215,8 +215,7 @@ class Shown(Piece):
         return f"{self.siblings} of the siblings written by demonstration{style}; their tokens have {gradient}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # Every token of a batch must have K candidates, and a
-        # demonstration has no sampler that could name them.
+        # Every token of a batch must have K candidates, and a demonstration has no sampler that could name them.
         if a.stores_top:
             yield (
                 "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0,"

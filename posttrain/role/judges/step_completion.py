@@ -53,9 +53,8 @@ class TokenEnds:
         """
         if not ends:
             return ()
-        # Adding up the widths of single tokens takes linear time. It is right where the widths sum to the
-        # length of the whole text. A character whose bytes lie in several tokens breaks this: then prefixes
-        # are decoded instead.
+        # Adding up the widths of single tokens takes linear time. It is right where the widths sum to the length of the
+        # whole text. A character whose bytes lie in several tokens breaks this: then prefixes are decoded instead.
         widths = [self._width(int(i)) for i in ids]
         length = len(self.text(ids))
         if sum(widths) == length:  # each token has its own text, as almost all tokenizers write it

@@ -162,8 +162,7 @@ def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
     """
     out: list[Group] = []
     for group in plain:
-        # The rule of `select` decides here too, so a prompt with a
-        # kept completion is not asked again.
+        # The rule of `select` decides here too, so a prompt with a kept completion is not asked again.
         rewards = [e.reward for e in group.judged if e.reward is not None and whole(e)]
         single = all(len(e.segments) == 1 for e in group.episodes)
         if group.judged and single and prompt_ids(group) is not None and not keep.chosen(rewards):

@@ -249,10 +249,9 @@ def preference_demand(
         return None
     tokens = _Tokens(batch.sequence_M, rows.unit_E)
     weight_M = rows.weight_E[batch.sequence_M]
-    # The gradient by a token's log-prob is a product, plus the added terms:
-    # coef * (share of its judgement) * (factor of the token in s) * (slope of the judgement's loss by s).
-    # Sums s and slopes are of whole completions, [E]. `size_M` is the size of a gradient's terms, to which its rounding
-    # error is proportional.
+    # The gradient by a token's log-prob is a product, plus the added terms: coef * (share of its judgement) * (factor
+    # of the token in s) * (slope of the judgement's loss by s). Sums s and slopes are of whole completions, [E].
+    # `size_M` is the size of a gradient's terms, to which its rounding error is proportional.
     l_M = logp_M - batch[REFERENCE] if a.against == "reference" else logp_M
     want_M, size_M = _added(a, batch, rows, tokens)
     if kind(a.link) == "Nash":
