@@ -4,10 +4,9 @@
     push = trust_region(logp, anchor, A, sequence)               factor of a token's policy gradient; not differentiated
     loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t )
 
-Every field is one choice, and no choice is spread over two fields. A piece with numbers is a type of its own
-(`posttrain.ladder.pieces`). It owns its numbers and defines what it reads, costs and refuses. A field is declared by
-the base class of its choice, so a new piece changes nothing here. `Algorithm` refuses combinations that mean nothing.
-`patch` refuses a change that changes nothing.
+Every field is one choice, and no choice is spread over two. A piece with numbers is a type (`posttrain.ladder.pieces`)
+that says what it reads, costs and refuses. A field is declared by the base class of its choice, so a new piece changes
+nothing here. `Algorithm` refuses combinations that mean nothing, `patch` a change that changes nothing.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class Algorithm:
     """The algorithm that it is a patch of."""
 
     def __post_init__(self) -> None:
-        # The class of an absent piece is not here, so nobody knows what it refuses. Such an algorithm
-        # was checked where it was made. Here it is only printed and compared.
+        # What an absent class refuses is not known. Its algorithm was checked where it was made.
         for reason in () if self.absent else _meaningless(self):
             raise ConfigError(f"algorithm {self.name!r}: {reason}")
 
@@ -143,14 +141,12 @@ class Algorithm:
 
     @property
     def taught(self) -> bool:
-        """True where the algorithm learns only from a teacher, and the stage must name it. With a hint the policy is
-        its own teacher."""
+        """True where it learns only from a teacher, which the stage must name. With a hint the policy is its own."""
         return self.rewards == "none" and self.hint is None
 
     @property
     def own_teacher(self) -> bool:
-        """True where the teacher is the policy as each step begins, or its moving average, and so no reference is
-        kept."""
+        """True where the teacher is the policy as each step begins, or its average: no reference is kept."""
         return self.hint is not None and self.hint.weights != "start"
 
     @property
@@ -178,16 +174,14 @@ class Algorithm:
 
     @property
     def start_before_loss(self) -> bool:
-        """True where credit, or the choice of tokens, needs the log-probs at the start of the step before the loss
-        computes them."""
+        """True where credit, or the choice of tokens, needs the log-probs at the start of the step before the loss."""
         return any(p.reads_start_early(self) for p in self.pieces)
 
     @property
     def reads(self) -> frozenset[str]:
         """The streams that the step must score before the loss: subset of {start, reference, values, entropy, energy,
         teacher, implicit}."""
-        # Each piece knows its own streams. Here stands what follows from two choices
-        # together: a ratio needs START only with anchor=start.
+        # What follows from two choices together stands here: a ratio needs START only with anchor=start.
         need = {stream for p in self.pieces for stream in p.reads(self)}
         if (self.forms_ratio and self.anchor == "start") or self.start_before_loss:
             need.add("start")
@@ -200,8 +194,7 @@ class Algorithm:
 
     @property
     def reads_silent_tokens(self) -> bool:
-        """True where a token with zero credit still has a gradient (from pull, entropy, value or imitation), and so
-        must stay in the batch."""
+        """True where a token with zero credit still has a gradient, and so must stay in the batch."""
         return any(p.reads_silent for p in self.pieces)
 
     @property
@@ -237,8 +230,7 @@ class Algorithm:
 
 
 def _meaningless(a: Algorithm) -> Iterator[str]:
-    """Yields the reasons why a combination of choices means nothing. Each message says what to change. The pieces add
-    their own."""
+    """Yields the reasons why a combination of choices means nothing, with what to change. The pieces add their own."""
     yield from _meaningless_credit(a)
     for piece in a.pieces:
         yield from piece.refuses(a)
@@ -282,8 +274,7 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         )
     if a.whiten is not None and a.scale == "batch_std":
         yield "whiten already divides by a standard deviation of the step. Set scale=one, or whiten=none"
-    # Each source is compared on its own. So choices that work on the whole reward do
-    # not fit: shaping, a KL in the reward, a scale of the sum.
+    # Each source is compared on its own, so what works on the whole reward does not fit.
     whole_rewards = a.scale not in ("one", "group_std") or a.shape or a.charges_answers
     if a.rewards == "each" and (whole_rewards or not a.baseline.of_sources):
         yield (

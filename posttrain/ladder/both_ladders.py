@@ -62,8 +62,7 @@ def named_algorithm(kind: type[Any], name: str) -> Any:
     """
     if name in LADDERS[kind]:
         return LADDERS[kind][name]
-    # A frequent mistake is algorithm=dpo in a stage that learns from reward. There the
-    # name of the other ladder helps more than the nearest name on this one.
+    # A frequent mistake is algorithm=dpo in a stage that learns from reward: there the other ladder's name helps.
     other = next((k for k, rows in LADDERS.items() if name in rows), None)
     if other is not None:
         raise ConfigError(
@@ -75,8 +74,7 @@ def named_algorithm(kind: type[Any], name: str) -> Any:
 
 def any_named(name: str) -> AnyAlgorithm:
     """The algorithm of that name on either ladder, or ConfigError with the nearest one."""
-    for rows in LADDERS.values():
-        if name in rows:
-            return rows[name]
-    known = [n for rows in LADDERS.values() for n in rows]
+    known = {n: a for rows in LADDERS.values() for n, a in rows.items()}
+    if name in known:
+        return known[name]
     raise ConfigError(f"algorithm={name}: no such algorithm; {nearest(name, known)}")

@@ -1,8 +1,8 @@
 """The ladder: every algorithm is a patch of another one. A row has parent, name, paper, and the changed choices.
 
-docs/reference/algorithms.md has formulas, defaults and numeric cases. `ladder.algorithm_notes` says where papers and
-other libraries differ. To add an algorithm, write a row here. If it needs a new piece, also write one type in
-`ladder.pieces` and one function of its mathematics in `posttrain.algorithm`.
+docs/reference/algorithms.md has formulas, defaults and numeric cases; `ladder.algorithm_notes` says where papers and
+other libraries differ. If a new row needs a new piece, write its type in `ladder.pieces` and its mathematics in
+`posttrain.algorithm`.
 """
 
 from __future__ import annotations
@@ -179,8 +179,7 @@ SDFT         = _patch(SDPO,      "sdft",         "2601.19897", hint=Hint(of="ans
                                                                aggregate="sequence_mean")
 
 # fmt: on
-# Collected by type, in the order of definition: every row above is
-# on the ladder, and there is no list of names that could miss one.
+# Collected by type, in the order of definition: no list of names could miss a row.
 LADDER: dict[str, Algorithm] = {a.name: a for a in list(globals().values()) if isinstance(a, Algorithm)}
 """All algorithms above, by name."""
 

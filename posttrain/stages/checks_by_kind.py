@@ -45,8 +45,8 @@ from posttrain.stages.supervised.imitation_checks import ImitationCheck
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a reinforcement stage, in the order in which they get events."""
-    # `steps` is empty where the stage begins. In a resumed stage, checks that are made only once (such as whether the
-    # weights move) find in these lines whether they passed already.
+    # `steps` is empty where the stage begins. In a resumed one, checks that are made only once look here whether they
+    # passed.
     history, bets = StageHistory(steps), Bets.of(kept.get("bets"))
     return [
         ResumeCheck(history),
@@ -166,17 +166,12 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
     Rejection: rejection,
     StepLabeling: labels,
 }
-"""The function that makes a stage's checks, by the type of the stage. A stage whose type is not here, and derives from
-none of these, has only `PhasePeaks`."""
+"""The function that makes a stage's checks, by its type. Stages of other, underived types have only `PhasePeaks`."""
 
 
 def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
-    """The checks of `stage`.
-
-    Args:
-        steps: the lines of the steps that the stage has taken already.
-        kept: the state of all observers, as a checkpoint stored it.
-    """
+    """The checks of `stage`, which has taken these steps already. `kept`: the state of all observers in a
+    checkpoint."""
     # A derived stage type has the checks of the nearest kind that it derives from.
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
     return [PhasePeaks(), *([] if kind is None else OF[kind](steps, kept))]

@@ -1,8 +1,7 @@
 """Ends a run early, after a signal or because the program's own `on_step` asks for it.
 
-After a signal the running step is finished, a checkpoint is written, and the run ends. A step that does not end in time
-after SIGTERM or SIGHUP is cancelled. Where `on_step` returns True, its stage is finished after that step, and the run
-ends.
+After a signal the running step is finished and a checkpoint is written; a step that does not end in time after SIGTERM
+or SIGHUP is cancelled. Where `on_step` returns True, its stage is finished after that step.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ class Stopper:
 
     def after(self, step: Step) -> str:
         """Calls `on_step` with a step that was just recorded. Returns the reason why its stage ends here, or ''.
-
-        Raises:
-            ConfigError: `on_step` returned neither a bool nor None.
-        """
+        ConfigError where `on_step` returned neither a bool nor None."""
         answer = None if self.on_step is None else self.on_step(step)
         if answer is not None and not isinstance(answer, bool | np.bool_):
             raise ConfigError(
@@ -86,24 +82,19 @@ class Stopper:
     async def ended(self, work: Coroutine[Any, Any, None], step: Callable[[], int]) -> bool:
         """Do the work of a stage; returns False where it was cancelled because its step did not end in time.
 
-        After SIGTERM or SIGHUP the running step has `GRACE` seconds, or twice the time of the longest step before it,
-        if that is more. After a first Ctrl-C a step has all the time it needs, since the user can press Ctrl-C again.
-
-        Args:
-            work: all steps of the stage.
-            step: returns how many steps have ended.
+        After SIGTERM or SIGHUP the running step has `GRACE` seconds, or twice the longest step before it. After a first
+        Ctrl-C it has all the time it needs. `step` returns how many steps have ended.
         """
-        # The work is one task, looked at every `LOOK_SECONDS`. `deadline` is the time by which the running step must
-        # end. Without a signal it moves on at every look. After SIGTERM or SIGHUP it stands still, so the time of grace
-        # begins with the signal.
+        # `deadline` is the time by which the running step must end. Without a signal it moves on at every look; after
+        # SIGTERM or SIGHUP it stands still.
         task = asyncio.ensure_future(work)
         steps_ended, longest, step_began = step(), 0.0, time.monotonic()
         deadline = step_began + GRACE
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
                 now = time.monotonic()
-                # A step has ended since the last look. What runs now (a checkpoint, or one more step because the stage
-                # is not at rest) gets a new time of grace.
+                # What runs now (a checkpoint, or one more step because the stage is not at rest) gets a new time of
+                # grace.
                 if step() != steps_ended:
                     steps_ended, longest, step_began = step(), max(longest, now - step_began), now
                 elif self.number in (signal.SIGTERM, signal.SIGHUP):
@@ -114,8 +105,7 @@ class Stopper:
             task.result()
             return True
         finally:
-            # Also where this method itself is cancelled or raises. The work may need time to close its parts after it
-            # is cancelled; we wait at most `GRACE` seconds for that.
+            # Also where this method itself is cancelled or raises. The work may need time to close its parts.
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE)
 

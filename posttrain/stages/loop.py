@@ -1,8 +1,7 @@
 """The loop over the steps of a stage, and what all kinds of stage share around it.
 
-Shared are the start, evaluations, budgets, checkpoints, the result and messages. A kind of stage has a settings type
-(`config.stages.stage.Stage`), a state (`StageState`) and a driver: a class derived from `Driver`, which says how the
-stage opens and how it takes one step. Defining the class enters it into `DRIVERS` under its settings type.
+A kind of stage has settings (`config.stages.stage.Stage`), a state (`StageState`) and a driver: a class derived from
+`Driver`, which says how the stage opens and takes one step. Defining the class enters it into `DRIVERS`.
 """
 
 from __future__ import annotations
@@ -49,17 +48,13 @@ DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
 
 
 class Driver(ABC, Generic[S, T, A]):
-    """One stage of a run, from where it stands to its end.
-
-    A kind derives `class MyDriver(Driver[MyStage, MyState, RoundSamples], stage=MyStage, state=MyState)`, where
-    `RoundSamples` is what its `ask` returns and its `learn` takes.
-    """
+    """One stage of a run. A kind derives `class MyDriver(Driver[MyStage, MyState, RoundSamples], stage=MyStage,
+    state=MyState)`, where `RoundSamples` is what its `ask` returns and its `learn` takes."""
 
     state_type: ClassVar[type[StageState]]
     measures_before: ClassVar[bool] = False
-    """Whether held-out tasks are evaluated before the first step. Where False, the last measurement of the same weights
-    is used. A loaded model (`model.path`) is measured in any case by a stage that begins with it, so that its gain is
-    known."""
+    """Whether held-out tasks are evaluated before the first step; else the last measurement of the same weights is
+    used. A stage that begins with a loaded model (`model.path`) measures it in any case, so that its gain is known."""
 
     def __init_subclass__(cls, *, stage: type[Stage], state: type[StageState]) -> None:
         super().__init_subclass__()
@@ -73,8 +68,7 @@ class Driver(ABC, Generic[S, T, A]):
     def __init__(
         self, parts: RunParts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None
     ) -> None:
-        """`checkpoint`: the folder with the stage's optimizer, where the stage was interrupted in its middle; else
-        None."""
+        """`checkpoint`: the folder with the stage's optimizer, where the stage was interrupted in its middle."""
         self.parts, self.progress, self.stage = parts, progress, stage
         self.stopper, self.checkpoint = stopper, checkpoint
         # The state lives in `progress`, which every checkpoint contains. So a resumed stage finds its own state there.
@@ -92,8 +86,7 @@ class Driver(ABC, Generic[S, T, A]):
         """Loss of held-out demonstrations after the last step, where it was measured."""
         env, rollout = self.setting.environment, self.setting.rollout
         self._shown = HeldoutDemonstrations.of(stage, env, parts.renderer, rollout)
-        # `limit`: most seconds of a stage that shall take as long as an earlier one (`time_of`). It is read from the
-        # results in `progress`, where a resumed stage finds the same number.
+        # Most seconds of a stage that shall take as long as an earlier one; in a resumed stage the same number.
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
         self._files: Callable[[Path], None] = lambda folder: None
@@ -107,10 +100,7 @@ class Driver(ABC, Generic[S, T, A]):
         """Called before the first step, when weights and optimizer are in place; returns (`ask`, `learn`).
 
         `ask(index)` returns the data from which step `index` (from 1) learns. `learn(asked)` takes the step with
-        `self.trainer`, and returns the step's line of the record.
-
-        Args:
-            checkpoint: the folder from which an interrupted stage goes on; None where the stage begins.
+        `self.trainer`, and returns its line of the record. `checkpoint` is where an interrupted stage goes on from.
         """
 
     def reads(self, packed: Packed) -> Reads:
@@ -118,8 +108,8 @@ class Driver(ABC, Generic[S, T, A]):
         return Reads()
 
     def remember(self, asked: A, step: Step) -> Step:
-        """Called after a step: stores in `self.state` what later steps need. Returns the step's line, perhaps with one
-        more note."""
+        """Called after a step: stores in `self.state` what later steps need. Returns the line, perhaps with a note
+        more."""
         return step
 
     async def close(self) -> None:
@@ -131,14 +121,12 @@ class Driver(ABC, Generic[S, T, A]):
         return True
 
     async def catch_up(self) -> None:
-        """Called before a checkpoint: does now what a resumed run would do at its start, such as pushing the weights to
-        the sampler. So both go on alike."""
+        """Called before a checkpoint: does now what a resumed run would do at its start, such as pushing the
+        weights."""
 
     def note(self) -> Callable[[Path], None]:
-        """Called before a checkpoint inside the stage: stores in `self.state` what changes between steps.
-
-        Returns a function that writes further files into the checkpoint's folder, beside weights, optimizer and state.
-        """
+        """Called before a checkpoint inside the stage: stores in `self.state` what changes between steps. Returns a
+        function that writes further files into the checkpoint's folder."""
         return lambda folder: None
 
     def measured_before(self, report: EvaluationReport | None) -> None:
@@ -149,8 +137,7 @@ class Driver(ABC, Generic[S, T, A]):
         return None
 
     def enough(self, report: EvaluationReport | None) -> str:
-        """Returns the reason why the stage ends after this step, or ''. `report`: the evaluation after this step, where
-        there was one."""
+        """Returns the reason why the stage ends after this step, or ''. `report`: the evaluation after it, if any."""
         seconds = self.seconds()
         if self.stage.wall_time is not None and seconds >= self.stage.wall_time:
             return f"wall time of {self.stage.wall_time:g} s reached at step {self.state.step}"
@@ -162,15 +149,14 @@ class Driver(ABC, Generic[S, T, A]):
 
     async def run(self) -> None:
         """Runs the stage to its end. After a signal it ends earlier, with `Interrupted`."""
-        # `ended` returns False where a signal came and the running step did not end in time. Its work was cancelled
-        # then, and nothing of that step is kept.
+        # False: a signal came, and the running step did not end in time. It was cancelled, and nothing of it is kept.
         if not await self.stopper.ended(self._run(), lambda: self.state.step):
             where = f"in the middle of {self.stage.name} step {self.state.step + 1}"
             raise self._interrupted(f"{where}, which did not end after the signal, so nothing of it was kept")
 
     async def _run(self) -> None:
-        # The order below matters, since each part reads the parts before it: weights, optimizer, observers, then the
-        # parts of the kind. The weights of an interrupted stage are loaded already. A stage that begins loads its own.
+        # The order matters: weights, optimizer, observers, then the parts of the kind. An interrupted stage has its
+        # weights.
         checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()
@@ -180,16 +166,14 @@ class Driver(ABC, Generic[S, T, A]):
             self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
-            # The setting `optimizer.skips` limits the skipped steps in a row. With a count that began at 0 again, each
-            # resumed run could skip that many once more.
+            # A count that began at 0 again would let each resumed run skip `optimizer.skips` steps more.
             self.trainer.skipped = self.state.skipped
         # Checks and rules compare a step with those before it, so a resumed stage reads its own lines again.
         lines = [] if checkpoint is None else run_reader.steps(self.parts.book.folder)
         taken = [s for s in lines if s.stage == self.stage.name]
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
-        # After `open`, when a reference and other models of the stage are in memory: the largest pass must fit beside
-        # them.
+        # After `open`, when the stage's other models are in memory: the largest pass must fit beside them.
         self._warm_up()
         # Also after `open`, which draws the held-out judgements. A resumed stage has both numbers in its state.
         if checkpoint is None and self.stage.eval:
@@ -198,13 +182,11 @@ class Driver(ABC, Generic[S, T, A]):
             self.state.loss_before = loss and loss.score.mean
             if loss is not None:
                 self.parts.say(f"{self.stage.name}: {loss.words} before its first step ({len(loss.rows)} rows)")
-        # A stop condition that was met before the checkpoint still holds: then the range is empty, and the stage only
-        # ends.
+        # A stop condition that was met before the checkpoint still holds: the range is then empty.
         last = 0 if self.state.ended else self.stage.steps
         try:
             with during_steps():
-                # The whole loop. Whether samples are played for the step or ahead of it is the kind's own matter
-                # (`ask`), so the same lines run a synchronous and an asynchronous stage.
+                # Whether samples are played for the step or ahead of it is the kind's own matter (`ask`).
                 for index in range(self.state.step + 1, last + 1):
                     asked = await ask(index)
                     # The learner may need the memory of the engine's cache; the next push wakes the engine.
@@ -238,8 +220,8 @@ class Driver(ABC, Generic[S, T, A]):
         start = starts(parts.run.stages, self.stage)
         s.before, s.reward_before = self._known(start)
         if start != come_to(parts.run.stages, self.stage):
-            # The stage starts from other weights than the run has now. They get a new version number. Else the engine
-            # and the remembered evaluation would take them for the weights before.
+            # Other weights than the run has now get a new version. Else the engine and the remembered evaluation would
+            # take them for those before.
             load_kept(parts, p, start)
             p.version = parts.version = p.version + 1
             if self._of_the_run:
@@ -258,14 +240,13 @@ class Driver(ABC, Generic[S, T, A]):
         self.measured_before(report)
 
     def _known(self, start: str) -> tuple[float | None, float | None]:
-        """(accuracy, mean reward) of the weights `start`, where they were measured on the held-out tasks of this stage;
-        else (None, None)."""
+        """(accuracy, mean reward) of the weights `start`, where they were measured on this stage's held-out tasks."""
         progress, run = self.progress, self.parts.run
         # The stage starts from the weights that the run has come to, so the run's last measurement is theirs.
         if start == come_to(run.stages, self.stage) and self._on_its_tasks:
             return progress.accuracy and progress.accuracy[0], progress.reward and progress.reward[0]
-        # Else look at earlier stages with the same tasks: first the stage that ended with these weights, then one that
-        # started from them.
+        # Else earlier stages with the same tasks: first the one that ended with these weights, then one that started
+        # from them.
         same_tasks = [
             result for result in progress.results if run.env_of(run.stage(result.name)) == run.env_of(self.stage)
         ]
@@ -287,8 +268,8 @@ class Driver(ABC, Generic[S, T, A]):
 
     @property
     def _of_the_run(self) -> bool:
-        """True where a measure of the stage's weights is a measure of the run: the weights are handed on, and the tasks
-        are the run's."""
+        """True where a measure of the stage is one of the run: the weights are handed on, and the tasks are the
+        run's."""
         return self.stage.hands_on and self._on_its_tasks
 
     @property
@@ -297,17 +278,14 @@ class Driver(ABC, Generic[S, T, A]):
         return self.parts.run.env_of(self.stage) == self.parts.run.env
 
     async def _goes_on(self, index: int, step: Step) -> bool:
-        """Does what follows a step: evaluates when due, writes the record, and checkpoints (`_border`). Returns whether
-        the stage goes on."""
-        # The order must stay: state, measurements, the line of the record, and the checkpoint last. So no checkpoint
-        # contains a step whose line is not written.
+        """Evaluates when due, writes the record, and checkpoints (`_border`). Returns whether the stage goes on."""
+        # The order must stay, so that no checkpoint contains a step whose line is not written.
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
-        # Measurements after an earlier step are dropped. At its end the stage measures only what is None here, so an
-        # old value would be taken for one of the last weights.
+        # At its end the stage measures only what is None here, so older measurements are dropped.
         self.report = report = self.agreed = self.heldout_loss = None
         # Not after the last step: the end of the stage measures the same weights for its result.
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
@@ -325,11 +303,10 @@ class Driver(ABC, Generic[S, T, A]):
         return not s.ended
 
     def _finish(self, report: EvaluationReport | None) -> None:
-        """Writes the stage's result and its last checkpoint. Its weights are kept, and then handed on, or the run's
-        weights from before are loaded again."""
+        """Writes the result and the last checkpoint, keeps the weights, and hands them on or loads those from
+        before."""
         p, parts, stage = self.progress, self.parts, self.stage
-        # Before the weights are replaced and the state is dropped: a finished run that is made longer goes on from
-        # this.
+        # Before weights and state are replaced: a finished run that is made longer goes on from this.
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
         result = self._result(report)
         p.results = (*p.results, result)
@@ -337,8 +314,7 @@ class Driver(ABC, Generic[S, T, A]):
         # Before the checkpoint, which holds the fingerprint of the kept weights.
         keep(parts, p, stage.name)
         if not stage.hands_on:
-            # The weights from before the stage come back, under a new version number, which no engine and no remembered
-            # evaluation has.
+            # The weights from before come back under a new version, which no engine and no remembered evaluation has.
             load_kept(parts, p, come_to(parts.run.stages, stage))
             p.version = parts.version = p.version + 1
         p.stage, p.running, p.reopening = p.stage + 1, None, reopening
@@ -347,8 +323,8 @@ class Driver(ABC, Generic[S, T, A]):
     def _reopening(self, report: EvaluationReport | None) -> Reopening:
         """Returns the content of a checkpoint at this border, and the evaluation that belongs to it."""
         s, stage = self.state, self.stage
-        # `_finish` sets `progress.running` to None before it writes the checkpoint. Then `_note_state` cannot call
-        # `note()` of the kind any more, so the function that writes the kind's files is kept here.
+        # `_finish` drops the state before it writes the checkpoint, so the function that writes the kind's files is
+        # kept.
         self._files = self._note_state()
         due = stage.eval_every and s.step % stage.eval_every == 0
         measured = [x.gauges() for x in (report, self.agreed, self.heldout_loss) if x is not None and due]
@@ -370,8 +346,7 @@ class Driver(ABC, Generic[S, T, A]):
         return self._carried + time.perf_counter() - self._begun
 
     async def evaluate(self) -> EvaluationReport | None:
-        """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held
-        out, or nothing judges the answers."""
+        """Held-out evaluation, remembered per version. None: no task is held out, or nothing judges the answers."""
         parts, environment = self.parts, self.setting.environment
         judges = tuple(j.name for j in self.setting.rollout.judges)
         if not environment.heldout or not (declared(environment).judges or judges):
@@ -410,23 +385,18 @@ class Driver(ABC, Generic[S, T, A]):
     # --- borders -----------------------------------------------------------------------------------------------------
 
     async def _border(self, report: EvaluationReport | None) -> None:
-        """Called between two steps: writes a checkpoint when due, and raises `Interrupted` after a signal.
-
-        A stage that hands nothing on gets no checkpoint, since the run never goes on with its weights. A resumed run
-        begins such a stage anew.
-        """
+        """Called between two steps: writes a checkpoint when due, and raises `Interrupted` after a signal. A stage that
+        hands nothing on gets no checkpoint: a resumed run begins it anew."""
         stage, step = self.stage, self.state.step
         due = stage.checkpoint_every and step % stage.checkpoint_every == 0
         # A signal waits for a step at which the kind is at rest. With `sync_steps` above 1 the sampler has older
-        # weights than the learner in between, and a resumed run, which pushes when it begins, would go on with other
-        # samples.
+        # weights in between, and a resumed run, which pushes when it begins, would go on with other samples.
         stopped = bool(self.stopper.number) and self.at_rest
         if stage.hands_on and (due or stopped):
-            # A checkpoint that is due is written at once, even if the kind is not at rest. A resumed run would begin by
-            # pushing the weights, so this run pushes them now too (`catch_up`).
+            # One that is due is written at once. A resumed run would begin by pushing the weights, so this run does
+            # too.
             await self.catch_up()
-            # All checkpoints of the run are compared by this number, so it counts only if it was measured on the run's
-            # own tasks.
+            # All checkpoints are compared by this number, so it counts only if measured on the run's own tasks.
             known = report.reward.known if self._on_its_tasks and report else None
             self._checkpoint(known[0] if known else self._unjudged_metric)
         if stopped:
@@ -441,10 +411,8 @@ class Driver(ABC, Generic[S, T, A]):
         )
 
     def _checkpoint(self, metric: float | None) -> None:
-        """Writes a checkpoint: all that the run needs to go on from here.
-
-        It contains the optimizer in the middle of a stage, and at the end of the last stage, which may be made longer.
-        """
+        """Writes a checkpoint: all that the run needs to go on from here. It contains the optimizer in the middle of a
+        stage, and at the end of the last stage, which may be made longer."""
         p, parts, s = self.progress, self.parts, self.progress.running
         write_files_of_kind = self._note_state()
 

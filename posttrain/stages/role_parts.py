@@ -64,12 +64,8 @@ def say_passes(driver: Driver[Any, Any, Any], source: TaskSource, begins: str) -
 
 
 def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Reference:
-    """A frozen copy of the model with which the stage began, or of weights that were kept under `name`.
-
-    Args:
-        checkpoint: set where the stage is resumed in its middle: then the kept weights are loaded for the copy.
-        name: the name of kept weights; '': those that the stage starts from.
-    """
+    """A frozen copy of the model with which the stage began, or of weights that were kept under `name`. `checkpoint`:
+    where the stage is resumed in its middle, and the kept weights are loaded for the copy."""
     parts = driver.parts
     if checkpoint is None:
         return same_reference(driver, parts.freeze())

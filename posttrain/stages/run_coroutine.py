@@ -1,8 +1,7 @@
 """Runs a coroutine to its end from ordinary code, also where an event loop is already running (notebooks).
 
-In a notebook the work runs in a second thread, and the first thread waits. An interrupt (Ctrl-C, or the notebook's stop
-button) reaches only the first thread, which passes it on: the run finishes its step, writes a checkpoint and ends. A
-second interrupt ends it at once.
+There the work runs in a second thread. An interrupt reaches only the first thread, which passes it on: the run finishes
+its step, writes a checkpoint and ends. A second interrupt ends it at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
-    """Run a coroutine to its end; returns its result. `stopper`: gets the first interrupt, and lets the work end by
+    """Run a coroutine to its end; returns its result. `stopper` gets the first interrupt, so that the work ends by
     itself."""
     try:
         asyncio.get_running_loop()

@@ -33,8 +33,7 @@ def nothing_sleeps() -> None:
 
 
 ROUNDS = 16
-"""Rounds of the event loop after which a requested group has reached its engine: first its task starts, then the tasks
-of its siblings, then their turns."""
+"""Rounds of the event loop after which a requested group has reached its engine: task, siblings, turns."""
 
 
 async def nothing_waits() -> None:
@@ -42,11 +41,8 @@ async def nothing_waits() -> None:
 
 
 async def turns_reach() -> None:
-    """Lets the event loop run until requested turns have reached an engine in another process.
-
-    While the learner computes, nothing else in this process can start. Turns that have reached their engine by then go
-    on without this process.
-    """
+    """Lets the event loop run until requested turns have reached an engine in another process: while the learner
+    computes they go on without this process, and nothing else here can start."""
     for _ in range(ROUNDS):
         await asyncio.sleep(0)
 
@@ -93,8 +89,8 @@ class RunParts:
     """Returns the token sequences that spell a word."""
     text: Callable[[np.ndarray], str]
     freeze: Callable[[], Reference]
-    """Makes a reference that scores as the learner does now and never changes: a copy of the model, or the learner's
-    own model without its adapter."""
+    """Makes a reference that scores as the learner does now and never changes: a copy, or its model without the
+    adapter."""
     teacher: Callable[[str], Reference]
     """Loads a frozen model from a directory. It must have the policy's tokenizer."""
     oppose: Callable[[Reference, float], Opponent]
@@ -117,8 +113,7 @@ class RunParts:
     close: Callable[[], None] = lambda: None
     """Stops the engine and frees its threads, processes and memory."""
     idle: Callable[[], Awaitable[None]] = nothing_waits
-    """Waits until the learner may compute: until an engine in this process has nothing to do, or until an engine in
-    another process has received its turns."""
+    """Waits until the learner may compute: an engine here has nothing to do, or one elsewhere has its turns."""
     sleep: Callable[[], None] = nothing_sleeps
     """Called before the learner works: engines in this process that must sleep then free their caches."""
     queue: GroupQueue | None = None
@@ -144,17 +139,14 @@ class RunParts:
         return self.settings.get(stage.name) or StageSetting(self.environment, self.rollout)
 
     def judged_setting(self, stage: Stage) -> StageSetting:
-        """The stage's setting, judged also by the reward models that the run itself trained before. Call it when the
-        stage begins: only then are they trained."""
+        """The stage's setting, judged also by the reward models that the run itself has trained when the stage
+        begins."""
         setting = self.setting(stage)
         return setting.judged_by((*setting.rollout.judges, *self.trained_judges(stage)))
 
     def sampling(self, stage: Stage) -> Sampling:
-        """The sampling settings with which a stage is evaluated, resolved.
-
-        They are the stage's own. A stage in which the policy does not generate has none: it takes those of the next
-        stage in which the policy generates, or else of the first one in the run.
-        """
+        """The sampling settings with which a stage is evaluated, resolved: its own; or, where its policy does not
+        generate, those of the next stage that does, else of the first one in the run."""
         this_and_later = self.run.stages[self.run.stages.index(stage) :]
         # Later stages come first in the list, then all stages: a last stage that imitates takes an earlier stage's.
         settings_and_tops = [
@@ -165,10 +157,8 @@ class RunParts:
         return replace(resolved, top=top) if top != resolved.top else resolved
 
     def other_environments(self, stage: Stage) -> tuple[Environment, ...]:
-        """The environments on which the run is measured during or after this stage, without the stage's own.
-
-        They are the run's environment and those of later stages.
-        """
+        """The environments on which the run is measured during or after this stage (its own and those of later stages),
+        without the stage's."""
         stages = self.run.stages
         later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
         own_environment = self.setting(stage).environment
@@ -181,8 +171,7 @@ class RunParts:
             await self.sync.push(self.version)
 
     def known(self, sampling: Sampling, environment: Environment, judges: tuple[str, ...]) -> EvaluationReport | None:
-        """The last evaluation, where it was made of the present weights with the same sampling, tasks and judges; else
-        None."""
+        """The last evaluation, if it was of the present weights with the same sampling, tasks and judges."""
         last = self.measured
         if last is None or last.environment is not environment:
             return None
@@ -190,11 +179,8 @@ class RunParts:
         return last.report if same else None
 
     async def evaluate(self, setting: StageSetting, sampling: Sampling) -> EvaluationReport:
-        """Evaluate the learner's weights on held-out tasks.
-
-        The engine's counters and caches are emptied afterwards. A resumed run does not repeat the evaluation, and its
-        record must be the same as without the interruption.
-        """
+        """Evaluate the learner's weights on held-out tasks. The engine's counters and caches are emptied afterwards: a
+        resumed run does not repeat the evaluation, and its record must be the same."""
         await self.publish()
         result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
         # The call empties the counters; what it returns is dropped.
@@ -207,12 +193,8 @@ class RunParts:
 
 
 def keep(parts: RunParts, progress: Progress, name: str) -> None:
-    """Keep the learner's weights in the run folder under a name. Checkpoints store their fingerprint, which
-    `load_kept` compares.
-
-    Raises:
-        InvariantError: other weights have this name already.
-    """
+    """Keep the learner's weights in the run folder under a name, and their fingerprint, which `load_kept` compares.
+    InvariantError where other weights have this name already."""
     now = parts.learner.fingerprint()
     # Keeping the same weights twice is allowed. Other weights would change what a later stage starts from.
     if (then := progress.kept.get(name, now)) != now:

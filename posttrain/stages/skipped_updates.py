@@ -1,7 +1,6 @@
 """Optimizer steps that are left out because their gradient is not finite (`Optimizer.skips`).
 
-Such a step changes neither weights nor optimizer. It is counted and noted in the record. Its batch is kept in the run
-folder, so that the user can look into it.
+Such a step changes neither weights nor optimizer. It is counted and noted, and its batch is kept in the run folder.
 """
 
 from __future__ import annotations
@@ -34,20 +33,12 @@ STREAM = "stream."
 
 
 def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantError) -> tuple[Gauges, str]:
-    """Gauges and note of a step that is left out.
-
-    Args:
-        index: the stage's step that the batch belongs to.
-        error: names the episodes whose gradient is not finite.
-
-    Raises:
-        InvariantError: no further step in a row may be left out. Where the setting is 0, it is `error` itself.
-    """
+    """Gauges and note of a step that is left out. `error` names the episodes whose gradient is not finite; it is raised
+    where no further step in a row may be left out."""
     stage, trainer = roles.stage, roles.trainer
     if not stage.optimizer.skips:
         raise error
-    # The batch is kept before the limit is checked, since the batch of the step that ends the run is the one to look
-    # at.
+    # Before the limit is checked: the batch of the step that ends the run is the one to look at.
     trainer.skipped += 1
     folder = f"skipped-{stage.name}-{index:06d}-{trainer.skipped}"
     roles.book.beside(folder, lambda path: save_batch(batch, path))
@@ -77,14 +68,8 @@ def save_batch(batch: Batch, folder: Path) -> None:
 
 
 def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
-    """The minibatch of `save_batch`.
-
-    Args:
-        further: the declarations of streams that are not posttrain's own.
-
-    Raises:
-        RunFolderError: the file is missing or damaged.
-    """
+    """The minibatch of `save_batch`; RunFolderError where the file is missing or damaged. `further`: declarations of
+    streams that are not posttrain's own."""
     path = folder / BATCH
     declared = {s.name: s for s in (*vars(streams).values(), *further) if isinstance(s, Stream)}
     # Opened and closed again: `opened` refuses what is no plain file, before safetensors maps it into memory.

@@ -65,8 +65,8 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
 
 
 def moved(learner: Learner, group: Group) -> float:
-    """The mean of |log(policy / sampler)| over the sampled tokens of a group's judged episodes. Demonstrations are left
-    out, since no sampler drew them."""
+    """The mean of |log(policy / sampler)| over the sampled tokens of a group's judged episodes, demonstrations left
+    out."""
     sampled = [s for e in group.judged if e.own for s in e.segments]
     mu_M = np.concatenate([s.logp[s.mask] for s in sampled])
     return float(np.mean(np.abs(learner.score(Packed.of(sampled)) - mu_M)))
@@ -79,24 +79,21 @@ class UnfinishedStep:
     experience: Experience
     credit: Credit | None = None
     learned: list[Gauges] = field(default_factory=lambda: [{"optim/steps": Gauge(0, 1)}])
-    """Gauges of its updates. The first entry is of none: a step without any update then records 0 optimizer steps, and
-    not nothing."""
+    """Gauges of its updates. The first entry is of none, so that a step without any records 0 optimizer steps."""
     skipped: list[str] = field(default_factory=list[str])
     """Messages about optimizer steps that were left out."""
     line: Step | None = None
 
 
 async def learn(roles: ReinforceRoles, e: Experience) -> Step:
-    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record.
-
-    A step that a check or the loss stops is recorded too, as far as it got. Its note says what stopped it.
-    """
+    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record,
+    which is also written where a check or the loss stops the step, with the reason as its note."""
     stage, version, unfinished = roles.stage, roles.trainer.version, UnfinishedStep(e)
-    # Value warm-up: in the first steps only the values learn, and `algorithm` has no term that moves the policy. The
-    # credit is computed as always, since the targets of the values come from it; `without_credit` then sets it to 0.
+    # Value warm-up: `algorithm` has no term that moves the policy. Credit is computed as always, for the targets of the
+    # values, and `without_credit` then sets it to 0.
     algorithm, warming = of_step(stage.algorithm, roles.adaptive, e.index)
-    # Scores and credit of the whole step are computed before its first update. Else later minibatches would be scored
-    # by a policy that earlier minibatches have changed. `unfinished` holds what is done so far.
+    # Scores and credit of the whole step come before its first update: else later minibatches would be scored by
+    # another policy. `unfinished` holds what is done so far.
     with stopped_is_recorded(roles, unfinished):
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
@@ -123,8 +120,7 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("learn"):
             if roles.implicit is not None:
                 unfinished.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
-            # `minibatches` is lazy: each minibatch is made after the updates on those before it. An algorithm that
-            # chooses tokens by the present log-probs gets them from `now`.
+            # Lazy: each minibatch is made after the updates on those before it, and may read `now`.
             minibatches = pack(
                 credit, algorithm, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score
             )
@@ -145,8 +141,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                         unfinished.skipped.append(note)
                     unfinished.learned.append(step_gauges)
         with roles.clock.of("rollout"):
-            # Groups that are played ahead stood still while the learner computed in this process. Here, before the new
-            # weights, they say what they can under the weights that they were asked with.
+            # Groups that are played ahead stood still while the learner computed in this process. Now they say what
+            # they can under the weights that they were asked with.
             await roles.groups.proceed()
         with roles.clock.of("sync"):
             # `follow`, not `push`: where every update was left out there is nothing new to send.
@@ -155,14 +151,13 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             roles.watch.emit(PushedEvent(e, credit))
         if roles.replay is not None:
             roles.replay.add(e.index, e.fresh)
-        # The line is made once, because making it also writes the episodes. If an observer stops the run in `after`,
-        # `stopped_is_recorded` writes this same line with the reason.
+        # Made once, because making it also writes the episodes: if an observer stops the run in `after`,
+        # `stopped_is_recorded` writes this same line.
         unfinished.line = _line(roles, unfinished, notes(e, credit, stage.prompts))
         roles.adaptive = _adapted(roles, unfinished, credit)
         line = await roles.watch.after(unfinished.line)
-        # Behind the sync: groups that it gave up, and further ones, are asked under the weights that the sampler has
-        # now. Behind `after`: if an observer stops the run, nothing more is asked. Prompts of later groups are drawn by
-        # what this step's groups earned.
+        # Behind the sync: further groups are asked under the weights that the sampler has now. Behind `after`: if an
+        # observer stops the run, nothing more is asked. Their prompts are drawn by what this step's groups earned.
         await roles.groups.learned()
         return line
 
@@ -186,10 +181,8 @@ def _adapted(roles: ReinforceRoles, unfinished: UnfinishedStep, credit: Credit) 
 
 @contextmanager
 def stopped_is_recorded(roles: ReinforceRoles, unfinished: UnfinishedStep) -> Iterator[None]:
-    """Around a step: when it is stopped, its line is written to the record, with the reason as a note.
-
-    An error of the record itself (`RunFolderError`) is raised as it is, since writing again would fail again.
-    """
+    """Around a step: when it is stopped, its line is written to the record, with the reason as a note. A
+    `RunFolderError` is raised as it is, since writing again would fail again."""
     try:
         yield
     except RunFolderError:
@@ -221,15 +214,9 @@ async def learn_from(
 ) -> Step:
     """Take one step on a batch of data; returns its line of the record.
 
-    Args:
-        called: what an episode of the batch is called in messages, such as `demonstration`.
-        sampled: gauges of the rollouts that made the batch, where the policy sampled it.
-        first: whether the batch has the sampler's log-probs, drawn with the present weights. None: True if `sampled` is
-            given.
-
-    Raises:
-        InvariantError: the gradient is not finite. The message names the episodes that make it so, and the record's
-            line has it as a note.
+    `called`: what an episode of the batch is called in messages. `sampled`: gauges of the rollouts that made the batch.
+    `first`: whether it has the sampler's log-probs, drawn with the present weights; None: if `sampled` is given. A
+    gradient that is not finite raises InvariantError, which names the episodes and is noted in the record.
     """
     index, batch, fresh = work.index, work.batch, sampled is not None if first is None else first
     with roles.clock.of("learn"):
@@ -261,8 +248,7 @@ async def learn_from(
 
 async def learn_nothing(roles: StageRoles[Any], index: int, sampled: Gauges, notes: tuple[str, ...]) -> Step:
     """The line of a step whose samples teach nothing: weights and optimizer stay as they are."""
-    # The sampler drops what it keeps of earlier turns, as after a push of weights. A resumed run begins with an empty
-    # sampler, and both records must be equal.
+    # The sampler drops what it keeps of earlier turns, as after a push: a resumed run begins with an empty one.
     roles.sync.forget()
     report = roles.watch.take()
     gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, report.gauges)
@@ -296,8 +282,7 @@ def _line(roles: ReinforceRoles, unfinished: UnfinishedStep, notes: tuple[str, .
     experience, report = unfinished.experience, roles.watch.take()
     credit = unfinished.credit or Credit((), roles.adaptive.ema)
     replayed = roles.replay.gauges() if roles.replay else {}
-    # `gauges` must be the same in a run that was interrupted and resumed. So whatever depends on time goes into
-    # `clock`.
+    # `gauges` must be the same in a resumed run. So whatever depends on time goes into `clock`.
     gauges = merge(rollout_gauges(experience, credit), experience.engine, replayed, report.gauges, *unfinished.learned)
     time_dependent = dict(roles.rollout.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time

@@ -1,6 +1,6 @@
 """Runs the largest pass that a stage's settings allow before its first step, so too little memory is found in seconds.
 
-Nothing of the pass remains: the gradients are thrown away, and weights, optimizer and random numbers stay as they were.
+Gradients are thrown away, and weights, optimizer and random numbers stay as they were.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from posttrain.role.trainer import Trainer
 
 
 def largest(stage: Stage, context: int, ids: np.ndarray) -> Packed:
-    """The largest micro-batch: `micro_tokens` of made-up text in the longest sequences.
+    """The largest micro-batch: `micro_tokens` of text made up of `ids` in the longest sequences, of at most `context`
+    tokens.
 
-    A sequence is never cut. So where one answer may be longer than `micro_tokens`, the micro-batch is one such
-    sequence. Sequences that share a prompt may have more tokens together, but then the prompt is computed only once, so
-    no pass computes more positions than this one.
-
-    Args:
-        context: most tokens of a sequence.
-        ids: token ids from which the made-up text is drawn.
+    A sequence is never cut, so one answer may be more than `micro_tokens`. Sequences that share a prompt may have more
+    together, but the prompt is computed once: no pass computes more positions than this one.
     """
     longest_answer = 0 if stage.contract is None else stage.contract.max_tokens
     # Two tokens at least: the first of a sequence is never spoken.
@@ -42,11 +38,7 @@ def largest(stage: Stage, context: int, ids: np.ndarray) -> Packed:
 
 def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) -> str:
     """One forward and backward pass, while memory is held for what the optimizer's first step will add. Returns a line
-    about time and memory.
-
-    Raises:
-        ConfigError: memory does not suffice. It says which setting to lower.
-    """
+    about time and memory; ConfigError says which setting to lower where memory does not suffice."""
     learner = trainer.learner
     parameters = [p for p in (*learner.parameters().values(), *trainer.trained().values()) if p.requires_grad]
     device = next(iter(learner.parameters().values())).device
@@ -54,16 +46,15 @@ def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) ->
     peak.reset()
     begun = time.perf_counter()
     with memory_suffices(packed, trainer.micro_tokens), torch.random.fork_rng(devices, device_type=device.type):
-        # The optimizer's moments do not exist before the first update. This block of the same size stands in for them,
-        # so that the peak of the pass includes them.
+        # Stands in for the optimizer's moments, which do not exist before the first update.
         stand_in = torch.empty(trainer.optimizer.pending_bytes(), dtype=torch.uint8, device=device)
         learner.train_mode(True)
         try:
             with trainer.frozen():
                 scores = learner.forward(packed, reads)
                 reward_scores = None if scores.rewards is None else scores.rewards.score
-                # Every output that the stage reads is differentiated. So the pass keeps the same tensors in memory as
-                # with a real loss.
+                # Every output that the stage reads is differentiated, so the pass keeps the same tensors as a real
+                # loss.
                 outputs = (scores.logp, scores.entropy, scores.value, scores.candidates, reward_scores)
                 torch.stack([x.sum() for x in outputs if x is not None]).sum().backward()
                 trainer.optimizer.gather()

@@ -57,11 +57,10 @@ class OutcomeLoss:
         held = streams(micro, logp_M.device, logp_M.dtype)
         # Log-odds z of each answer [E]: its tokens' terms added up, over all of its segments. Only phi has a gradient.
         odds_E = self.beta * logp_M.new_zeros(held.episodes).index_add(0, held.sequence_M, logp_M - held[REFERENCE])
-        # Outcome and weight are the same on all tokens of an answer, so its first token is read. `sequence_M` ascends.
+        # Both are the same on all tokens of an answer, so its first token is read. `sequence_M` ascends.
         first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
         outcome_E, weight_E = held[OUTCOME][first_E], held[WEIGHT][first_E]
-        # -y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)) = log(1 + e^z) - y z:
-        # finite for every z, and right for an outcome between 0 and 1 too.
+        # -y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)) = log(1 + e^z) - y z, which is finite for every z.
         each_E = softplus(odds_E) - outcome_E * odds_E
         agrees = ((odds_E > 0) == (outcome_E > 0.5)).sum()
         return Terms((weight_E * each_E).sum(), {"implicit/agrees": Gauge(float(agrees), held.episodes)})

@@ -28,8 +28,7 @@ def word(value: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    """`word` without fields that are off: those at a default of none, 0 or false, and those that only such a field
-    reads."""
+    """`word` without fields that are off (those at a default of none, 0 or false) and those that only these read."""
     if isinstance(value, tuple):
         return ",".join(compact(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if not dataclasses.is_dataclass(value) or isinstance(value, type | AnyAlgorithm):
@@ -41,8 +40,7 @@ def compact(value: Any) -> str:
 def _set_fields(piece: Any) -> dict[str, Any]:
     """The fields of a piece that are not off."""
     values = {f.name: getattr(piece, f.name) for f in dataclasses.fields(piece)}
-    # Off: the default is none, 0 or false, and the field still has it. `horizon` and `delta` say how
-    # an adaptive coefficient moves; without a `target` it does not move.
+    # `horizon` and `delta` say how an adaptive coefficient moves; without a `target` it does not move.
     off = {f.name for f in dataclasses.fields(piece) if not f.default and values[f.name] == f.default}
     idle = {"horizon", "delta"} if "target" in off else set[str]()
     return {name: x for name, x in values.items() if name not in off | idle}
@@ -79,8 +77,7 @@ def source(a: AnyAlgorithm) -> str:
 
 
 def year(a: AnyAlgorithm) -> str:
-    """Returns the year of the source: from the first two digits of an arXiv id, or the year it names; '' where it names
-    none."""
+    """Returns the year of the source, from its arXiv id or the year it names; '' where it names none."""
     if _arxiv(a):
         return f"20{a.paper[:2]}"
     named = re.search(r"\b(19|20)\d\d\b", a.paper)

@@ -14,13 +14,12 @@ WIDTH = 100
 
 
 def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> Iterator[str]:
-    """Lines with `words` after `lead`; further lines begin with `below`. A word is cut, at its commas, only where it is
-    too long for a line."""
+    """Lines with `words` after `lead`; further lines begin with `below`. A word that is too long is cut at its
+    commas."""
     line, empty = lead, True
     for text in words:
         fits = len(below) + len(text) <= width
-        # The pattern cuts a long word behind each comma: "Clip(low=0.2, high=0.28)" gives
-        # "Clip(low=0.2, " and "high=0.28)". Between parts of one word no space is added.
+        # A long word is cut behind each comma, and between its parts no space is added.
         for n, part in enumerate([text] if fits else re.findall(r".*?, |.+$", text)):
             between = "  " if n == 0 else ""
             if not empty and len((line + between + part).rstrip()) > width:

@@ -17,8 +17,7 @@ SEVERAL = "scale=one or group_std, shape=none, and pull=none or one in the loss"
 
 
 class Baseline(Piece, begin=True):
-    """The value that a reward is compared with. Its mathematics is in `algorithm.credit.baseline_values`: one number
-    per sample, or several where `per_token`."""
+    """The value that a reward is compared with; its mathematics is in `algorithm.credit.baseline_values`."""
 
     relative: ClassVar[bool] = False
     """Whether siblings are compared, so that a group without spread has credit exactly 0."""

@@ -1,5 +1,5 @@
-"""Train/inference corrections: c = start/mu, detached, multiplies the push (A25). An algorithm may have several, and
-their product is used. At most one of them contains start/mu itself; the others only keep or drop."""
+"""Train/inference corrections: c = start/mu, detached, multiplies the push (A25). Several are multiplied. At most one
+of them contains start/mu itself; the others only keep or drop."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The interface of every piece of an algorithm. No other code has to know a piece by name.
 
-A piece is in two files. In this folder, in the file of its choice, is a frozen dataclass with its numbers and its
-formula. In `posttrain.algorithm` is its mathematics, registered for its type. A piece holds numbers, words and
-switches, and uses nothing outside the run.
+Here, in the file of its choice, a piece is a frozen dataclass with its numbers and its formula; its mathematics is in
+`posttrain.algorithm`. It uses nothing outside the run.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Piece(Open, ABC):
         return False
 
     def compares_siblings(self) -> bool:
-        """Returns whether the piece makes credit compare siblings, so that a group without spread has credit exactly
-        0."""
+        """Returns whether it makes credit compare siblings, so that a group without spread has credit exactly 0."""
         return False
 
     def stores_top(self) -> int:

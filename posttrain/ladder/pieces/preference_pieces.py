@@ -1,6 +1,5 @@
 """Pieces of preference algorithms beside the link: the statistic of a completion, the divergence, label noise, margins,
-and what is added. The mathematics is in `algorithm.preference.preference_link` and
-`algorithm.preference.preference_loss`."""
+and what is added. The mathematics is in `algorithm.preference`."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Statistic(PreferencePiece, begin=True):
-    """The statistic by which the tokens of a completion become one number. l is log pi - log ref of a token, or log pi
-    without a reference."""
+    """The statistic by which the tokens of a completion become one number, from l = log pi - log ref of each (log pi
+    without a reference)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +233,7 @@ class DataMargin(MarginTerm):
 
 
 class Added(PreferencePiece, begin=True):
-    """A further term of the loss. Terms of likelihood are means over all tokens of the minibatch, so that a split
-    changes nothing."""
+    """A further term of the loss. Terms of likelihood are means over all tokens of the minibatch."""
 
     of: ClassVar[Literal["chosen", "gold", "opponent"]] = "chosen"
     """The completion whose tokens it reads."""

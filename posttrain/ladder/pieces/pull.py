@@ -95,8 +95,7 @@ class KL(Pull):
     one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
 
     def __post_init__(self) -> None:
-        # `_KL_TRUTH` lists the legal pairs and what their gradient is. `_KL_REFUSED`
-        # says why each other pair is wrong: many libraries accept them.
+        # Many libraries accept the other pairs; `_KL_REFUSED` says why each is wrong.
         pair = (self.estimator, self.placement)
         if pair not in _KL_TRUTH:
             why = _KL_REFUSED.get(pair, "there is no such pair")

@@ -85,8 +85,7 @@ class BestOf(Shaping):
         return f"{self.k} mean({best}) over the subsets of {self.k} siblings that hold this one"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # The rewards of the others contain this sample's reward, so a
-        # mean over them depends on it, and the baseline would add a bias.
+        # The rewards of the others contain this sample's, so a baseline over them would add a bias.
         if self.gain and not isinstance(a.baseline, Zero):
             yield "shape.bestof.gain already compares a sample with its siblings. Set baseline=zero, or gain=false"
 

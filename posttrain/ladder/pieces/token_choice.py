@@ -20,7 +20,6 @@ class Tokens(Piece, begin=True):
     """A choice of tokens of the minibatch. Its mathematics is in `algorithm.loss.token_selection`."""
 
     # Tokens are chosen over the whole minibatch. Without the silent tokens its means and shares would be others.
-    reads_silent: ClassVar[bool] = True
     silences: ClassVar[bool] = True
     """Whether the tokens that it does not choose are masked: they have no policy gradient."""
     reads_now: ClassVar[bool] = False
@@ -215,7 +214,7 @@ class Shown(Piece):
         return f"{self.siblings} of the siblings written by demonstration{style}; their tokens have {gradient}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # Every token of a batch must have K candidates, and a demonstration has no sampler that could name them.
+        # Every token of a batch must have K candidates, and no sampler could name a demonstration's.
         if a.stores_top:
             yield (
                 "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0,"
@@ -282,8 +281,7 @@ class Distill(Piece):
 
 
 class Curriculum(Piece, begin=True):
-    """The rule that decides which task is played next, by its pass rate when it was last played (0 where it never
-    was)."""
+    """The rule that decides which task is played next, by its pass rate when it was last played (0 where never)."""
 
     drawn: ClassVar[bool] = False
     """Whether tasks are drawn in proportion to their weight. Else all tasks of weight > 0 are played in turn."""

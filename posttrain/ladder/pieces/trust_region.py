@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 
 
 class TrustRegion(Piece, begin=True):
-    """The push as a function of the ratio and the sign of the credit. Its mathematics is in
-    `algorithm.loss.push_factor`."""
+    """The push as a function of the ratio and the sign of the credit (`algorithm.loss.push_factor`)."""
 
     per_token: ClassVar[bool] = False
     """Whether it compares single tokens, so that it needs ratio=token."""
     silences: ClassVar[bool] = False
-    """Whether a token outside its bounds has a push of exactly 0. Bounds narrower than rounding then
-    mask tokens at random."""
+    """Whether a token outside its bounds has a push of exactly 0. Bounds narrower than rounding mask at random."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         # A ratio that is always 1 never reaches a bound.
@@ -273,10 +271,8 @@ class Hump(TrustRegion):
             positive(f"clip.{name}", getattr(self, name))
 
     def words(self) -> str:
-        up, down = (
-            f"rho^{self.k:g} exp({self.fade:g} (1 - rho))",
-            f"rho^{self.k_negative:g} exp({self.fade_negative:g} (1 - rho))",
-        )
+        up = f"rho^{self.k:g} exp({self.fade:g} (1 - rho))"
+        down = f"rho^{self.k_negative:g} exp({self.fade_negative:g} (1 - rho))"
         return f"{up} where A > 0, {down} where A < 0"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """Pieces of an algorithm whose class this program does not have, as a run folder records them.
 
-Reading a run executes no code of it. So a piece that the user's own file defines is read as its recorded numbers, under
-its own name: as an instance of a stand-in class. It can be printed and compared. It has no mathematics, and the checks
-of an algorithm leave it out.
+Reading a run executes no code of it. So a piece of the user's own file is read as its recorded numbers, as an instance
+of a stand-in class with its name. It can be printed and compared, and has no mathematics and no checks.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def read_without(run: Any, names: Collection[str]) -> Generator[None]:
     Raises:
         RunFolderError: the record of one of them cannot be a piece.
     """
-    # Only inside the block are the stand-ins alternatives of their choices:
-    # outside, an override with such a name must stay an error.
+    # Stand-ins are alternatives only inside the block: outside, an override with such a name must stay an error.
     made: dict[tuple[type[Any], str], type[Any]] = {}
     try:
         for base, data in _recorded(run) if names else ():
@@ -76,8 +74,7 @@ def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
     stages: Any = cast("dict[str, Any]", run).get("stages") if isinstance(run, dict) else None
     for stage in cast("list[Any]", stages) if isinstance(stages, list) else []:
         a: Any = cast("dict[str, Any]", stage).get("algorithm") if isinstance(stage, dict) else None
-        # An algorithm's parents are recorded inside it, and may have other pieces. A record
-        # comes from elsewhere, so the type of each value is tested before it is used.
+        # Its parents are inside it, and may have other pieces. A record comes from elsewhere, so types are tested.
         while isinstance(a, dict):
             plain = cast("dict[str, Any]", a)
             for field, hint in _fields().items():
@@ -103,8 +100,8 @@ def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
 def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     """A class with the recorded fields and no mathematics, in no choice yet. The same record gives the same class, so
     that pieces of two readings can be equal."""
-    # The names become the names of a class and of its fields. So their number and length are limited, and
-    # a field must not begin with `__` or hide a method of the base.
+    # The names become those of a class and its fields: so their number and length are limited, and none may begin with
+    # `__` or hide a method of the base.
     if len(name) > LONGEST or len(fields) > MOST:
         raise ConfigError(
             f"it has {len(fields)} fields and a name of {len(name)} letters; the most are {MOST}, {LONGEST}"
@@ -120,8 +117,8 @@ def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     def nothing(self: Any, *given: Any, **named: Any) -> Any:
         raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
 
-    # Abstract methods must be defined, or no instance could be made. They
-    # raise an error, except for `words`, which prints the record. Who would compute with it asks `Piece.absent` first.
+    # Abstract methods must be defined, or no instance could be made. They raise an error, and `words` prints the
+    # record.
     methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
     space = {**methods, "words": words, "absent": True, "__module__": __name__}
     typed = [(f, Any) for f in fields]

@@ -30,8 +30,7 @@ HELDOUT = 20_261_123
 
 
 def walk(source: TaskSource, *, seed: int, stage: str, first: int, count: int) -> list[tuple[Task, int]]:
-    """`count` tasks with their visit numbers, from place `first` of the order. They depend on the arguments alone, so a
-    resumed run needs no state."""
+    """`count` tasks with their visit numbers, from place `first` of the order: a function of the arguments alone."""
     prompts = Prompts(source, seeds.torch_seed(seed, f"judgements/{stage}"), cursor=first)
     return [next(prompts) for _ in range(count)]
 
@@ -65,11 +64,8 @@ def completions(judgement: Judgement) -> tuple[tuple[str, int], ...]:
 
 
 def segments(judgement: Judgement, renderer: PairRenderer, context: int) -> list[Segment]:
-    """The completions of a judgement as segments, each after its prompt, which is masked.
-
-    Raises:
-        DataError: one is empty, or longer than the model's context. The message has the row's place.
-    """
+    """The completions of a judgement as segments, each after its prompt, which is masked. DataError, with the row's
+    place, where one is empty or longer than the context."""
     try:
         return [
             demonstration(renderer, judgement.task, judgement.task.prompt, text, context)
@@ -144,11 +140,7 @@ def training_tasks(
     context: int,
     say: Callable[[str], None],
 ) -> TaskSource:
-    """The training tasks whose judgements fit into the context.
-
-    Raises:
-        DataError: none does.
-    """
+    """The training tasks whose judgements fit into the context; DataError where none does."""
     if not stage.leaves_out_long:  # checked before the run began
         return environment.train
     fitting_tasks = FittingTasks.of(environment, kind, renderer, context)
@@ -165,16 +157,12 @@ def training_tasks(
 
 
 def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: int) -> Batch:
-    """A minibatch in which each judgement is a unit, its completions in order.
-
-    Streams, the same for all tokens of a completion: SIDE, WEIGHT (the judgement's own, not normalised), and MARGIN
-    where all judgements are pairs with a margin.
-    """
+    """A minibatch in which each judgement is a unit, its completions in order. Streams: SIDE, WEIGHT (the judgement's
+    own, not normalised), and MARGIN where all judgements are pairs with a margin."""
     parts = [segments(j, renderer, context) for j in judgements]
     sides = [side for j in judgements for _, side in completions(j)]
     weights = np.array([j.weight if isinstance(j, Pair) else 1.0 for j in judgements])
-    # [E]: one entry a completion, judgement by judgement. For a stream [M] the entry of a completion is repeated once
-    # for each of its spoken tokens.
+    # [E]: one entry a completion. For a stream [M] it is repeated for each of the completion's spoken tokens.
     each_E = np.repeat(weights, [len(p) for p in parts])
     flat = [s for p in parts for s in p]
     spoken = [s.spoken for s in flat]
@@ -183,8 +171,8 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
         WEIGHT: np.repeat(each_E, spoken),
     }
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
-    # A stream needs a number for every token. So if one judgement has no margin, the whole stream is left out. For an
-    # algorithm that reads margins, the stage then raises an error that names the row.
+    # A stream needs a number for every token. Where one judgement has no margin, an algorithm that reads margins names
+    # it.
     if len(margins) == len(judgements):
         streams[MARGIN] = np.repeat(np.repeat(np.array(margins, np.float64), [len(p) for p in parts]), spoken)
     unit_E = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p) for p in parts])
@@ -192,8 +180,7 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
 
 
 def heldout_judgements(environment: Environment) -> list[Judgement]:
-    """One judgement about each held-out task, the same in every evaluation and every run: pairs, else labelled
-    completions; none where the environment gives neither."""
+    """One judgement about each held-out task, always the same: pairs, else labelled completions, else none."""
     offered = abilities.judgements(environment)
     kind: Kind | None = next((k for k in COMPARED if k in offered.kinds), None)
     if kind is None:
@@ -215,14 +202,8 @@ class AgreementReport:
 
     @staticmethod
     def of(score: np.ndarray, worth: np.ndarray, unit: np.ndarray, ids: Sequence[str] = ()) -> AgreementReport | None:
-        """The share of pairs inside units that the scores order as their worth does. None where no completion is better
-        than another one of its unit.
-
-        Args:
-            score, worth: of each completion.
-            unit: the unit of each completion; -1: it is compared with none.
-            ids: names of the units, where they have names.
-        """
+        """The share of pairs inside units that the scores order as their worth does, from the score, worth and unit
+        (-1: compared with none) of each completion, and the units' names. None where no pair has a better side."""
         if not np.all(np.isfinite(score)):
             not_finite = int((~np.isfinite(score)).sum())
             raise InvariantError(f"{not_finite} of {len(score)} scores of held-out completions are not finite")
@@ -240,15 +221,14 @@ class AgreementReport:
 
     @staticmethod
     def of_labels(score_E: np.ndarray, good_E: np.ndarray) -> AgreementReport | None:
-        """From the scores of labelled completions: for each good one, the share of bad ones with a lower score. None
-        where all have the same label."""
+        """From scores of labelled completions: for each good one, the share of bad ones with a lower score, if there
+        are both."""
         good, bad = score_E[good_E], score_E[~good_E]
         if not np.all(np.isfinite(score_E)):
             raise InvariantError(f"{int((~np.isfinite(score_E)).sum())} held-out completions have no finite score")
         if not len(good) or not len(bad):
             return None
-        # Each good score is compared with each bad score; a tie counts 1/2. The mean over all is the area under the ROC
-        # curve.
+        # A tie counts 1/2. The mean over all is the area under the ROC curve.
         above = (good[:, None] > bad).mean(1) + 0.5 * (good[:, None] == bad).mean(1)
         return AgreementReport(Score.of(above), float(good.mean() - bad.mean()))
 

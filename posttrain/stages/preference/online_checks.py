@@ -1,7 +1,7 @@
 """Checks that pairs of the policy's own samples are what was sampled and judged, and that an opponent samples right.
 
-Which completion of a prompt is preferred is computed a second time here, from the verdicts alone. An opponent must
-sample from the mixture of policy and reference that the settings name.
+Which completion is preferred is computed a second time, from the verdicts alone. An opponent must sample from the
+mixture of policy and reference that the settings name.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from posttrain.stages.preference.preference_loss_checks import PreferenceLossChe
 from posttrain.system.errors import InvariantError
 
 EPISODES, TOKENS = 4, 16
-"""How many episodes of an opponent are scored again, and at most how many tokens of each. The numbers are small, since
-the log-probs of the whole vocabulary are read at each token."""
+"""How many episodes of an opponent are scored again, and at most how many tokens of each: few, since the log-probs of
+the whole vocabulary are read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,16 +46,15 @@ class PairAgain:
 
 
 def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.random.Generator) -> np.ndarray:
-    """The candidates that statistical rejection sampling keeps (2309.06657), in the order of the rounds in which they
+    """The candidates that statistical rejection sampling keeps (2309.06657), in order of the rounds in which they
     pass."""
     round_C = np.full(len(reward_C), np.inf)
     for k in range(keep):
         left_C = np.isinf(round_C)
         if not left_C.any() or (~left_C).sum() >= keep:
             break
-        # The probability of each candidate that is left, as in the paper. The chance of one that has passed already is
-        # not used; its reward may lie above the maximum of the others, and `minimum` keeps its exponential finite. All
-        # C uniforms are drawn in each round, as the stage draws them.
+        # As in the paper. The chance of one that has passed already is not used, and `minimum` keeps its exponential
+        # finite. All C uniforms are drawn in each round, as the stage draws them.
         chance_C = np.exp(np.minimum(reward_C - reward_C[left_C].max(), 0) / temperature)
         round_C[left_C & (rng.random(len(reward_C)) < chance_C)] = k
     # Sorted by round. A stable sort keeps the order of the places within a round.
@@ -63,8 +62,7 @@ def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.rand
 
 
 def compared_again(judged: Sequence[tuple[float, Episode]], g: Group, a: PreferenceAlgorithm, place: int) -> list[Any]:
-    """Returns the completions of a prompt that are compared, from the definition of `draw`. `judged`: (reward, episode)
-    of each judged completion."""
+    """Returns the completions of a prompt that are compared, by `draw`, from (reward, episode) of each judged one."""
     if len(judged) < 2 or kind(a.draw) == "BestWorst":
         return [judged] if len(judged) > 1 else []
     if kind(a.draw) != "RejectionSampled":
@@ -217,8 +215,8 @@ def mixture_logp(policy: Examiner, reference: Examiner, packed: Packed, share: f
     """float64 [M]: log of pi^(1 - share) ref^share at each spoken token, from the two whole distributions."""
     mixed_MV = 0.0
     for model, weight in ((policy, 1 - share), (reference, share)):
-        # `top` with 0 gives the whole vocabulary, sorted for each model in another way. `put_along_axis` brings it back
-        # to the order of the vocabulary, so that the two models can be added.
+        # 0 gives the whole vocabulary, sorted by each model in another way: it is brought back to one order, to be
+        # added.
         top = model.top(packed, 0)
         logp_MV = np.full((len(top), int(top.ids.max()) + 1), -np.inf)
         np.put_along_axis(logp_MV, top.ids.astype(np.int64), top.logp.astype(np.float64), 1)

@@ -56,8 +56,7 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         if stage.share is not None:
             assert reference is not None  # a draw with an opponent reads it
             opponent = parts.oppose(reference, stage.share)
-            # Some siblings of each prompt (`stage.opposed`) are the opponent's completions; the others are the
-            # policy's.
+            # The siblings `stage.opposed` of each prompt are the opponent's completions; the others are the policy's.
             player = Player(opponent.sampler, rollout.dialogue, sampling)
             rollout = replace(rollout, opponents=dict.fromkeys(stage.opposed, player))
         self.roles = OnlineRoles(

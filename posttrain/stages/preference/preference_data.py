@@ -83,9 +83,8 @@ def sides_are_as_judged(batch: Batch, rows: JudgedRows) -> None:
 def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
     """Checks that every token of a judged completion counts, and that its last token is its only stop token."""
     ends_S = np.cumsum(batch.lengths_S) - 1
-    # A source is the position before a token that counts. first_M: whether a token is the first of its completion.
-    # gaps_M: whether the token before it does not count, although it belongs to the completion. last_S: the position of
-    # the last token that counts.
+    # A source is the position before a token that counts. first_M: whether it is the first of its completion. gaps_M:
+    # whether the token before it is inside the completion and does not count. last_S: the last position that counts.
     first_M = np.append(True, np.diff(batch.segment_M) != 0) if batch.spoken else np.zeros(0, bool)
     gaps_M = ~first_M & (np.diff(batch.source_M, prepend=0) != 1)
     last_S = np.full(len(ends_S), -1)
@@ -134,12 +133,7 @@ def prompts_of(batch: Batch) -> list[np.ndarray]:
 def tokens_are_as_judged(
     roles: PreferenceRoles | RewardRoles, batch: Batch, judged: Sequence[Judgement], units: Sequence[int]
 ) -> None:
-    """Checks that a completion has the tokens of the judged text, after the prompt that a rollout of its task would
-    get.
-
-    Args:
-        units: the numbers of the judgements that are compared.
-    """
+    """Checks that completions of these judgements have the tokens of the judged text, after a rollout's prompt."""
     prompts, unit_E = prompts_of(batch), np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
     for unit in units:
         judgement = judged[unit]

@@ -1,7 +1,6 @@
 """Checks that a preference loss has the gradient by each log-prob, and the shift, that its definition gives.
 
-`preference_gradient.preference_demand` computes the gradient a second time. The shift is a number that is subtracted
-from every reward.
+`preference_gradient` computes the gradient a second time. The shift is subtracted from every reward.
 """
 
 from __future__ import annotations
@@ -57,11 +56,9 @@ def preference_loss_agrees(
 
 
 def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
-    """Checks on a synthetic minibatch in two micro-batches that a loss has the gradients of its definition.
-
-    There the log-probs of policy, start of the step and reference differ by up to a nat per token. Lengths and weights
-    differ too. In a real first step every log-ratio is 0, and most mistakes would not show.
-    """
+    """Checks on a synthetic minibatch in two micro-batches that a loss has the gradients of its definition. There
+    log-probs of policy, start and reference differ, lengths and weights too. In a real first step every log-ratio is 0,
+    and most mistakes would not show."""
     if unknown(a):
         return
     raw, logp_M, rows = _synthetic(a)
@@ -92,8 +89,8 @@ def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
 
 
 def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
-    """(a minibatch, the policy's log-probs in float32 [M], how its completions were judged); always the same for one
-    kind of rows."""
+    """(a minibatch, the policy's log-probs in float32 [M], how its completions were judged), by the kind of rows
+    alone."""
     rng = np.random.Generator(np.random.Philox(key=20_261_123))
     order = SIDES[a.rows] or (1,)
     side_E = np.tile(np.array(order), UNITS)
@@ -103,8 +100,7 @@ def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
     unit_E = np.repeat(np.arange(UNITS), len(order))
     length_E = rng.permutation(np.arange(len(side_E))) % TOKENS + 1
     sequence_M = np.repeat(np.arange(len(side_E), dtype=np.int32), length_E)
-    # Each sequence is one prompt token and `length` spoken ones, so the sources of these are its first `length`
-    # positions.
+    # Each sequence is one prompt token and `length` spoken ones: their sources are its first `length` positions.
     starts_E = np.cumsum(length_E + 1) - length_E - 1
     source_M = np.concatenate([s + np.arange(n) for s, n in zip(starts_E, length_E, strict=True)])
     # An algorithm with `match` compares sides of different pairs, and refuses pairs of different weights.
@@ -149,11 +145,10 @@ class PreferenceLossCheck(Observer):
     """
 
     def __init__(self, kept: Mapping[str, Any] | None) -> None:
-        """`kept`: what `state` returned at the checkpoint from which the stage goes on. {}: the checkpoint has nothing
-        of this check. None: the stage begins here."""
+        """`kept`: what `state` returned at the checkpoint; {}: it has nothing of this check. None: the stage begins
+        here."""
         kept = {"sum": 0.0, "count": 0.0} if kept is None else kept
-        # Sum and number of the rewards so far, for shift=running. With {} they are NaN and stay NaN: nothing is
-        # compared.
+        # Sum and number of the rewards so far. With {} they are NaN and stay NaN: nothing is compared.
         self._total: float = kept.get("sum", np.nan)
         self._count: float = kept.get("count", np.nan)
         self._noted = False
@@ -202,8 +197,7 @@ class PreferenceLossCheck(Observer):
         elif a.shift == "mismatched" and due(index):
             mean, tokens = elsewhere(roles, batch)
             least = LEAST[roles.run.model.dtype].mean
-            # Each log-ratio is a sum over a completion's tokens, so the bound is that of one token times the mean
-            # length.
+            # A log-ratio is a sum over a completion's tokens, so the bound is one token's times the mean length.
             shift_is(a, batch, a.beta * max(0.0, mean), OF_ROUNDING * least * tokens * a.beta)
 
 

@@ -1,7 +1,5 @@
-"""Checks of the reference of a preference loss: its weights or its stored log-probs do not change.
-
-Also checks that the policy equals the reference before the first step, where the reference is the policy's own start.
-"""
+"""Checks of the reference of a preference loss: its weights or its stored log-probs do not change, and the policy
+equals it before the first step, where the reference is the policy's own start."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ from posttrain.role.roles import PreferenceRoles
 from posttrain.system.errors import InvariantError
 
 REMEMBERED = 4
-"""How many units of the first compared minibatch are kept, to compare their reference log-probs again at later
-steps."""
+"""How many units of the first compared minibatch are kept, to compare their reference log-probs again."""
 
 
 def segments_of(packed: Packed, episodes: Sequence[int]) -> list[Segment]:
@@ -52,10 +49,8 @@ def reference_says(held_M: np.ndarray, now_M: np.ndarray, bound: Gap, what: str)
 def starts_at_reference(
     learner_M: np.ndarray, reference_M: np.ndarray, dtype: str, exact: Exact, temperature: float = 1.0
 ) -> float:
-    """Checks that every log-ratio to the reference is 0, up to rounding; returns the largest absolute value.
-
-    For the first step of a stage whose reference is the policy as the stage began.
-    """
+    """Checks that every log-ratio to the reference is 0, up to rounding, where the policy is its own reference at the
+    stage's start; returns the largest absolute value."""
     gap = Gap.of(reference_M, learner_M)
     bound = allowed(dtype, gap, learner_M, exact, temperature)
     if not gap.worst <= bound.worst:
@@ -70,8 +65,8 @@ def starts_at_reference(
 class ReferenceCheck(Observer):
     """Checks of a stage that learns from preferences, at every `due` step.
 
-    The reference is still the one with which the stage began. Before the first step every log-ratio to it is 0. The
-    log-probs in the stream `START`, the policy's at the start of the step, are those of its forward pass.
+    The reference is still the one with which the stage began, every log-ratio to it is 0 before the first step, and
+    `START` has the log-probs of the policy's forward pass.
     """
 
     def __init__(self, *, first: bool) -> None:
@@ -97,8 +92,7 @@ class ReferenceCheck(Observer):
         batch, dtype, reference = event.batch, roles.run.model.dtype, roles.reference
         assert reference is not None
         if self._remembered is None:
-            # The first units of the first minibatch are kept with their reference log-probs, and scored again at every
-            # later `due` step.
+            # Kept with their reference log-probs, and scored again at every later `due` step.
             members = [batch.members(u) for u in range(min(REMEMBERED, batch.units))]
             self._remembered = batch.select(np.concatenate(members))
         remembered = self._remembered
@@ -109,8 +103,7 @@ class ReferenceCheck(Observer):
         else:
             reference_unmoved(reference)
             now_M, then_M = reference.score(batch), reference.score(remembered)
-            # The minibatch is scored again in the same form. The remembered units were first scored inside a larger
-            # minibatch, so their rounding differs more.
+            # The remembered units were first scored inside a larger minibatch, so their rounding differs more.
             bounds = unmeasured(dtype, batch.sampling.temperature), CEILING[dtype]
         reference_says(batch[REFERENCE], now_M, bounds[0], "the reference log-probs in the minibatch")
         reference_says(remembered[REFERENCE], then_M, bounds[1], "the reference log-probs of the first step")

@@ -13,11 +13,8 @@ from posttrain.system.errors import InvariantError
 
 
 def under_other_prompts(batch: Batch, longest: int) -> list[Segment]:
-    """Each prompt of a minibatch, followed by the completion of the row before it; before the first row comes the last.
-
-    If that row has the same prompt, the row before it is taken, and so on. A sequence of more than `longest` tokens is
-    left out.
-    """
+    """Each prompt of a minibatch, followed by the completion of the nearest row before it, in a circle, with another
+    prompt. A sequence of more than `longest` tokens is left out."""
     ids_E = [batch.ids_of(e) for e in range(batch.episodes)]
     spoken_E = np.bincount(batch.sequence_M, minlength=batch.episodes)
     parts = [(ids[: len(ids) - n], ids[len(ids) - n :]) for ids, n in zip(ids_E, spoken_E.tolist(), strict=True)]
@@ -34,10 +31,7 @@ def under_other_prompts(batch: Batch, longest: int) -> list[Segment]:
 
 
 def elsewhere(roles: PreferenceRoles, batch: Batch) -> tuple[float, float]:
-    """(mean of log pi - log ref over the completions under other prompts, their mean length in tokens).
-
-    A log-ratio of a completion is the sum over its tokens.
-    """
+    """(mean of log pi - log ref over the completions under other prompts, their mean length in tokens)."""
     segments = under_other_prompts(batch, roles.context)
     packed, reference = Packed.of(segments), roles.reference
     if isinstance(reference, ReferenceScores):

@@ -1,5 +1,4 @@
-"""The stage that learns from preferences of the data: one minibatch of judged completions a step. It samples
-nothing."""
+"""The stage that learns from preferences of the data: one minibatch of judged completions a step, nothing sampled."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         return DataBatch(index, batch, running)
 
     def _mismatched(self, judged: Sequence[Judgement]) -> np.ndarray:
-        """float64 [E]: log-ratios of policy to reference, of completions that were put under the prompts of other
-        rows."""
+        """float64 [E]: log-ratios of policy to reference, of completions under the prompts of other rows."""
         mismatched_segments = mismatched(self._segments(judged), self.roles.context)
         packed = Packed.of(mismatched_segments)
         ratio_M = self.roles.learner.score(packed).astype(np.float64) - self._reference_logp(mismatched_segments)
@@ -146,8 +144,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         """Returns whether the reference's log-probs are computed before the first step."""
         if self.stage.ahead is not None:
             return self.stage.ahead
-        # By default only where the number of tasks is finite: tasks come again, and each completion is computed once.
-        # And not with an adapter: then the reference is the model without the adapter, which takes no further memory.
+        # By default where tasks come again, so that each completion is computed once. Not with an adapter: then the
+        # reference is the model without it, which takes no further memory.
         return self.roles.source.count is not None and self.parts.run.model.lora is None
 
     def _reference(self, checkpoint: Path | None) -> Reference | ReferenceScores | None:
@@ -159,8 +157,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             scorer = parts.teacher(stage.reference)
             state.reference = self._same_fingerprint(scorer.fingerprint())
             return self._computed(scorer) if self._ahead() else scorer
-        # In a resumed stage the learner has later weights, and the reference is the policy as the stage began. So the
-        # present weights are put aside, and those of the start are loaded while the reference is made.
+        # In a resumed stage the present weights are put aside while those of the start are loaded and the reference is
+        # made.
         now = snapshot(parts.learner) if checkpoint is not None else None
         if now is not None:
             load_kept(parts, self.progress, starts(parts.run.stages, stage))
@@ -189,8 +187,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
     def _computed(self, scorer: LogProbs) -> ReferenceScores:
         """The log-probs of all completions that the stage will meet. They are kept in the run folder."""
         stage, parts, folder = self.stage, self.parts, f"reference-{self.stage.name}"
-        # The run may have been interrupted, or made longer. Log-probs that it computed before with the same reference
-        # are read from the folder.
+        # Log-probs that an interrupted run computed before with the same reference are read from the folder.
         scores = ReferenceScores.load(parts.book.folder / folder, self.state.reference)
         before = len(scores)
         for of_step in self._segments_by_step():  # each step's own pass, so that a longer stage computes the same bits

@@ -1,7 +1,4 @@
-"""The learner of rank 0 in a run over ranks.
-
-A method that reads or changes whole weights is first ordered of all other ranks and then done here too.
-"""
+"""The learner of rank 0 in a run over ranks. A method that reads or changes whole weights is ordered of all ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ from posttrain.system.machine import freed_at_once
 class OrderedLearner(HFLearner):
     """A first base class for a learner of rank 0: it orders each method that reads whole weights of all ranks.
 
-    Derive `class LeadX(OrderedLearner, X)`, where `X` is the learner of one rank. `forward` and `parameters` are of
-    this rank alone. A step of the trainer calls them on all ranks at once.
+    Derive `class LeadX(OrderedLearner, X)`, where `X` is the learner of one rank. A step of the trainer calls `forward`
+    and `parameters` on all ranks at once.
     """
 
     _lead: RankLead
@@ -43,8 +40,7 @@ class OrderedLearner(HFLearner):
     """Function that each rank runs for an ordered method."""
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
-        # Only inside an order or a step of the trainer do all ranks make this pass. One rank alone would wait in its
-        # first exchange for ever.
+        # One rank alone would wait in its first exchange for ever.
         if not (self._lead.busy or self._lead.stepping):
             raise InvariantError(
                 "a forward pass of one rank alone would wait for the others for ever: what differentiates outside a"
@@ -54,8 +50,7 @@ class OrderedLearner(HFLearner):
 
     def _do(self, method: str, *arguments: Any) -> Any:
         """Calls a method on all ranks; returns the result of this rank."""
-        # Inside an order every rank already runs the same code and calls this method itself, so only this rank's part
-        # is done here. A second order would find no rank that waits for one.
+        # Inside an order every rank runs the same code and calls this itself; none would wait for a second order.
         if self._lead.busy:
             return getattr(super(), method)(*arguments)
         return self._lead.all(self._ask, method, arguments, what=f"{method} of the learner")
@@ -104,8 +99,7 @@ class OrderedLearner(HFLearner):
         other = super()._following()
         if other is not self:
             assert isinstance(other, OrderedLearner)
-            # On each rank this is a second learner beside the usual one. So its methods are ordered with another
-            # function, which finds that second learner there.
+            # A second learner beside the usual one: another function finds it on each rank.
             other._ask = together.ask_followed
         return other
 
@@ -141,8 +135,8 @@ class LeadLearner(OrderedLearner, ShardedLearner):
         ShardedLearner.__init__(self, policy, lead.ranks, **arguments)
         self._lead, inside_of_parent = lead, self._inside
 
-        # In the parent class every read of whole weights goes through `_inside`. So a read without an order is found
-        # here, and raises. Else it would wait for ranks that never come.
+        # In the parent class every read of whole weights goes through `_inside`. A read without an order raises here;
+        # else it would wait for ranks that never come.
         def inside(function: Callable[[], Any]) -> Any:
             if not (lead.busy or lead.stepping):
                 raise InvariantError(
@@ -187,8 +181,8 @@ class LeadRouters(LearnerRouters):
 
 
 class LeadTrial:
-    """`core.exchange.scores.AdapterTrial` on rank 0: every rank puts random numbers into its own rows of the adapter
-    ("loud"), for as long as the trial lasts."""
+    """`core.exchange.scores.AdapterTrial` on rank 0: every rank puts random numbers into its own rows of the
+    adapter."""
 
     def __init__(self, lead: RankLead) -> None:
         self._lead = lead

@@ -1,8 +1,7 @@
 """Rank 0 of a run over ranks: how it orders work, and its optimizer, trainer and references.
 
-Each of these has the interface that it has in a run of one process. A method that reads or changes whole weights is
-first ordered of all other ranks and then done here too. So the step, the stages and the checks need not know of ranks.
-`lead_learner` has the learner.
+Each has the interface that it has in a run of one process, so the step, the stages and the checks need not know of
+ranks. A method that reads or changes whole weights is ordered of all other ranks and then done here too.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ SETTLE = 3.0
 
 
 class RankLead:
-    """Orders work of all ranks. Used on rank 0.
-
-    Args:
-        processes: the other ranks, where this process has started them; None: somebody else did, such as torchrun.
-    """
+    """Orders work of all ranks, on rank 0. `processes`: the other ranks, where this process has started them."""
 
     def __init__(
         self, ranks: ProcessRanks, store: Store, processes: RankProcesses | None = None, parallel: Parallel = "rows"
@@ -66,8 +61,7 @@ class RankLead:
         self.parallel: Parallel = parallel
         """How ranks share the model."""
         self.reads_own_rows = False
-        """Whether each rank reads only its own rows of the weights from the files, instead of getting them from rank
-        0."""
+        """Whether each rank reads its own rows of the weights from the files, and does not get them from rank 0."""
 
     @property
     def busy(self) -> bool:
@@ -84,29 +78,21 @@ class RankLead:
         self.dropped.append(number)
 
     def all(self, function: Callable[..., Any], *arguments: Any, what: str = "") -> Any:
-        """Have all ranks call `function(state, *arguments)`; returns the result of rank 0. `what`: the order in
-        words."""
+        """Have all ranks call `function(state, *arguments)`; returns rank 0's result. `what`: the order in words."""
         with self.ordered(what or function.__name__.replace("_", " "), (function, arguments)):
             return function(self.state, *arguments)
 
     @contextmanager
     def ordered(self, what: str, order: Any, meanwhile: bool = False) -> Iterator[None]:
-        """Send an order to the other ranks. Inside the block rank 0 does its own part.
-
-        Args:
-            what: the order in words, for messages.
-            order: (function, its arguments after the state), or a `StepOrder`.
-            meanwhile: whether other orders may follow inside the block.
-
-        Raises:
-            RankLost: a rank is lost.
-        """
+        """Send an order to the other ranks: (function, its arguments after the state), or a `StepOrder`. Inside the
+        block rank 0 does its own part. `what`: the order in words. `meanwhile`: whether other orders may follow inside.
+        RankLost where a rank is lost."""
         # An order may be sent inside another one (`meanwhile`). At its end the outer one is again the open order.
         outer, self._open = self._open, what
         with self.failures_explained():
             self._orders.send(what, order)
             # In a step of the trainer (`meanwhile`) the other ranks wait in each event for orders of rank 0's
-            # observers. In all other orders they work until the block ends, and take no further order.
+            # observers. In all other orders they work until the block ends.
             self._inside += not meanwhile
             try:
                 yield
@@ -145,9 +131,8 @@ class RankLead:
         """Says in words which rank failed first."""
         where = f"in order {self._orders.number} ({self._open or 'go on'})"
         advice = "Nothing was written of this step. Go on from the last checkpoint with --resume"
-        # When one rank fails, the exchanges of all ranks break, and each rank leaves its reason in the store. A reason
-        # that begins with `EXCHANGE` is only a consequence. The first cause is a rank with another reason, or a process
-        # that is gone without a reason. It may take up to `SETTLE` seconds until that is known.
+        # When one rank fails, the exchanges of all break, and each leaves its reason in the store. One that begins with
+        # `EXCHANGE` is only a consequence. The first cause is a rank with another reason, or a process that is gone.
         deadline = time.monotonic() + SETTLE
         while True:
             reasons, ended = self._orders.failed(), self._ended()
@@ -164,16 +149,11 @@ class RankLead:
             time.sleep(0.1)
 
     def _stall(self, where: str, reasons: Mapping[int, str], error: RuntimeError, advice: str) -> str:
-        """The message where no rank failed by itself: which ranks waited, and for which others.
-
-        Args:
-            reasons: of the ranks that ended.
-            advice: a sentence about how to go on.
-        """
+        """The message where no rank failed by itself: which ranks waited (those with `reasons`), and for which
+        others."""
         late = [r for r in range(1, self.ranks.world) if r not in reasons]
         notes, number = self._orders.standing(), self._orders.number
-        # A rank that has ended this order waits for the next one and is not late. Such ranks are named only if there
-        # are no others.
+        # A rank that has ended this order is not late. Such ranks are named only if there are no others.
         late = [r for r in late if notes.get(r) != f"ended order {number}"] or late
         doing = "; ".join(f"rank {r} {self._stopped(r)}{notes.get(r, '')}" for r in late)
         waits = [0, *sorted(reasons)]
@@ -200,8 +180,7 @@ class LeadReference:
         # The order to make this copy also has the numbers of the references that may be freed.
         dropped, lead.dropped = tuple(lead.dropped), []
         self.digest: str = lead.all(together.freeze, self._number, dropped)
-        # A finalizer may run at any time, perhaps in the middle of an exchange. So it sends no order and only notes the
-        # number.
+        # A finalizer may run in the middle of an exchange. So it sends no order and only notes the number.
         weakref.finalize(self, lead.drop, self._number)
 
     def _asked(self, method: str, *arguments: Any) -> Any:
@@ -225,8 +204,7 @@ class LeadReference:
 
 
 class LeadOptimizer(StageOptimizer):
-    """The optimizer on rank 0. Its state is written, read and fingerprinted by all ranks
-    (`core.exchange.shards.DividedState`)."""
+    """The optimizer on rank 0. Its state is written, read and fingerprinted by all ranks."""
 
     lead: RankLead
 

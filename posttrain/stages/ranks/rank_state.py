@@ -1,7 +1,7 @@
 """The state of a rank, and the work that all ranks do together.
 
-Each function here runs on every rank at once, with the state of that rank. Rank 0 orders it (`rank_lead`), and the
-other ranks carry it out (`rank_worker`).
+Each function runs on every rank at once, with the state of that rank. Rank 0 orders it (`rank_lead`), and the others
+carry it out (`rank_worker`).
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class RankState:
 
     @property
     def sharing(self) -> Ranks:
-        """The ranks among which a minibatch is divided. With layers cut by columns and rows (`TensorLearner`) it is not
-        divided: each rank computes all of it."""
+        """The ranks among which a minibatch is divided: with a `TensorLearner` each rank computes all of it."""
         return ALONE if isinstance(self.own, TensorLearner) else self.ranks
 
     @property
@@ -290,8 +289,8 @@ def read_state(state: RankState, folder: str) -> None:
             )
         else:
             tensors[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
-    # The file has master copies, as a run in one process writes them. Where ranks cut weights by rows, the learner's
-    # own parameters are the masters. So these tensors are copied into the parameters, and the optimizer gets the rest.
+    # The file has master copies, as of one process. Where ranks cut weights by rows, the learner's parameters are the
+    # masters: these tensors are copied into them, and the optimizer gets the rest.
     masters = state.learner.masters(optimizer)
     if missing := sorted(masters.keys() - tensors.keys()):
         raise RunFolderError(f"the optimizer state lacks {missing[0]!r}: resume with the model and stage of the run")
@@ -305,8 +304,7 @@ def read_state(state: RankState, folder: str) -> None:
 def state_fingerprint(state: RankState) -> str:
     """Fingerprint of the whole state of the optimizer. One tensor is whole at a time."""
     tensors = _whole_state(state)
-    # Each tensor is gathered in an exchange of its own. If ranks had different names, they would join parts of
-    # different tensors, or wait for ever.
+    # Each tensor is gathered in an exchange of its own: other names would join parts of different tensors, or hang.
     check_same(
         state.ranks, sorted(tensors), "optimizer state", "A rank left out an update: go on from the last checkpoint"
     )
@@ -340,14 +338,10 @@ def part_of(learner: RankLearner, name: str, part: Tensor) -> Shard:
 
 
 def _write(state: RankState, path: Path, tensors: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
-    """Writes this rank's tensors to its file. With several copies of the weights (`replicas`), the first one is
-    written.
-
-    Args:
-        parameter: returns the parameter to which a tensor of this name belongs.
-    """
-    # The first `world // replicas` ranks hold the first copy. The other ranks write files too, since the reader expects
-    # a file of every rank. Their tensors have no rows, so `write_part` leaves them out.
+    """Writes this rank's tensors to its file; of several copies of the weights (`replicas`) the first. `parameter`
+    returns the parameter to which a tensor of this name belongs."""
+    # The first `world // replicas` ranks hold the first copy. The others write a file without rows, which the reader
+    # expects.
     first_copy = state.ranks.rank < state.ranks.world // state.ranks.replicas
 
     def shard(name: str, tensor: Tensor) -> Shard:

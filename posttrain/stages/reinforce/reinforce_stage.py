@@ -1,4 +1,4 @@
-"""The stage that learns from reward: its driver, the start of its roles, and the lines that it prints at the start.
+"""The stage that learns from reward: its driver, the start of its roles, and what it prints at the start.
 
 The step itself is `ask` and `learn` of `stages.training_step`.
 """
@@ -104,16 +104,14 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
                 f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has"
                 " nothing to choose from"
             )
-        # The weights are pushed before the queue is resumed. Groups of the checkpoint that had not ended are asked
-        # again at once, and the engine must answer them with these weights.
+        # First the weights: groups of the checkpoint that had not ended are asked again at once, under these.
         await parts.publish()
         self._resume_queue(checkpoint)
         await self.watch.begin(self.roles)
         return partial(ask, self.roles), partial(learn, self.roles)
 
     async def close(self) -> None:
-        # First disconnect the queue from the weight sync. Else a push of a later stage would wait for the groups that
-        # are cancelled here.
+        # First disconnect the queue: else a later push would wait for the groups that are cancelled here.
         self.parts.sync.ready = self.parts.queue = None
         await self.roles.groups.close()
 
@@ -148,8 +146,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
     def reads(self, packed: Packed) -> Reads:
         a = self.stage.algorithm
-        # `reads` is called for the warm-up only. There the number of candidates a token matters, and not which tokens
-        # they are: any ids of the right shape will do.
+        # Called for the warm-up only, where any ids of the right shape will do.
         candidates_MK = np.resize(packed.target_M, (packed.spoken, a.stores_top)) if a.stores_top else None
         if a.distill is not None:
             candidates_MK = self.parts.learner.top(packed, a.distill.top).ids
@@ -172,8 +169,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         settings = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
         learner, optimizer = self.parts.beside(settings)
         model = ImplicitModel(Trainer(learner, optimizer, stage.micro_tokens), baseline.beta)
-        # `beside` has copied the present policy. In a resumed stage this model had already learned by itself, so its
-        # own weights are loaded.
+        # `beside` has copied the present policy, and a resumed model had learned by itself.
         if checkpoint is not None:
             load_weights(checkpoint / IMPLICIT, learner)
             load_optimizer(checkpoint / IMPLICIT, optimizer)
@@ -209,11 +205,10 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return Hints(hint, self.setting.rollout, average)
 
     def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
-        """The source of the groups: played for the step that learns from them (`StepGroups`), or ahead of it
-        (`GroupQueue`)."""
+        """The source of the groups: played for the step that learns from them, or ahead of it."""
         stage, state, rollout, stream = self.stage, self.state, self.setting.rollout, stream_of(self.stage)
-        # A sample may be up to `most_behind` steps old. So the versions of the weights are kept for the present step
-        # and for `most_behind` steps before it. Where the stage begins, there is only the first version.
+        # The versions of the weights are kept for the present step and for the `most_behind` steps before it. Where the
+        # stage begins, there is only the first.
         begun = (self.trainer.version,) * stage.most_behind
         versions = deque(state.versions or begun, maxlen=stage.most_behind + 1)
         if not stage.staleness:
@@ -236,8 +231,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         )
 
     def _resume_queue(self, checkpoint: Path | None) -> None:
-        """Restore the replay buffer and the queue of groups from a checkpoint, and connect the queue with the weight
-        sync."""
+        """Restore replay buffer and queue from a checkpoint, and connect the queue with the weight sync."""
         groups, buffer, state = self.roles.groups, self.roles.replay, self.state
         if buffer is not None and checkpoint is not None and state.replay:
             buffer.restore(state.replay, load_groups(checkpoint / REPLAY, state.replay))
@@ -248,20 +242,18 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             groups.restore(state.queue, load_groups(checkpoint / QUEUE, state.queue, groups.prompts.source.task))
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:
-        """The frozen model that the algorithm reads: a named model, the policy as the stage began, or the policy of the
-        last refresh. None where the algorithm reads none."""
+        """The frozen model that the algorithm reads: a named one, the policy as the stage began, or that of the last
+        refresh."""
         parts = self.parts
         if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
             return None
-        # After a refresh the reference is the policy of an earlier step, even where the settings name a model. Then it
-        # is loaded from the kept weights.
+        # After a refresh the reference is in the kept weights, even where the settings name a model.
         if self.stage.reference is not None and not self.state.reference:
             return same_reference(self, parts.teacher(self.stage.reference))
         return frozen_start(self, checkpoint, self.state.reference)
 
     def _refresh(self, step: Step) -> Step:
-        """Every `refresh` steps of the algorithm the policy becomes its own reference. Returns the step's line, with a
-        note about it."""
+        """Every `refresh` steps the policy becomes its own reference. Returns the step's line, with a note about it."""
         every = self.stage.algorithm.refresh
         if not every or step.index % every:
             return step
@@ -304,11 +296,8 @@ PRODUCTIVE = (0.1, 0.8)
 
 
 def productive_band(report: EvaluationReport) -> str:
-    """A line that says whether there is something to learn from: whether the pass rate lies in the band `PRODUCTIVE`.
-
-    Where outcomes are grades, it says whether the answers to one prompt differ in reward. Where nothing could be
-    judged, it says why no rate is known.
-    """
+    """A line that says whether there is something to learn from: whether the pass rate lies in the band `PRODUCTIVE`,
+    or for grades whether the answers to one prompt differ in reward; or why no rate is known."""
     if report.unmeasured:
         return (
             f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."

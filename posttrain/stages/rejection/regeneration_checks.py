@@ -1,7 +1,4 @@
-"""Checks that wrong answers were generated anew from their first wrong step.
-
-The first wrong step is found a second time here, from the verdicts alone.
-"""
+"""Checks that wrong answers were generated anew from their first wrong step, which is found a second time here."""
 
 from __future__ import annotations
 
@@ -17,14 +14,8 @@ from posttrain.system.errors import InvariantError
 
 
 def goes_on_from_its_step(a: RegeneratedAnswer, settings: Regenerate, text: Callable[[np.ndarray], str]) -> None:
-    """Checks one answer `a` that was generated anew.
-
-    The answer must be wrong, its steps must end at the recorded tokens, each completion must begin with the answer's
-    tokens up to its step, and the first wrong step must follow from the verdicts or the scores.
-
-    Raises:
-        InvariantError: one of these is not so; the message names the task and the step.
-    """
+    """Checks one answer that was generated anew: it is wrong, its steps end at the recorded tokens, each completion
+    begins with its tokens up to a step, and the first wrong step follows from the verdicts or the scores."""
     e, ids = a.episode, said(a.episode)
     named = f"an answer to task {e.task.id!r} that is said anew, {text(ids)!r},"
     if e.figure is None or e.right.of(e.figure):
@@ -52,8 +43,8 @@ def goes_on_from_its_step(a: RegeneratedAnswer, settings: Regenerate, text: Call
             f"{named} keeps {a.kept} of its {len(ends)} steps, and the first wrong one comes after {kept}: right steps"
             " would be said anew, or the error stay"
         )
-    # Bisection ends with two neighbours: the last right step, and the step after it, which was asked and found wrong.
-    # If that is the last step of the answer, it was not asked, since the whole answer is wrong.
+    # Bisection ends with the last right step and the step after it, which was asked and found wrong, unless it is the
+    # last one of the answer: the whole answer is wrong.
     if by_completions and kept + 1 < len(ends) and kept + 1 not in a.asked:
         raise InvariantError(
             f"{named} was right from the end of step {kept} of {len(ends)}, and step {kept + 1} was not asked: nothing"
@@ -68,10 +59,7 @@ def said_anew(a: RegeneratedAnswer, settings: Regenerate) -> tuple[Episode, ...]
 
 
 def _furthest(a: RegeneratedAnswer) -> int:
-    """The number of the last step (from 1) from whose end a completion was right; 0 where there is none.
-
-    The step after it is wrong: it was asked too and had no right completion, or it is the last step of a wrong answer.
-    """
+    """The number of the last step (from 1) from whose end a completion was right; 0 where there is none."""
     right_steps = [
         n
         for n, completions in a.asked.items()

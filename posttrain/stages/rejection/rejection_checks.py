@@ -1,8 +1,7 @@
 """Checks that a rejection sampling stage imitates right answers, each once, under its own prompt, from the right
 weights.
 
-The kept candidates are compared with the episodes that were played. The selection is computed a second time here,
-without the stage's code.
+The kept candidates are compared with the episodes that were played, and selected a second time.
 """
 
 from __future__ import annotations
@@ -40,22 +39,17 @@ from posttrain.stages.rejection.regeneration_checks import goes_on_from_its_step
 from posttrain.system.errors import InvariantError
 
 Place = tuple[str, int, int, bool, tuple[int, int] | None]
-"""Names a completion of a round: prompt, visit, sibling, whether it had a hint, and the answer and step that it goes on
-from (`Candidate.begun`)."""
+"""Names a completion of a round: prompt, visit, sibling, whether it had a hint, and `Candidate.begun`."""
 Row = tuple[bytes, bytes]
-"""A sequence as (ids of its prompt, ids after the prompt followed by as many flags: 1 for an id that counts, else
-0)."""
+"""(ids of a sequence's prompt, ids after it followed by as many flags: 1 for an id that counts, else 0)."""
 SCORED = 4096
 """Most sampled tokens of a round that the learner scores too, to compare its log-probs with the sampler's."""
 
 
 def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement: int) -> bool | None:
-    """Returns whether the rule `keep` may keep a completion with this reward; None for a rule that is not shipped.
-
-    Args:
-        others: the rewards of all completions of its prompt, its own included.
-        improvement: how many earlier rounds imitated from the same candidates.
-    """
+    """Returns whether the rule `keep` may keep a completion with this reward, among the rewards of all completions of
+    its prompt; None for a rule that is not shipped. `improvement`: how many earlier rounds imitated from the same
+    candidates."""
     # A reward that misses the threshold only by rounding passes.
     slack = 1e-6 * max(1.0, abs(reward))
     match keep:
@@ -66,8 +60,8 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
         case Best(above=above):
             return reward >= max(others) and (above is None or reward > above)
         case TopShare(share=share, above=above):
-            # Of equal rewards any may be kept, so only the completions with a higher reward count. At least one
-            # completion is always kept. 1e-6: in floats .29 * 100 is a bit less than 29.
+            # Of equal rewards any may be kept, and at least one always is. 1e-6: in floats .29 * 100 is a bit less than
+            # 29.
             better = sum(x > reward for x in others)
             return better < max(1, int(share * len(others) + 1e-6)) and (above is None or reward > above)
         case _:
@@ -80,8 +74,7 @@ def place(c: Candidate) -> Place:
 
 
 def kept_was_played(kept: Sequence[Candidate], played: Mapping[Place, Episode]) -> None:
-    """Checks that every kept completion was played, judged and not cut off, and has the reward that its verdicts
-    give."""
+    """Checks that every kept completion was played, judged and not cut off, and has the reward of its verdicts."""
     for c in kept:
         e = played.get(place(c))
         if e is None:
@@ -104,8 +97,7 @@ def kept_was_played(kept: Sequence[Candidate], played: Mapping[Place, Episode]) 
 
 
 def kept_passes(kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]], m: RejectionMethod, i: int) -> None:
-    """Checks that every kept completion passes the method's rule among the completions of its prompt. `i`: the number
-    of the improvement."""
+    """Checks that every kept completion passes the method's rule among those of its prompt, at improvement `i`."""
     for c in kept:
         if may_be_kept(m.keep, c.reward, rewards[c.prompt], i) is False:
             raise InvariantError(
@@ -131,8 +123,7 @@ def nothing_is_lost(
 
 
 def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
-    """Checks that no prompt has more kept completions than the method allows, and no two equal ones if the method wants
-    distinct ones."""
+    """Checks that no prompt has more kept completions than allowed, nor equal ones if distinct ones are wanted."""
     # Equal means the same spoken tokens under the same prompt.
     said = Counter((c.prompt, b"".join(s.ids[s.mask].tobytes() for s in c.segments)) for c in kept)
     if m.distinct and (twice := [k for k, n in said.items() if n > 1]):
@@ -149,15 +140,11 @@ def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
 
 
 def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, asked: str, taken: int) -> None:
-    """Checks that a round trains the weights that the method names.
+    """Checks that a round trains the weights that the method names: `start`, those of the stage's start with a new
+    optimizer, which has `taken` no step; `last`, those that sampled the round.
 
-    With `weights=start` these are the weights with which the stage started, with a new optimizer. With `weights=last`
-    they are the weights that sampled the round.
-
-    Args:
-        now, start, asked: fingerprints of the present weights, of those at the start of the stage, and of those that
-            sampled the round ('': the round did not sample).
-        taken: steps that the optimizer has taken.
+    `now`, `start`, `asked`: fingerprints of the present weights, of those at the start of the stage, and of those that
+    sampled the round ('': it did not sample).
     """
     if stage.method.weights == "start" and (now != start or taken):
         trained = "other weights" if now != start else f"an optimizer that has taken {taken} steps"
@@ -174,22 +161,16 @@ def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, 
 
 
 def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejection, text: Any) -> None:
-    """Checks that a minibatch has kept completions, each under the prompt of its task, and then demonstrations.
-
-    Args:
-        rows: how often each sequence may be in the minibatch.
-        kept: how many completions the round kept. They are divided into steps of nearly equal size.
-        text: decodes token ids.
-    """
+    """Checks that a minibatch has kept completions, each under the prompt of its task, and then demonstrations. `rows`:
+    how often each sequence may be in it. `kept`: how many completions the round kept."""
     if batch.sampling.temperature != 1 or batch.sampling.truncated:
         raise InvariantError(
             f"kept completions are imitated at temperature {batch.sampling.temperature:g}"
             f"{' of a truncated distribution' if batch.sampling.truncated else ''}: what is learned would be another"
             " model than the one that is sampled. Imitate under the model's own distribution"
         )
-    # A pass over the kept completions has n = ceil(kept / own) steps. Step i (from 0) gets
-    # kept * (i + 1) // n - kept * i // n completions, so sizes differ by at most 1. Of 7 completions with own = 3, the
-    # 3 steps get 2, 2 and 3. `whole`: number of all sequences of a step -> number of the kept ones among them.
+    # A pass has n = ceil(kept / own) steps. Step i (from 0) gets kept * (i + 1) // n - kept * i // n completions: of 7
+    # with own = 3, 2, 2 and 3. `whole`: number of all sequences of a step -> number of the kept ones.
     sizes = {kept * (i + 1) // n - kept * i // n for n in [-(-kept // stage.own)] for i in range(n)}
     whole = {k + (stage.shown_beside(k) if stage.style is not None else 0): k for k in sizes}
     if batch.episodes not in whole:
@@ -233,10 +214,8 @@ def _row(ids: np.ndarray, mask: np.ndarray) -> Row:
 def expected_rows(
     kept: Sequence[Candidate], played: Mapping[Place, Episode], prompts: Mapping[str, np.ndarray]
 ) -> Counter[Row]:
-    """How often each sequence is to be imitated, made from the played episodes.
-
-    A completion that was sampled with a hint is imitated after the prompt of its task without the hint.
-    """
+    """How often each sequence is to be imitated, made from the played episodes. A completion that was sampled with a
+    hint is imitated after the prompt without it."""
     counts: Counter[Row] = Counter()
     for c in kept:
         for s in played[place(c)].segments:
@@ -248,9 +227,8 @@ def expected_rows(
 class RejectionCheck(Observer):
     """Checks the rounds of a rejection sampling stage.
 
-    The kept candidates must have been played and judged, and must pass the rule. The minibatches must imitate them. The
-    weights must be those that the method names. In a stage that is resumed inside a round, the played episodes are no
-    longer in memory: then the minibatches are compared with the candidates on disk.
+    Kept candidates were played and judged, and pass the rule; the minibatches imitate them; the weights are those that
+    the method names. In a stage that is resumed inside a round, minibatches are compared with the candidates on disk.
     """
 
     def __init__(self, history: StageHistory, start: str) -> None:
@@ -271,8 +249,7 @@ class RejectionCheck(Observer):
         if not steps:
             return
         # Only steps that sampled have the gauge rollout/walked. Only steps that opened a round and kept something have
-        # a count in reject/reward. With weights=start each such step began with a new optimizer, so its steps are
-        # counted from the last of them.
+        # a count in reject/reward: with weights=start each of these began with a new optimizer.
         walked = [s.gauges["rollout/walked"].sum for s in steps if "rollout/walked" in s.gauges]
         rounds = [i for i, s in enumerate(steps) if (g := s.gauges.get("reject/reward")) is not None and g.count]
         first = rounds[-1] if rounds and roles.stage.method.weights == "start" else 0
@@ -318,8 +295,8 @@ class RejectionCheck(Observer):
             self._rewards.setdefault(name, []).append(reward)
 
     def _take_regenerated(self, roles: RejectionRoles, event: RegeneratedEvent) -> None:
-        """Note the regenerated completions as played, but only those that go on from the last right step. So
-        `kept_was_played` raises if another one is kept."""
+        """Note the regenerated completions that go on from the last right step as played. So `kept_was_played` raises
+        for others."""
         settings = roles.stage.method.regenerate
         assert settings is not None  # nothing else makes the event
         text = roles.rollout.dialogue("").text

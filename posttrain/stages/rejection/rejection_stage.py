@@ -1,7 +1,7 @@
 """The rejection sampling stage: in rounds it samples, keeps the best samples, and imitates them.
 
-The first step of a round samples ("asks"). Each step of the round, the first one too, imitates a part of what was kept.
-A round may also select again from the samples of the round before, with another threshold (an improvement).
+The first step of a round samples ("asks"), and each step imitates a part of what was kept. A round may also select
+again from the samples before, with another threshold (an improvement).
 """
 
 from __future__ import annotations
@@ -78,11 +78,8 @@ class RejectionState(StageState):
 
 @dataclass(frozen=True, eq=False)
 class RejectionWork:
-    """The data that a step learns from.
-
-    `opens` is True in the first step of a round. Only such a step can have samples: `plain`, `hinted` (prompts with
-    their answer as a hint) and `regenerated` (wrong answers said anew from their first wrong step).
-    """
+    """The data that a step learns from. Only the step that opens a round can have samples: `plain`, `hinted` (prompts
+    with their answer as a hint) and `regenerated` (wrong answers said anew from their first wrong step)."""
 
     index: int
     opens: bool = False
@@ -119,9 +116,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         self._kept: tuple[Candidate, ...] = ()
         await parts.publish()
         await self.watch.begin(self.roles)
-        # Resumed inside a round: its candidates are read from the file and selected again, with the same result. The
-        # weights have changed since the round began. So the event says `selects=False`, and the check does not compare
-        # them.
+        # Resumed inside a round: its candidates are read and selected again, with the same result. The weights have
+        # changed since, so the check does not compare them.
         if s.asked:
             self._asked = read(parts.book.kept(self._file))
             self._kept = select(self._asked.candidates, stage.method, s.improvement).kept
@@ -148,11 +144,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             )
 
     def _regenerator(self) -> Regenerator | None:
-        """Returns the regenerator that says wrong answers anew.
-
-        Raises:
-            ConfigError: a model judges the answers, and completions are judged by the environment alone.
-        """
+        """Returns what says wrong answers anew. ConfigError where a model judges, since the environment judges these
+        alone."""
         regenerate, stage, rollout = self.stage.method.regenerate, self.stage, self.setting.rollout
         if regenerate is None:
             return None
@@ -199,8 +192,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return self._experience(index, played, passed)
 
     async def _play_hinted(self, plain: Experience) -> Experience | None:
-        """Samples the prompts without a completion to keep once more, with their answer as a hint; None: there are
-        none."""
+        """Samples the prompts without a completion to keep once more, with a hint; None: there are none."""
         roles, stage = self.roles, self.stage
         hint = abilities.hints(roles.environment)
         groups_and_prompts = [(g, hint(g.task)) for g in to_ask_again(plain.played, stage.method.keep)]
@@ -263,8 +255,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return merge(sampled, selection.gauges(self._asked, s.round)), notes
 
     def _take_in(self, work: RejectionWork) -> Gauges:
-        """Emits the events of the samples, writes their episodes, and keeps the candidates for a resumed run. Returns
-        their gauges."""
+        """Emits the events of the samples, writes their episodes, and keeps the candidates. Returns their gauges."""
         roles, s = self.roles, self.state
         if work.plain is None:
             return {}
@@ -293,8 +284,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
     def _restart(self) -> None:
         """The weights that the stage started from, with a new optimizer."""
         parts, trainer = self.parts, self.trainer
-        # The weights come first, since a new optimizer may copy them. The version rises, so that the engine does not
-        # take these weights for the ones that it has.
+        # The weights come first, since a new optimizer may copy them. The version rises, so that the engine takes them.
         load_kept(parts, self.progress, starts(parts.run.stages, self.stage))
         trainer.version += 1
         trainer.optimizer = parts.optimize(self.stage.optimizer)
@@ -303,8 +293,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         """The kept completions of a step, and its share of demonstrations behind them."""
         roles, stage = self.roles, self.stage
         segments = [s for c in ones for s in c.segments]
-        # For each segment the number of its completion: a completion of several turns may have several segments. The
-        # numbers of the demonstrations come after those of the completions.
+        # The number of each segment's completion. The numbers of the demonstrations come after those.
         sequence = [i for i, c in enumerate(ones) for _ in c.segments]
         weights = [np.ones(sum(s.spoken for s in segments))]
         if (settings := imitating(stage)) is not None:

@@ -33,21 +33,14 @@ def reward_batch(
     context: int,
     ends: TokenEnds | None = None,
 ) -> Batch:
-    """The minibatch of these judgements (`batch_of`), with each judgement's share of the minibatch as WEIGHT.
+    """The minibatch of these judgements (`batch_of`), with each one's share as WEIGHT, and the streams RATING or STEP
+    where it needs them. `ends` finds the tokens at which steps end.
 
-    Ratings have the stream RATING too, and labels of steps the stream STEP.
-
-    Args:
-        ends: finds the tokens at which steps end; needed for labels of steps.
-
-    Raises:
-        DataError: all have weight 0; one has no rating of the stage's attributes, or a rating that is no class. The
-            message has its place.
+    DataError where all have weight 0, one has no rating of the stage's attributes, or one is no class.
     """
     batch = batch_of(judged, renderer, context)
-    # first_S: the first spoken token [M] of each sequence. unit_S: the judgement of each sequence. The weight of a
-    # judgement stands on all tokens of all its completions. The total counts it once: at the first token of its first
-    # sequence.
+    # first_S: the first spoken token [M] of each sequence. unit_S: its judgement. The total counts the weight of a
+    # judgement once: at the first token of its first sequence.
     first_S = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
     unit_S = np.arange(len(first_S)) if batch.unit_E is None else batch.unit_E
     total = float(batch[WEIGHT][first_S[np.searchsorted(unit_S, np.arange(batch.units))]].sum())
@@ -113,9 +106,9 @@ def heldout_agreement(
 ) -> AgreementReport | None:
     """Returns how well the scores order held-out judgements; None where these order nothing.
 
-    Labelled steps: each right step is compared with all wrong steps (the area under the ROC curve). Pairs: the chosen
-    with the rejected completion. A ranking: the mean over all its pairs. Single completions (labels, ratings): they are
-    joined in random pairs with different labels or ratings. Each is in one pair at most, so the pairs are independent.
+    Each labelled right step is compared with all wrong steps, the chosen with the rejected completion, and a ranking
+    counts the mean over its pairs. Single completions (labels, ratings) are joined in random pairs, each in one at
+    most.
     """
     score: list[float] = []
     worth: list[float] = []
@@ -148,12 +141,9 @@ def heldout_agreement(
 
 @dataclass(frozen=True, eq=False)
 class ScoredJudgements:
-    """Judged completions with the scores that a reward model gives them.
-
-    All arrays are [S], one entry a completion: `score`; `worth`, how it was judged (more is better); `tokens`, its
-    length; `flattery`, its number of flattering phrases (these four float64); and `unit`, int64. Completions of one
-    unit are compared with each other; -1: with none.
-    """
+    """Judged completions with the scores that a reward model gives them. All arrays are [S]: `score`; `worth`, how it
+    was judged; `tokens`, its length; `flattery`, its flattering phrases (all float64); `unit`, int64: completions of
+    one unit are compared with each other, those of -1 with none."""
 
     score: np.ndarray
     worth: np.ndarray
@@ -162,8 +152,8 @@ class ScoredJudgements:
     unit: np.ndarray
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (better, worse): the places of the two completions of each pair inside a unit that were judged
-        differently, int64 [P] each."""
+        """Returns (better, worse): the places of the two of each pair inside a unit that were judged differently
+        [P]."""
         better: list[int] = []
         worse: list[int] = []
         for unit in np.unique(self.unit[self.unit >= 0]).tolist():
@@ -211,12 +201,8 @@ def scored_answers(
     renderer: PairRenderer,
     context: int,
 ) -> ScoredJudgements:
-    """The answers of a policy, prompt by prompt, with their scores. The answers to one prompt are a unit.
-
-    Args:
-        worth: what an answer is worth; not None for any of them. Values are rounded to 1e-9, so that float noise does
-            not order answers.
-    """
+    """The answers of a policy, prompt by prompt, with their scores. The answers to one prompt are a unit. `worth` is
+    rounded to 1e-9, so that float noise does not order answers."""
     episodes = [e for of_prompt in answers for e in of_prompt]
     judged = [Label(task=e.task, completion=e.text, good=True) for e in episodes]
     score, _, tokens, _ = _scores(judged, learner, renderer, context)
@@ -231,13 +217,11 @@ def scored_answers(
 
 
 def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    """int64 [S]: the unit of each completion. Single completions are joined in pairs; -1: no partner was left for
-    it."""
+    """int64 [S]: the unit of each completion. Single ones are joined in pairs; -1: no partner was left."""
     if not judged or not isinstance(judged[0], Label | Rating):
         return unit
     unit_of, waiting = np.full(len(unit), -1), list[int]()
-    # Greedy pairing in a random order that is always the same. All completions that wait have the same worth: two with
-    # different worth would have been joined when the second one came.
+    # Greedy pairing in an order that is always the same. All completions that wait have the same worth.
     for s in seeds.generator(0, "heldout-pairs", len(unit)).permutation(len(unit)).tolist():
         partner = next((waiting_one for waiting_one in waiting if worth[waiting_one] != worth[s]), None)
         if partner is None:

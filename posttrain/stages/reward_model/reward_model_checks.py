@@ -1,7 +1,7 @@
 """Checks that a reward model is trained on what was judged.
 
-Its head gets a gradient and is read at the end of a sequence. The sides of a judgement are those that were judged, have
-the same prompt, and end in one stop token each. The loss is the one of its definition.
+Its head gets a gradient and is read at the end of a sequence. The sides of a judgement have the same prompt, and end in
+one stop token each. The loss is that of its definition.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ FELT = 1e-6
 
 
 def score_reaches(learner: Learner, ids: np.ndarray) -> None:
-    """Checks that the reward head and the weights beneath it get a gradient from the score of a fixed text.
-
-    Raises:
-        InvariantError: some get none; the message names them.
-    """
+    """Checks that the reward head and the weights beneath it get a gradient from the score of a fixed text."""
     learner.train_mode(True)
     text = packed_text(ids, prompt=len(ids) // 2)
     rewards = learner.forward(text, Reads(rewards=True, logp=False)).rewards
@@ -61,8 +57,7 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
     head = {n: p for n, p in parameters.items() if n.startswith(HEAD)}
     without_gradient = [n for n, p in head.items() if not p.requires_grad]
     if not without_gradient and score.requires_grad:
-        # `autograd.grad` returns the gradients. `backward` would store them on the parameters, and the first step needs
-        # parameters without gradients.
+        # `backward` would store them on the parameters, and the first step needs parameters without gradients.
         gradients = torch.autograd.grad(score.sum(), list(parameters.values()), allow_unused=True)
         with_gradient = {
             n
@@ -88,20 +83,13 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
 
 
 def reads_the_end(learner: Learner, batch: Batch) -> None:
-    """Checks that the score of a sequence is read at its last token.
-
-    The last token of the first sequence is changed. Then its score must change, and the scores of all other sequences
-    must stay.
-
-    Raises:
-        InvariantError: the score is read elsewhere.
-    """
+    """Checks that the score of a sequence is read at its last token: where that of the first sequence is changed, its
+    score must change, and all others must stay."""
     # The first two judgements of the minibatch, or the only one.
     two = batch.select(batch.members(0)) if batch.units < 2 else batch.select(np.r_[batch.members(0), batch.members(1)])
     ids = two.ids_N.copy()
     at = int(np.cumsum(two.lengths_S)[0]) - 1
-    # The new token is another token of the sequence: the one before, or the first. If both are equal to the old one,
-    # the first score is not compared.
+    # The token before, or the first. If both are equal to the old one, the first score is not compared.
     ids[at] = ids[at - 1] if ids[at - 1] != ids[at] else ids[0]
     changed = replace(two, ids_N=ids, target_M=ids[two.source_M + 1])
     before, after = learner.rewards(two), learner.rewards(changed)
@@ -117,13 +105,9 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
 def expected_loss(
     judged: Sequence[Judgement], stage: RewardModel, score_S: np.ndarray, logp_S: np.ndarray | None = None
 ) -> float | None:
-    """The loss of a minibatch from its definition, in float64. None for ratings, and for a head that reads every token.
-
-    Args:
-        score_S: the scores of the completions, judgement by judgement, in the order of `told`.
-        logp_S: given where the stage regularises, that is, trains the language head too: the log-prob of each
-            completion, or with dpo its log-ratio to the reference.
-    """
+    """The loss of a minibatch from its definition, in float64, of scores in the order of `told`. None for ratings, and
+    for a head that reads every token. `logp_S`: of a stage that regularises, the log-prob of each completion, or with
+    dpo its log-ratio."""
     if stage.judgement == "rating" or stage.pool == "token":
         return None
     weights = [j.weight if isinstance(j, Pair) else 1.0 for j in judged]
@@ -133,8 +117,8 @@ def expected_loss(
         r = [float(x) for x in score_S[next_S : next_S + len(completions)]]
         logps = None if logp_S is None else [float(x) for x in logp_S[next_S : next_S + len(completions)]]
         next_S += len(completions)
-        # R are the scores. A label: -log sigmoid(+-R). A pair: -log sigmoid(R_c - R_r - margin), by Bradley and Terry.
-        # A ranking: the mean over its pairs (2203.02155), or Plackett-Luce, sum_k log sum_(i >= k) exp(R_i - R_k).
+        # R are the scores. A label: -log sigmoid(+-R). A pair: -log sigmoid(R_c - R_r - margin). A ranking: the mean
+        # over its pairs (2203.02155), or Plackett-Luce, sum_k log sum_(i >= k) exp(R_i - R_k).
         if isinstance(j, Label):
             loss = _minus_log_sigmoid(r[0] if j.good else -r[0])
         elif isinstance(j, Pair):
@@ -163,11 +147,7 @@ def _minus_log_sigmoid(x: float) -> float:
 
 
 def loss_is(loss: float, expected: float, dtype: str) -> None:
-    """Checks that the `loss` of a minibatch is the `expected` one of its definition.
-
-    Raises:
-        InvariantError: it is another number.
-    """
+    """Checks that the `loss` of a minibatch is the `expected` one of its definition."""
     if not abs(loss - expected) <= APART[dtype] * max(1.0, abs(expected)):
         raise InvariantError(
             f"the loss of this minibatch is {loss:.6g}, and that of its judgements with the same scores is"
@@ -213,11 +193,8 @@ class RankingCheck(Observer):
         return None
 
     def _language(self, roles: RewardRoles, batch: Batch) -> np.ndarray:
-        """float64 [S]: log-probs of the completions, or their log-ratios to the reference, where there is one.
-
-        Also checks the reference, the model with which the stage began: its weights have not changed, and before the
-        first step every log-ratio to it is 0.
-        """
+        """float64 [S]: log-probs of the completions, or their log-ratios to the reference, where there is one. Its
+        weights must not have changed, and before the first step every log-ratio must be 0."""
         logp_M, reference, dtype = roles.learner.score(batch), roles.reference, roles.run.model.dtype
         ratio_M = logp_M.astype(np.float64)
         if reference is not None:

@@ -63,8 +63,8 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         head = f"a reward model from {learns}; its head reads '{stage.pool}'{several}"
         say_passes(self, source, f"{head}; {stage.batch} a step, {stage.steps} steps")
         self.loss = ranking_loss(stage)
-        # With `regularise=dpo` the language head learns DPO too (2406.10216), which needs a reference.
-        # `ends` finds the token at which each judged step ends. It only decodes, so its dialogue has no task.
+        # With `regularise=dpo` the language head learns DPO too (2406.10216), which needs a reference. `ends` only
+        # decodes, so its dialogue has no task.
         self.roles = RewardRoles(
             **data_parts(self),
             source=source,

@@ -1,7 +1,5 @@
-"""The stage that labels the steps of the policy's own answers: it completes each answer from the end of each step.
-
-A step is as good as the completions that follow it. The labelled answers become rows of a file. Nothing is trained.
-"""
+"""The stage that labels the steps of the policy's own answers: it completes each answer from the end of each step. A
+step is as good as the completions that follow it. Labelled answers become rows of a file; nothing is trained."""
 
 from __future__ import annotations
 
@@ -118,13 +116,12 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         return await roles.watch.after(step)
 
     def _write(self, work: LabelWork) -> None:
-        """Add the step's rows to the rows of earlier steps. A resumed run may take a step again: its rows are
-        replaced."""
+        """Add the step's rows to those of earlier steps. A resumed run may take a step again: its rows are replaced."""
         name = rows_name(self.stage.name)
         before = [] if work.index == 1 else [r for r in rows_of(self.parts.book.kept(name)) if r["step"] < work.index]
         rows = [*before, *(a.row(work.index) for a in work.answers)]
-        # `keep` writes the whole file into a new folder, which then replaces the old one. So no row is ever half
-        # written. In ASCII, since a line separator of Unicode in an answer would cut its row in two for `splitlines`.
+        # `keep` replaces the whole folder, so no row is ever half written. In ASCII, since a line separator of Unicode
+        # in an answer would cut its row in two for `splitlines`.
         text = "".join(json.dumps(r) + "\n" for r in rows)
         self.parts.book.keep(name, lambda folder: _write_text(folder / ROWS, text))
 
@@ -149,11 +146,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def unjudged_gauges(work: LabelWork) -> Gauges:
-    """Counts the answers without a verdict to label them by (`Episode.figure` is None).
-
-    Where the truth is measured, labels come from it. A reward that is paid is then not needed, for example the reward
-    of a model that a later stage trains.
-    """
+    """Counts the answers without a verdict to label them by. Where the truth is measured, labels come from it, and a
+    reward that is paid, such as that of a model that a later stage trains, is not needed."""
     episodes = [e for g in work.experience.played for e in g.episodes]
     return {
         "rollout/unjudged": Gauge.of([e.figure is None for e in episodes]),
