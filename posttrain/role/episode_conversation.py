@@ -1,7 +1,7 @@
 """The conversation of one episode: observations of the environment and turns of the seats, within limits.
 
-One seat is trained. The others may be played by the policy or by any other model. A `DemonstrationTalk` plays a
-demonstration through the same interface: its turns are written, and nothing is sampled.
+One seat is trained. The others may be played by the policy or any other model. A `DemonstrationTalk` plays a
+demonstration through the same interface: nothing is sampled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from posttrain.system.errors import ConfigError, DataError, InvariantError, near
 
 @dataclass(frozen=True)
 class Player:
-    """The player of a seat: a sampler with its own encoder and sampling settings. It is the policy or any other
-    model."""
+    """The player of a seat, the policy or any other model: a sampler with its own encoder and sampling settings."""
 
     sampler: Sampler
     dialogue: Callable[[str], Dialogue]
@@ -54,12 +53,8 @@ class SeatUsage:
 
 
 class SeatConversation:
-    """A seat (`core.ports.Seat`) with its transcript. It has several if a template rewrote the history.
-
-    Args:
-        spent: of the whole episode, since its limits hold over all seats together.
-        place: maps the number of this seat's turn to the key of its random numbers.
-    """
+    """A seat (`core.ports.Seat`) with its transcript; several if a template rewrote the history. `spent`: of the whole
+    episode. `place`: maps the number of this seat's turn to the key of its random numbers."""
 
     def __init__(self, player: Player, task: str, spent: SeatUsage, place: Callable[..., int]) -> None:
         self._sampler, self._dialogue, self._sampling = player.sampler, player.dialogue(task), player.sampling
@@ -71,24 +66,20 @@ class SeatConversation:
         self.lengths: list[int] = []
         """Tokens of each turn."""
         self.cut = False
-        """Whether a turn ended by an exception while it was sampled: the time limit, the environment, or an error of
-        the engine. Its tokens are unknown."""
+        """Whether a turn ended by an exception while it was sampled, so that its tokens are unknown."""
 
     @property
     def format(self) -> str | None:
         return self._dialogue.format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        # The first content is the task's own prompt. What comes after a turn
-        # is the world's, such as the error of a tool that quotes its key.
+        # What comes after the task's own prompt is the world's, such as the error of a tool that quotes its key.
         ids = self._dialogue.see(content if not self.turns else without_secrets(content), tools)
         if self._dialogue.restarted:
-            # The template wrote earlier turns anew. What was sampled stays as it was in a segment of its own: its
-            # log-probs are those under the old context.
+            # The template wrote earlier turns anew. What was sampled stays in a segment of its own, with its log-probs.
             self._closed.append(self._transcript)
             self._transcript = Transcript(self._sampling)
-        # Cut to the context, so that the sequence can be packed and
-        # read; the next `say` finds no room and ends with `context`.
+        # Cut to the context, so that the sequence can be packed; the next `say` finds no room and ends with `context`.
         self._transcript.see(ids[: max(0, self._sampler.context - len(self._transcript))])
 
     async def say(self, most: int | None = None) -> Utterance:
@@ -106,24 +97,20 @@ class SeatConversation:
         self._last = said.ids
         self.turns.append(text)
         self._record_turn(text, len(said.ids))
-        # The engine knows one limit, the tokens that it was given.
-        # Which limit of the episode made them so few is known here.
+        # The engine knows only the tokens that it was given. Which limit made them so few is known here.
         stop = limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop
         return Utterance(text, stop, len(said.ids), opened)
 
     async def _generate(self, allowed: int) -> SampledTurn:
-        """Sample the next turn. Its tokens are reserved meanwhile, so that seats that speak at once stay within the
-        limits."""
+        """Sample the next turn, with its tokens reserved: seats that speak at once stay within the limits."""
         spent = self._spent
-        # Two seats may sample at once, each before the other has ended: so the most that the turn may have is taken
-        # now, and what it did not use is given back.
+        # The most that the turn may have is taken now, and what it did not use is given back.
         spent.turns, spent.tokens = spent.turns + 1, spent.tokens + allowed
         try:
             said = await self._sampler.generate(
                 self._transcript.ids, shorter(self._sampling, allowed), self._place(len(self.turns))
             )
-        # A cancelled turn (time, an aborted sibling) is a BaseException.
-        # Its tokens are lost with it: they count for nobody.
+        # A cancelled turn (time, an aborted sibling) is a BaseException. Its tokens are lost: they count for nobody.
         except BaseException:
             spent.turns, spent.tokens = spent.turns - 1, spent.tokens - allowed
             self.cut = True
@@ -132,10 +119,9 @@ class SeatConversation:
         return said
 
     def _room(self, most: int | None) -> tuple[int, Stop]:
-        """(tokens the next turn may have, the stop reason if it would need more), by the narrowest limit
-        of the episode. The engine keeps the context's own."""
-        # Turns first, since they need no count of tokens. The context is no part of
-        # `allowed`: the engine itself ends a turn there, with a reason of its own.
+        """(tokens the next turn may have, the stop reason if it would need more), by the narrowest limit of the
+        episode."""
+        # Turns first, since they need no count of tokens. The engine itself ends a turn at the context.
         spent, limits = self._spent, self._spent.limits
         if limits.turns is not None and spent.turns >= limits.turns:
             return 0, Stop.TURNS
@@ -156,8 +142,7 @@ class SeatConversation:
 
 
 class OtherSeat(SeatConversation):
-    """A seat that is not trained. The record keeps its text and token counts only
-    (`core.exchange.other_seats.SeatTurn`)."""
+    """A seat that is not trained. The record keeps its text and token counts only (`SeatTurn`)."""
 
     def __init__(
         self, name: str, player: Player, task: str, spent: SeatUsage, place: Callable[..., int], *, policy: bool
@@ -174,14 +159,9 @@ class OtherSeat(SeatConversation):
 
 
 class Conversation(SeatConversation):
-    """The `core.ports.Talk` of an episode: the trained seat, with access to the other seats.
-
-    Args:
-        policy: plays the trained seat. It plays the others too if there are no `players`.
-        place: maps the coordinates of a turn to the key of its random numbers. They are (turn) for the trained seat and
-            ("seat", name, turn) for another.
-        players: of the other seats, by name.
-    """
+    """The `core.ports.Talk` of an episode: the trained seat, with access to the other seats. Their `players`, by name,
+    are the policy where there are none. `place` maps the coordinates of a turn to the key of its random numbers: (turn)
+    for the trained seat, ("seat", name, turn) for another."""
 
     def __init__(
         self,
@@ -206,8 +186,7 @@ class Conversation(SeatConversation):
                     " plays all"
                 )
             player = self._players.get(name, self._policy)
-            # The seat's name is in the place of its random numbers, so
-            # that a seat that speaks more changes no draw of another.
+            # With its name in the place, a seat that speaks more changes no draw of another.
             by_policy, place = player.sampler is self._policy.sampler, partial(self._place, "seat", name)
             self._seats[name] = OtherSeat(name, player, self._task, self._spent, place, policy=by_policy)
         return self._seats[name]
@@ -243,17 +222,14 @@ class Conversation(SeatConversation):
 
     def segments(self) -> tuple[Segment, ...]:
         """The transcripts as segments. A last one without a spoken token is left out if there are others."""
-        # A rewritten history in which nothing was said has no token to learn. One
-        # transcript is always left, also of an episode in which nobody spoke.
+        # A rewritten history in which nothing was said has no token to learn. One transcript is always left.
         open_ = [self._transcript] if self._transcript.spoke or not self._closed else []
         return tuple(t.segment() for t in (*self._closed, *open_))
 
 
 class DemonstrationTalk:
-    """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy.
-
-    If the environment asks for more turns than the demonstration has, that is a DataError.
-    """
+    """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy; where
+    it asks for more turns, that is a DataError."""
 
     def __init__(
         self,
@@ -330,8 +306,7 @@ def _without_secrets(content: Content) -> Content:
     clean = mapped(content, scrubbed)
     if isinstance(clean, str) or isinstance(content, str):
         return clean
-    # Joined, more is scrubbed than in the parts: a secret lay across
-    # their borders. Which part it was in is then not worth keeping.
+    # Joined, more is scrubbed than in the parts: a secret lay across their borders.
     whole = scrubbed("".join(part.text for part in content))
     if whole == "".join(part.text for part in clean):
         return clean
@@ -348,6 +323,6 @@ def shorter(sampling: Sampling, most: int) -> Sampling:
 
 def tokens_upto(text: Callable[[np.ndarray], str], ids: np.ndarray, characters: int) -> int:
     """Number of tokens of `ids` that make this many characters, found by bisection. `text` decodes ids."""
-    # Every beginning is decoded as a whole: log2 of the length decodings. The bytes of half a character at its end may
-    # decode to more characters than the whole one (U+FFFD for each), so they are left out, and text never shrinks.
+    # The bytes of half a character at the end of a beginning may decode to more characters than the whole one (U+FFFD
+    # for each): they are left out, so that text never shrinks.
     return bisect_left(range(len(ids)), characters, key=lambda n: len(text(ids[:n]).rstrip("\ufffd")))

@@ -29,22 +29,19 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
-    # Of all k-subsets of the n samples C(n - c, k) hold no right one. The share of
-    # wrong samples to the power k would be too high in the mean, since x^k is convex.
+    # C(n - c, k) of all k-subsets hold no right one. The share of wrong samples to the power k would be too high, since
+    # x^k is convex.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The result of one evaluation. Each score is over prompts.
-
-    The outcome of an answer is what is paid; or what is measured, where something is measured and not paid
-    (`Episode.figure`).
-    """
+    """The result of one evaluation. Each score is over prompts. The outcome of an answer is what is paid; or what is
+    measured, where something is measured and not paid (`Episode.figure`)."""
 
     accuracy: Score
-    """Share of answers that are right, which is pass@1. It has no prompts where outcomes are grades from which no
-    share of right answers follows (`core.measure.right`)."""
+    """Share of answers that are right, pass@1. It has no prompts where grades tell no such share
+    (`core.measure.right`)."""
     reward: Score
     """Mean raw outcome. It leads where outcomes are grades."""
     greedy: Score | None
@@ -127,12 +124,10 @@ class EvaluationReport:
 async def evaluate(
     rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, settings: Evaluation
 ) -> EvaluationReport:
-    """Sample every task `settings.samples` times, and once greedily if `settings.greedy`.
-
-    The seeds are the same in every evaluation, so runs can be compared prompt by prompt.
-    """
-    # Always the evaluation's own seed and visit 0: the same tasks get the same random numbers
-    # in every evaluation. Nothing is learned from these episodes, so no top-k tokens are stored.
+    """Sample every task `settings.samples` times, and once greedily if `settings.greedy`, always with the same
+    seeds."""
+    # Its own seed and visit 0: the same random numbers in every evaluation. Nothing is learned, so no top-k tokens are
+    # stored.
     fixed, sampling = replace(rollout, seed=settings.seed), replace(sampling, top=0)
     groups = await together(
         [fixed.group(t, 0, RolloutRequest(groups=1, siblings=settings.samples), sampling, "evaluation") for t in tasks]
@@ -153,8 +148,7 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     judged = _by_task(groups, figures)
     grades = grades_of(groups)
     right = grades.right
-    # (judged samples, right ones) of each task. With grades that
-    # tell no share of right answers there is no accuracy at all.
+    # (judged samples, right ones) of each task; none where grades tell no share of right answers.
     solved = [(len(x), sum(map(right.of, x.tolist()))) for x in judged] if grades.tells else []
     # pass@k needs k judged samples of every task, so the task with the fewest decides which k are possible.
     most = min((n for n, _ in solved), default=0)
@@ -185,8 +179,7 @@ def _by_task(groups: Sequence[Group], numbers_of: Callable[[Group], np.ndarray])
     """The numbers of the groups of each task, joined. Tasks without any number are left out."""
     by_task: dict[str, list[np.ndarray]] = {}
     for g in groups:
-        # Rows that ask the same are one task, since their answers are
-        # not independent: else the interval would be too narrow.
+        # Rows that ask the same are one task: their answers are not independent.
         by_task.setdefault(g.task.asked, []).append(numbers_of(g))
     return [x for each in by_task.values() if len(x := np.concatenate(each))]
 

@@ -1,7 +1,6 @@
 """Judging: each answer is judged once, and again if a reward source broke. Equal answers share one verdict.
 
-The environment judges an answer as soon as its episode has ended. Judges that read tokens (`core.ports.EpisodeJudge`)
-are called once all episodes of a group have ended.
+The environment judges an answer as soon as its episode has ended, judges that read tokens once all of a group have.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class ComparingJudge(Protocol):
 
     @property
     def compares(self) -> bool:
-        """True where the verdict depends on the others. Where the judge failed on some episodes, it is then asked again
-        about all of them."""
+        """True where the verdict depends on the others: where it failed on some, it is asked again about all."""
         ...
 
 
@@ -61,30 +59,20 @@ def attempt_of(
     state: Any = None,
 ) -> Attempt:
     """The attempt. Where the prompt ends in a tag that opens a thought, each turn begins with it, so that a verifier
-    reads the whole thought.
-
-    Args:
-        text: decodes token ids.
-        upto: the number of spoken tokens up to a character of the last of `turns`.
-    """
+    reads the whole thought. `text` decodes ids; `upto`: spoken tokens up to a character of the last turn."""
     # The last turn begins at the last spoken token that follows a token which was not spoken.
     mask, ids = (segments[-1].mask, segments[-1].ids) if segments else (np.zeros(0, bool), np.zeros(0, np.int32))
     begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)
     opened = opening(text(ids[max(0, begin - TAIL) : begin])) if begin else ""
     spoken_ids = tuple(i for s in segments for i in s.ids[s.mask].tolist())
-    # The opening tag is put in front of each turn. So character n of a turn as the
-    # verifier sees it is character n - len(opened) of the turn as it was said.
+    # So character n of a turn as the verifier sees it is character n - len(opened) of the turn as it was said.
     return Attempt(task, tuple(opened + t for t in turns), stop, lambda n: upto(n - len(opened)), state, spoken_ids)
 
 
 async def judged(environment: Environment, attempt: Attempt, alone: bool = True) -> tuple[Judged, ...]:
-    """The environment's verdicts on an attempt. It is asked up to `JUDGE_RETRIES` times again while a source fails.
-
-    Secrets are removed from the verdicts' texts, since these go into the record.
-
-    Args:
-        alone: whether no other judge follows. Then the environment gives at least one verdict.
-    """
+    """The environment's verdicts on an attempt, without secrets, since they go into the record. It is asked up to
+    `JUDGE_RETRIES` times again while a source fails. `alone`: no other judge follows, so there is at least one
+    verdict."""
     verdicts = await environment.judge(attempt)
     # An environment judges by all of its sources in one call, so the working sources are asked again with a broken one.
     for _ in range(JUDGE_RETRIES):
@@ -103,13 +91,12 @@ async def judged(environment: Environment, attempt: Attempt, alone: bool = True)
 
 @dataclass
 class SiblingVerdicts:
-    """The verdicts of one prompt's siblings. Equal answers are judged once, so that none has two rewards in a group.
+    """The verdicts of one prompt's siblings. Equal answers are judged once, so that none has two rewards in a group: a
+    score that varies (a model, a race, a clock) would give them different credit by chance.
 
-    A score that varies (a model, a race, a clock) would give equal answers different credit by chance. Two answers are
-    equal if everything a verifier may read is equal: the tokens seen and said in each segment, and the stop reason. An
-    episode with a final state of its own (`Talk.leave`) is always judged alone: the state (a database, a sandbox, an
-    object of another library) may differ even if the tokens are equal. Episodes are never shared, and neither are the
-    rewards an environment pays for turns. A failed verdict is shared too, after its `JUDGE_RETRIES`.
+    Two are equal if all that a verifier may read is: tokens seen and said, and the stop reason. An episode with a final
+    state of its own (`Talk.leave`: a database, a sandbox) is always judged alone. Episodes and the rewards of turns are
+    never shared; a failed verdict is, after its `JUDGE_RETRIES`.
     """
 
     environment: Environment
@@ -125,9 +112,8 @@ class SiblingVerdicts:
         self, attempt: Attempt, segments: Sequence[Segment], sibling: int | None = None
     ) -> tuple[Judged, ...]:
         """The verdicts of an attempt, or those of an equal one. For a sibling, sources that judge the whole group are
-        not asked here but in `together`."""
-        # The whole group is judged at once later. Until then the
-        # attempt is kept, and the environment leaves those sources out.
+        asked in `together`."""
+        # Until the whole group is judged the attempt is kept, and the environment leaves those sources out.
         if sibling is not None and self.environment.abilities.together is not None:
             self._attempts[sibling] = attempt
             attempt = replace(attempt, batched=True)
@@ -167,8 +153,7 @@ class SiblingVerdicts:
 async def judged_together(
     together: Together, attempts: Sequence[Attempt], at: StepNumber
 ) -> tuple[list[tuple[Judged, ...]], Gauges]:
-    """The verdicts of sources that judge a whole group. They are asked again up to `JUDGE_RETRIES` times while one
-    fails."""
+    """The verdicts of sources that judge a whole group, asked again up to `JUDGE_RETRIES` times while one fails."""
     verdicts_by_attempt, logged = await together(attempts, at)
     for _ in range(JUDGE_RETRIES):
         if not any(_broken(verdicts) for verdicts in verdicts_by_attempt):
@@ -180,10 +165,8 @@ async def judged_together(
 
 
 async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode]) -> list[Episode]:
-    """The finished episodes of one group, with the verdicts of these judges appended to their own.
-
-    Each judge is called once with all of them. Equal episodes share its verdicts, as in `SiblingVerdicts`.
-    """
+    """The finished episodes of one group, with the verdicts of these judges appended. Each judge is called once with
+    all of them, and equal episodes share its verdicts, as in `SiblingVerdicts`."""
     out = list(episodes)
     alike: dict[tuple[Any, ...], list[int]] = {}
     # An episode that failed already has no outcome, whatever a judge would add.

@@ -1,6 +1,6 @@
 """The highest memory use of a phase of a step, and the settings to lower where memory does not suffice.
 
-Numbers are bytes of the whole process: what torch's allocator gave out on an accelerator, else resident memory.
+Numbers are bytes: what torch's allocator gave out on an accelerator, else the process's resident memory.
 """
 
 from __future__ import annotations
@@ -24,18 +24,13 @@ RESIDENT_PEAK = "5"
 
 
 class PeakMemory:
-    """The most bytes that were in use since the last `reset`.
-
-    Args:
-        device: of the model, as torch names it.
-    """
+    """The most bytes that were in use since the last `reset`. `device`: of the model, as torch names it."""
 
     def __init__(self, device: str = "cpu") -> None:
         kind = device.partition(":")[0]
         self._torch: Any = None if kind in ("cpu", "meta") else torch.get_device_module(kind)
         self._device = device
-        # Only Linux can reset the peak of resident memory. Elsewhere the
-        # peak counts from the start of the process, and `what` says so.
+        # Only Linux can reset the peak of resident memory. Elsewhere it counts from the start of the process.
         self._resets = self._torch is not None or _reset_resident()
 
     @property
@@ -93,11 +88,7 @@ def mebibytes(count: float) -> str:
 
 @contextmanager
 def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
-    """Around a forward and backward pass: out of memory becomes a sentence that says what to lower.
-
-    Raises:
-        ConfigError: torch could not get the memory.
-    """
+    """Around a forward and backward pass: out of memory becomes a ConfigError that says what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -30,11 +30,10 @@ class RevisitingTasks(Protocol):
 
 @dataclass
 class Prompts:
-    """An endless iterator over the tasks of a source.
+    """An endless iterator over the tasks of a source: a finite one is shuffled anew every epoch, generated tasks come
+    in order. `visit` counts how often a task was used before, a part of every random key of its episodes (law 8).
 
-    A finite source is shuffled anew every epoch; generated tasks come in order. `visit` counts how often a task was
-    used before. It is part of every random key of the task's episodes (law 8). A curriculum leaves tasks out, or draws
-    them in proportion to a weight (`Curriculum.weight`). It reads raw outcomes only.
+    A curriculum leaves tasks out, or draws them in proportion to a weight. It reads raw outcomes only.
     """
 
     source: TaskSource
@@ -74,8 +73,8 @@ class Prompts:
             return self._walk()
         if curriculum.drawn:
             return self._draw(curriculum)
-        # The rest of this epoch and all of the next: only then was every task looked at, for each epoch has an order of
-        # its own. Then all weights are 0.
+        # The rest of this epoch and all of the next: only then was every task looked at, since each has an order of its
+        # own.
         for _ in range(2 * (self.source.count or 1)):
             task, visit = self._walk()
             # A task that was never played counts as never solved, so it comes.

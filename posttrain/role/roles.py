@@ -1,7 +1,5 @@
-"""The roles of a stage in one object: a step calls them in order, and observers read them.
-
-There is one class for each kind of stage. `RoleCosts` measures time and memory of each role.
-"""
+"""The roles of a stage in one object, of a class for each kind: a step calls them in order, and observers read them.
+`RoleCosts` measures time and memory of each role."""
 
 from __future__ import annotations
 
@@ -41,10 +39,8 @@ from posttrain.role.trainer import Trainer
 
 @dataclass
 class RoleCosts:
-    """Wall-clock seconds and peak memory per role. They are for people: no digest covers them.
-
-    A role within another counts for both.
-    """
+    """Wall-clock seconds and peak memory per role, for people: no digest covers them. A role within another counts for
+    both."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     total: dict[str, float] = field(default_factory=dict[str, float])
@@ -71,8 +67,8 @@ class RoleCosts:
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
         """Measures a role: around its work."""
-        # The process has one peak counter, and an inner role resets it. So the outer role's peak until now
-        # is put on the stack. When the inner role ends, its peak counts for the outer one too.
+        # The process has one peak counter, and an inner role resets it: the outer role's peak until now is put on the
+        # stack, and the inner role's counts for it too.
         if self._open:
             self._open[-1] = max(self._open[-1], self.peak.read())
         self._open.append(0.0)
@@ -97,8 +93,7 @@ class RoleCosts:
         """A phase of the innermost role ends now. Its peak memory is noted as `ROLE/name`; '' notes nothing."""
         if not self._open:
             return
-        # The reset below clears the counter. The role's own peak is the
-        # largest of its phases, so it is kept on the stack.
+        # The reset clears the counter, and the role's own peak is the largest of its phases.
         used = self.peak.read()
         self._open[-1] = max(self._open[-1], used)
         if name:
@@ -251,8 +246,7 @@ class ReinforceRoles(StageRoles[Reinforce]):
     """Other environments on which the run or a later stage is evaluated. Their held-out tasks must not be trained on
     either."""
     own_reference: bool = True
-    """Whether the reference began as a copy of the policy and reads what it does, so that their KL is 0 before the
-    first step."""
+    """Whether the reference began as a copy of the policy and reads the same: their KL is 0 before the first step."""
     hints: Hints | None = None
     """Prompts that the reference reads instead of the policy's, where the algorithm has a hint."""
 

@@ -1,8 +1,7 @@
 """ROLLOUT: samples episodes, has them judged, and keeps the log-prob of every sampled token.
 
-An episode is a coroutine over a `Transcript`. Thousands run at once, and the engine batches the requests that are
-ready. A failed rollout is data: if the environment or a verifier breaks, the episode gets a `failed` verdict, never a
-reward of 0.
+An episode is a coroutine over a `Transcript`; the engine batches the requests that are ready. A failed rollout is data:
+if the environment or a verifier breaks, the episode gets a `failed` verdict, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -68,15 +67,13 @@ class Rollout:
     judges: tuple[EpisodeJudge, ...] = ()
     """Judges that read tokens. They are called, besides the environment, once all episodes of a group have ended."""
     players: Mapping[str, Player] = field(default_factory=dict[str, Player])
-    """Players of the seats other than the trained one, by the seat's name. If empty, the policy plays them too, with
-    the episode's sampling settings."""
+    """Players of the seats other than the trained one, by name. If empty, the policy plays them too."""
     opponents: Mapping[int, Player] = field(default_factory=dict[int, Player])
-    """Players that play siblings in the place of the policy, by the sibling's number. An opponent plays its whole
-    episode, the other seats too where there are no `players`."""
+    """Players that play siblings in the place of the policy, by the sibling's number: the whole episode, the other
+    seats too where there are no `players`."""
 
     plays: EpisodePlayer | None = None
-    """The player of the episodes. None: the environment, in this process. Answers are judged by the environment either
-    way."""
+    """The player of the episodes; None: the environment, in this process. It judges the answers either way."""
     right: float | None = None
     """The smallest outcome of a right answer, where it is named (`Env.right`)."""
 
@@ -91,11 +88,8 @@ class Rollout:
         judging: SiblingVerdicts | None = None,
     ) -> Episode:
         """Play and judge one episode. Broken invariants and wrong configs are raised; other failures become data.
-
-        Args:
-            talks: gets the episode's conversation under its sibling number, so that aborted ones can be counted.
-            judging: judges all siblings, and shares verdicts between equal ones.
-        """
+        `talks` gets its conversation under its sibling number, so that aborted ones can be counted. `judging` shares
+        verdicts between equal siblings."""
 
         # Law 8: the key of a turn's random numbers. Nothing in it depends on who else is playing.
         def place(*turn: seeds.Coordinate) -> int:
@@ -112,8 +106,8 @@ class Rollout:
         except PosttrainError:
             raise
         except Exception as error:
-            # An environment's code is the user's: what it raises fails this episode, and never stops the run. The
-            # verdict is `failed`, so the answer leaves baseline and batch and does not count as wrong.
+            # What the user's code raises fails this episode, and never stops the run. With the verdict `failed` the
+            # answer leaves baseline and batch and does not count as wrong.
             source = DEADLY if isinstance(error, UnanswerableTurn) else "environment"
             why = scrubbed(f"{type(error).__name__}: {error}")
             verdicts: tuple[Judged, ...] = (Judged(source, 1.0, Verdict.failed(source, why)),)
@@ -205,17 +199,15 @@ class Rollout:
         )
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
-        """Play all siblings of one prompt concurrently.
+        """Play all siblings of one prompt concurrently. With `request.shown` the last ones are demonstrations, with
+        `request.greedy` there is one argmax answer besides them.
 
-        With `request.shown` the last siblings are demonstrations. With `request.greedy` there is one argmax answer
-        besides them. Equal answers share their verdicts (`SiblingVerdicts`).
-
-        With `request.extra`, that many more episodes are started. Once the wanted number has ended, the rest are
-        aborted. This favours short answers; `Group.aborted` counts how many were lost to it.
+        With `request.extra`, that many more are started, and the rest aborted once the wanted number has ended. This
+        favours short answers; `Group.aborted` counts how many were lost to it.
         """
         shown, greedy = request.shown, request.greedy
-        # Numbers of siblings: 0 to started - 1 are sampled, and demonstrations come
-        # behind them, so that no two share random numbers, also where some are aborted.
+        # 0 to started - 1 are sampled, and demonstrations come behind them: no two share random numbers, also where
+        # some are aborted.
         wanted = request.siblings - (shown.siblings if shown else 0)
         started, talks = wanted + request.extra, dict[int, Conversation]()
         judging = SiblingVerdicts(self.environment, not self.judges)
@@ -233,8 +225,7 @@ class Rollout:
             ended, others = await together([sampled, together(others_playing)])
         finally:
             await judging.close()
-        # An aborted sibling has no episode, but the engine spent time on its
-        # turns. So its tokens are counted from its conversation.
+        # The engine spent time on an aborted sibling's turns, so its tokens are counted from its conversation.
         spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
         aborted = started - len(ended)
         # The greedy answer is the last of `others`, so the first `request.siblings` are the siblings.
@@ -254,12 +245,9 @@ class Rollout:
     ) -> tuple[tuple[Group, ...], tuple[bool, ...]]:
         """Play groups until enough of them pass the filter. Returns them in prompt order, and which of them passed.
 
-        Groups are played in waves. A wave's size follows from how many groups are missing and from the pass rate so
-        far. A wave ends with its last answer, so fewer waves leave the engine idle for less time. Sizes depend on what
-        was sampled, never on time. If more groups pass than are wanted, the first ones are used (`Experience.groups`).
-
-        Args:
-            seen: groups of earlier steps, and how many of them passed.
+        A wave's size follows from how many groups are missing and from the pass rate so far (`seen`: of earlier steps),
+        never from time. Fewer waves leave the engine idle for less time. If more pass than are wanted, the first ones
+        are used (`Experience.groups`).
         """
         played, passed = list[Group](), list[bool]()
         most = request.most * request.groups

@@ -1,8 +1,5 @@
-"""SCORE: computes the streams that an algorithm reads of a step's judged episodes, such as log-probs and values.
-
-With `model.router_replay=start` the episodes first get the router choices of the learner, in place of the sampler's
-(`at_start`).
-"""
+"""SCORE: computes the streams that an algorithm reads of a step's judged episodes, such as log-probs and values. With
+`model.router_replay=start` they first get the learner's router choices in place of the sampler's."""
 
 from __future__ import annotations
 
@@ -44,20 +41,16 @@ def score(
     hints: Hints | None = None,
     reroute: bool = False,
 ) -> tuple[ScoredGroup, ...]:
-    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out.
-
-    Args:
-        implicit: the implicit process reward model, where the algorithm reads one.
-        hints: what the reference reads instead of the policy's prompts, where the algorithm has a hint.
-        reroute: whether the experts of every token become those that the learner's routers choose now (`at_start`).
-    """
+    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out. `hints`: what
+    the reference reads instead of the policy's prompts. `reroute`: whether the experts of every token become those that
+    the learner's routers choose now (`at_start`)."""
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
     if reroute:
         episodes = at_start(episodes, learner)
-    # All episodes of the step are packed into one sequence. Each model then scores it in passes of a size that fits,
-    # and streams that need the same numbers of the policy share one pass.
+    # Packed into one sequence, which each model scores in passes of a size that fits; streams that need the same
+    # numbers of the policy share one.
     segments = [s for e in episodes for s in e.segments]
     hinted_episodes = _told(groups, a, hints)
     hinted = None if hinted_episodes is None else [s for t in hinted_episodes for s in t.segments]
@@ -72,8 +65,7 @@ def score(
         implicit,
         None if hinted is None else Packed.of(hinted),
     )
-    # Makers run in order over the packed sequence. Each stream is cut back to
-    # episodes, because credit works by episode and `pack` may leave some out.
+    # Cut back to episodes, because credit works by episode and `pack` may leave some out.
     cut_streams = {
         stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(scoring).items()
     }
@@ -89,8 +81,8 @@ def score(
 
 
 def _told(groups: Sequence[Group], a: Algorithm, hints: Hints | None) -> list[HintedEpisode] | None:
-    """The judged episodes with the hint in their prompts, as the teacher reads them. None for an algorithm without a
-    hint: its teacher reads the policy's own episodes."""
+    """The judged episodes with the hint in their prompts, as the teacher reads them; None for an algorithm without
+    one."""
     if a.hint is None:
         return None
     if hints is None:
@@ -108,7 +100,6 @@ def _cut(stream: Stream, x_M: np.ndarray, episodes: Sequence[Episode]) -> list[t
             f"the scorer of {stream.name!r} returned {len(x_M)} numbers for {sum(sizes)} spoken tokens: it must give"
             " one for each of `packed.source_M`"
         )
-    # Packing keeps the order of episodes and segments, so cutting
-    # at the same sizes gives every token its own number back.
+    # Packing keeps the order of episodes and segments.
     parts = iter(np.split(x_M, np.cumsum(sizes)[:-1]))
     return [tuple(next(parts) for _ in e.segments) for e in episodes]

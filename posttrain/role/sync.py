@@ -1,7 +1,5 @@
-"""Weight sync: sends the learner's weights to a sampler, and proves by two checks that they arrived and are used.
-
-`Sync` pushes the weights. `InProcess` is the transport inside one process; `whole_tensors` joins shards for it.
-"""
+"""Weight sync: sends the learner's weights to a sampler (`Sync`), and proves by two checks that they arrived and are
+used. `InProcess` is the transport inside one process; `whole_tensors` joins shards for it."""
 
 from __future__ import annotations
 
@@ -28,20 +26,15 @@ class InProcess:
 
 
 def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, by name, as soon as all of its shards have come. A weight in one shard is not copied.
-
-    Raises:
-        InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
-            shape.
-    """
-    # A weight is passed on as soon as it is whole, so memory never holds all weights twice.
-    # `parts` holds the weights that have come in part.
+    """Every weight once, by name, as soon as all of its shards have come, so that memory never holds all weights twice.
+    InvariantError where parts came twice, overlap, leave a gap, or differ in dtype or full shape."""
+    # The weights that have come in part.
     done: set[str] = set()
     parts: dict[str, _Parts] = {}
     empty: dict[str, Shard] = {}
     for shard in shards:
-        # An empty shard says that a process has no part of this weight. The name is
-        # remembered, so that the check at the end finds a weight of which nobody sent a part.
+        # An empty shard says that a process has no part of this weight. The name is remembered, for the check at the
+        # end.
         if not shard.tensor.numel() and not shard.whole:
             empty.setdefault(shard.name, shard)
             continue
@@ -115,8 +108,8 @@ class Sync:
     ready: Callable[[], Awaitable[None]] | None = None
     """Waits until new weights may come. None: they may come at any time."""
     elsewhere: Callable[[], Awaitable[None]] | None = None
-    """Waits until weights that were sent have left for engines in processes of their own: the learner's half of the
-    checks is computed while they install them. None: the engine works in this process."""
+    """Waits until sent weights have left for engines in processes of their own, which install them while the learner
+    computes its half of the checks. None: the engine works in this process."""
     forget: Callable[[], None] = nothing_is_kept
     """Empties what the sampler keeps of earlier turns, as new weights do."""
     tried: bool = False
@@ -127,41 +120,32 @@ class Sync:
         return version > self.sampler.version
 
     async def follow(self, version: int) -> None:
-        """Push the learner's weights, which are `version` now, where they are newer than the sampler's.
-
-        Otherwise the optimizer step was left out, and the sampler only forgets what it keeps of earlier turns. A run
-        that is resumed here starts with an empty sampler, so the records of both runs stay equal.
-        """
+        """Push the learner's weights, which are `version` now, where they are newer than the sampler's. Else the
+        optimizer step was left out, and the sampler only forgets earlier turns: a run that is resumed here starts with
+        an empty one."""
         if self.due(version):
             await self.push(version)
         else:
             self.forget()
 
     async def push(self, version: int) -> str:
-        """Push the learner's weights as `version`; returns their fingerprint.
-
-        Raises:
-            InvariantError: the sampler serves other weights or another version, or computes other log-probs with them,
-                or without the adapter.
-        """
+        """Push the learner's weights as `version`; returns their fingerprint. InvariantError where the sampler serves
+        others, computes other log-probs with them, or leaves the adapter out."""
         # First the groups that were asked ahead end, are given up, or pause: else a turn would span two versions.
         if self.ready is not None:
             await self.ready()
         if not self.tried:
             await self._try_adapter(self.sampler.version + 1)
             self.tried = True
-        # Two checks, because each misses errors that the other finds. Fingerprint: equal bytes can still be used
-        # wrongly (an old cache, another dtype). Scores: a tensor that these few tokens do not touch can be wrong.
+        # Each check misses errors that the other finds. Equal bytes can still be used wrongly (an old cache, another
+        # dtype); a tensor that these few tokens do not touch can be wrong.
         served, ours = await self._send(version)
         await self._scores_alike(version, ours)
         return served
 
     async def _try_adapter(self, version: int) -> None:
-        """Show once that the sampler computes with the adapter, by pushing a loud one as `version`.
-
-        A young adapter changes log-probs by less than rounding, so a sampler that leaves it out would pass the other
-        checks.
-        """
+        """Show once that the sampler computes with the adapter, by pushing a loud one as `version`. A young adapter
+        changes log-probs by less than rounding, so a sampler without it would pass the other checks."""
         trial = self.learner.adapter()
         if trial is None:
             return
@@ -171,8 +155,7 @@ class Sync:
             ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
             base = trial.without(packed)
             learner_change, sampler_change = Gap.of(ours, base), Gap.of(theirs, base)
-            # Both sides are compared with the model without the adapter. A sampler that ignores it has a change near 0;
-            # half of the learner's change leaves room for rounding.
+            # A sampler that ignores it has a change near 0; half of the learner's leaves room for rounding.
             if not sampler_change.mean > learner_change.mean / 2:
                 raise InvariantError(
                     f"the sampler does not compute with the adapter: a loud one changes the learner's log-probs by"
@@ -184,7 +167,7 @@ class Sync:
 
     async def _send(self, version: int) -> tuple[str, np.ndarray | None]:
         """Send what the learner holds as `version`; returns its fingerprint, which both sides have, and the learner's
-        log-probs of the probe where there was time for them."""
+        log-probs of the probe where there was time."""
         if self.elsewhere is None:
             served = await self.transport.send(version, self.learner.shards(), self.sampler)
             ours, scores = self.learner.fingerprint(), None
@@ -204,12 +187,9 @@ class Sync:
         return served, scores
 
     async def _meanwhile(self, version: int, have_left: Callable[[], Awaitable[None]]) -> tuple[str, str, np.ndarray]:
-        """Send the weights, and compute the learner's half of both checks while they are installed.
-
-        Returns the served fingerprint, the learner's fingerprint, and the learner's log-probs of the probe.
-        """
-        # This order saves time: the weights leave first. While the engine
-        # installs them, the learner computes its half of both checks.
+        """Send the weights, and compute the learner's half of both checks while they are installed. Returns the served
+        fingerprint, the learner's, and its log-probs of the probe."""
+        # The weights leave first, so that the engine installs them meanwhile.
         sending = asyncio.ensure_future(self.transport.send(version, self.learner.shards(), self.sampler))
         try:
             await have_left()
@@ -222,11 +202,7 @@ class Sync:
                 await asyncio.gather(sending, return_exceptions=True)
 
     async def _scores_alike(self, version: int, ours: np.ndarray | None = None) -> None:
-        """Compare log-probs, since correct weights can still be used wrongly: caches, adapters, another dtype.
-
-        Args:
-            ours: the learner's, where they are known.
-        """
+        """Compare log-probs (`ours`: the learner's, where known): correct weights can still be used wrongly."""
         n, packed = len(self.probe_ids), packed_text(self.probe_ids)
         ours = self.learner.packed_score(packed) if ours is None else ours
         theirs = await self.sampler.score(self.probe_ids)
@@ -234,8 +210,7 @@ class Sync:
         bound = allowed(self.dtype, apart, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
         if not apart.worst <= bound.worst:
             gap = np.abs(theirs.astype(np.float64) - ours)
-            # NaN would lose every comparison; as infinity it is the worst.
-            # Token 0 has no log-prob, and people count from 1: so + 2.
+            # As infinity NaN is the worst. Token 0 has no log-prob, and people count from 1: so + 2.
             at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
             raise InvariantError(
                 f"after the push of version {version} the sampler scores a canary otherwise than the learner: token"

@@ -40,13 +40,8 @@ class NonFiniteGradient(InvariantError):
         super().__init__(self.told([f"episode {e} of its batch" for e in culprits]))
 
     def told(self, names: Sequence[str], where: str = "", unnamed: int = 0) -> str:
-        """The error message.
-
-        Args:
-            names: names of the culprits. The message has the first `NAMED`, and the number of the others.
-            where: words behind the number of the optimizer step.
-            unnamed: further culprits, which `names` leaves out.
-        """
+        """The error message with the first `NAMED` names of culprits, and the number of the others and the `unnamed`.
+        `where` stands behind the number of the optimizer step."""
         if not self.culprits:
             cause = (
                 f"The loss and gradient of each of its {self.episodes} episodes alone are finite: their sum overflows"
@@ -91,10 +86,8 @@ class Packing:
         self.computed += len(micro.ids_N) if scores.computed is None else scores.computed
 
     def gauges(self) -> Gauges:
-        """Gauges of one optimizer step.
-
-        A minibatch in one pass wastes no room. A pass with more tokens than `room`, some of them shared, wastes none.
-        """
+        """Gauges of one optimizer step. A minibatch in one pass wastes no room, nor does a pass with more tokens than
+        `room`."""
         total, passes = sum(self.sizes), len(self.sizes)
         room = sum(max(self.room, n) for n in self.sizes) if passes > 1 else total
         return {
@@ -112,11 +105,8 @@ class WeightOptimizer(Protocol):
         ...
 
     def step(self, share: float = 1.0) -> float:
-        """Clip by the global norm, update, clear the gradients; returns the gradient norm before the clip.
-
-        Args:
-            share: of the learning rate, which the step uses. It is given where it is not 1 (`Algorithm.step_scale`).
-        """
+        """Clip by the global norm, update, clear the gradients; returns the norm before the clip. `share`: of the
+        learning rate."""
         ...
 
     @property
@@ -130,8 +120,8 @@ class WeightOptimizer(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss in the next backward pass; 1 where losses are not scaled. `gather` divides by it. A
-        step whose gradient is not finite makes it smaller, unless it is 1."""
+        """The factor of the loss in the next backward pass, by which `gather` divides; 1 where losses are not scaled. A
+        step whose gradient is not finite makes it smaller."""
         ...
 
     def trained(self) -> Mapping[str, torch.Tensor]:
@@ -147,23 +137,17 @@ class WeightOptimizer(Protocol):
         at: int | None = None,
         share: float = 1.0,
     ) -> ExpectedUpdate:
-        """Returns the update that the next step must make to parameter `name`. It is called before the step, and
-        changes nothing.
+        """Returns the update that the next step must make to parameter `name`, and changes nothing.
 
-        It follows the optimizer's definition, from the stage's config, the number of steps taken and the state so far.
-        It uses nothing that the step itself computes and nothing the optimizer was built with, since these are checked.
-
-        Args:
-            gradient: of the parameter, before any clip.
-            norm: of all gradients together.
-            at: an index of the flattened parameter; then only this element's update is returned.
-            share: as in `step`.
+        It follows the optimizer's definition, from the stage's config, the steps taken and the state, and uses nothing
+        that the step itself computes or the optimizer was built with, since these are checked. `gradient` is before any
+        clip, `norm` that of all. `at`: an index of the flattened parameter, whose update alone is returned.
         """
         ...
 
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Everything a resumed run needs, by name. `steps` counts the steps taken; `WORD.PARAMETER` is the state WORD
-        of a parameter."""
+        """Everything a resumed run needs. `steps` counts the steps; `WORD.PARAMETER` is the state WORD of a
+        parameter."""
         ...
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
@@ -195,14 +179,9 @@ class Trainer:
     ) -> Gauges:
         """One optimizer step on one minibatch. Splitting it into micro-batches and ranks does not change the gradient.
 
-        Args:
-            watch: the observers. They get PackedEvent before the first forward pass, DifferentiatedEvent before the
-                optimizer steps, and LearnedEvent after it.
-            index: the stage's step that the minibatch belongs to.
-            first: whether it is the first minibatch of that step.
-
-        Raises:
-            NonFiniteGradient: the gradient is not finite. The weights were left as they were.
+        Observers get PackedEvent before the first forward pass, DifferentiatedEvent before the optimizer steps, and
+        LearnedEvent after it. `first`: whether it is the first minibatch of the stage's step `index`. With
+        NonFiniteGradient the weights were left as they were.
         """
         packed = PackedEvent(index, batch, first, self.version)
         watch.emit(packed)
@@ -212,8 +191,8 @@ class Trainer:
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
         micros = self._micros(batch)
-        # Ranks may have different numbers of micro-batches, and all ranks take part in every pass. A rank with fewer
-        # micro-batches joins the others' last passes with a loss of 0, or they would wait for it.
+        # All ranks take part in every pass: one with fewer micro-batches joins the others' last passes with a loss of
+        # 0, or they would wait for it.
         waiting = max(self.ranks.every(len(micros))) - len(micros)
         with self.frozen():
             for episodes, micro in micros:
@@ -228,16 +207,15 @@ class Trainer:
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
             self._keep_step(batch, loss, waiting)
         if isinstance(self.optimizer, DividedGradients):
-            # Every rank computed the gradients of weights that it has whole;
-            # rounding may differ between them, and the weights would drift apart.
+            # Every rank computed them, and where rounding differs the weights would drift apart.
             self.optimizer.agree()
         # From here on every rank has the terms of the whole minibatch, and so the same gauges and the same share.
         parts = of_all_ranks(self.ranks, parts, passes, packing)
         loss_gauges = loss.gauges(batch, parts)
         share = loss_gauges[STEP_SHARE].mean if STEP_SHARE in loss_gauges else 1.0
         watch.emit(DifferentiatedEvent(packed, passes, share))
-        # With a loss scale (float16) the gradient can overflow though every loss is finite. Then the step is left out,
-        # and the next scale is smaller. Without a scale such a gradient is a fault of the run.
+        # A loss scale (float16) can overflow the gradient though every loss is finite: the step is left out, and the
+        # next scale is smaller. Else it is a fault of the run.
         overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
         updated = self._update(batch, loss, overflow, share)
         # A step that was left out changed no weight: nothing was learned.
@@ -246,17 +224,12 @@ class Trainer:
         return merge(loss_gauges, updated, packing.gauges())
 
     def _micros(self, batch: Batch) -> list[tuple[np.ndarray, Batch]]:
-        """The micro-batches of this rank, each with its episodes in the minibatch.
-
-        Raises:
-            InvariantError: they are not the whole minibatch, each episode once.
-        """
-        # First by ranks, then into micro-batches: whole units in both.
-        # Weights stay those of the whole minibatch, so all gradients add up.
+        """The micro-batches of this rank, each with its episodes in the minibatch; InvariantError where these are not
+        its whole share, each once."""
+        # First by ranks, then into micro-batches: whole units, with the weights of the whole minibatch.
         share = batch.shard(self.ranks.rank, self.ranks.world)
         whole = np.arange(batch.episodes)
-        # Micro-batches number the episodes of this rank's share from
-        # 0; `numbers_E` leads from there to the minibatch's own numbers.
+        # From the numbers of episodes in this rank's share to those in the minibatch.
         numbers_E = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
         bins = share.bins(self.micro_tokens, self.learner.computes_once) if share.episodes else []
         micros = share.cut(bins)
@@ -275,8 +248,8 @@ class Trainer:
         return [(numbers_E[chosen], micro) for chosen, micro in zip(bins, micros, strict=True)]
 
     def _keep_step(self, batch: Batch, loss: Loss, passes: int) -> None:
-        """Take part in `passes` more passes, because other ranks have more micro-batches and exchange weights and
-        gradients in every pass. Each of these passes is of the smallest unit, with its loss multiplied by 0."""
+        """Take part in `passes` more passes, because other ranks exchange weights and gradients in every pass: each of
+        the smallest unit, with its loss times 0."""
         for _ in range(passes):
             one = smallest_unit(batch)
             # 0 times the loss adds 0 to every gradient, and the exchanges of forward and backward take place.
@@ -302,13 +275,9 @@ class Trainer:
                 p.requires_grad_(True)
 
     def _update(self, batch: Batch, loss: Loss, overflow: bool, share: float) -> Gauges:
-        """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause.
-
-        Args:
-            overflow: whether the scale of the loss alone can be that cause. Then the step is left out, and the next
-                step has a smaller scale.
-            share: of the learning rate, which the step uses.
-        """
+        """The optimizer's step, with this share of the learning rate. If the gradient is not finite, each unit's loss
+        is computed alone to find the cause, unless the scale of the loss alone can be it (`overflow`): then the step is
+        left out."""
         lr, scale = self.optimizer.lr * share, self.optimizer.loss_scale
         norm = self.optimizer.step() if share == 1 else self.optimizer.step(share)
         self.learner.train_mode(False)
@@ -322,8 +291,7 @@ class Trainer:
         return scaled | {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
-        """Episodes of the units whose own loss or gradient is not finite. The weights have not changed since. All ranks
-        compute each unit together."""
+        """Episodes of the units whose own loss or gradient is not finite. All ranks compute each unit together."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
         # One unit at a time is slow. It happens once, when the run is about to stop and the user needs names.
@@ -349,8 +317,8 @@ class Trainer:
 def key(episode: Episode) -> bytes:
     """The spoken tokens and their log-probs as bytes. Finds an episode again in a batch."""
     ids_and_logps = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
-    # First the ids of all segments, then their log-probs: `named` builds the same bytes
-    # from a batch. Log-probs tell siblings with equal tokens apart.
+    # Ids of all segments, then their log-probs, as `named` has them of a batch: they tell siblings with equal tokens
+    # apart.
     return b"".join(x.tobytes() for x in (*ids_and_logps[::2], *ids_and_logps[1::2]))
 
 

@@ -1,7 +1,7 @@
 """A process reward model that writes: a policy that learned to verify judges each step of an answer.
 
-It reads the answer up to the end of a step, and writes its reasoning and a verdict. The step's score is the chance of
-Yes after that reasoning (2504.16828, 2504.00891).
+It reads the answer up to the end of a step. The step's score is the chance of Yes after its reasoning (2504.16828,
+2504.00891).
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class StepVotes:
     score: float | None
     """The mean chance of Yes over the votes that count; None where none of them has a verdict."""
     said: str
-    """The chance of Yes of each vote, for the record: `-` has no verdict, and `*` was left out by the meta reward
-    model."""
+    """The chance of Yes of each vote: `-` has no verdict, and `*` was left out by the meta reward model."""
     sample: str = ""
     """The reason why there is no score."""
 
@@ -42,9 +41,8 @@ class StepVotes:
 class GenerativeStepJudge:
     """`core.ports.EpisodeJudge` of a verifier that writes.
 
-    Every beginning of an answer that ends with a step is verified `votes` times. Equal beginnings of siblings
-    are verified once. The reward says what becomes of the scores (`step_judge.step_verdicts`), as for every process
-    reward model.
+    Every beginning of an answer that ends with a step is verified `votes` times; equal ones of siblings once. The
+    reward says what becomes of the scores, as for every process reward model.
     """
 
     verifier: GenerativeJudge
@@ -82,12 +80,10 @@ class GenerativeStepJudge:
         asked: dict[str, tuple[Episode, int]] = {}
         for e, upto, beginnings in zip(episodes, ends, texts, strict=True):
             for number, (end, text) in enumerate(zip(upto, beginnings, strict=True), 1):
-                # The step's end in characters must lie within its last token:
-                # else the text and the number of tokens belong to different steps.
+                # It must lie within the step's last token: else text and number of tokens are of different steps.
                 prefixes = [self.ends.text(_said(e)[:n]) for n in (end - 1, end)]
                 reads_to_the_step(text, prefixes[0], prefixes[1], f"task {e.task.id!r}, step {number} of {len(upto)}")
-                # In order of siblings: the random numbers are those of the first sibling
-                # with this beginning, whichever is verified first.
+                # The random numbers are those of the first sibling with this beginning, whichever is verified first.
                 asked.setdefault(text, (e, number))
         asking = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
         votes = dict(zip(asked, await together(asking), strict=True))
@@ -148,12 +144,8 @@ class GenerativeStepJudge:
 
 
 def reads_to_the_step(text: str, before: str, upto: str, step: str) -> None:
-    """InvariantError where the text that is verified does not end in the step's last token.
-
-    Args:
-        before: what was said up to that token, without it.
-        upto: the same with it.
-    """
+    """InvariantError where the text that is verified does not end in the step's last token: it lies between what was
+    said `before` that token and `upto` it."""
     # Without U+FFFD, which stands for the bytes of a character that the step's last token completes.
     if not (upto.startswith(text) and text.startswith(before.rstrip("\ufffd"))):
         raise InvariantError(

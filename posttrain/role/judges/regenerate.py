@@ -1,9 +1,7 @@
 """Regeneration: a wrong answer is continued anew from the end of its last right step.
 
-The first wrong step is found by completions, or by the scores that the answer's steps have. The search by completions
-halves the steps (2406.06592). If any completion from the end of the first half is right, then the first half is right,
-because a completion keeps these steps. An answer of L steps needs log2 L such tests, rounded up. The beginnings of
-completions are in the engine's cache already.
+The first wrong step is found by the scores that the steps have, or by completions, which halve the steps (2406.06592):
+a right completion keeps the steps before it, so they are right. L steps need log2 L such tests.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ class RegeneratedAnswer:
 
     @property
     def completions(self) -> tuple[Episode, ...]:
-        """The completions that replace the first wrong step and all after it. None exist where the first step is
-        wrong."""
+        """The completions that replace the first wrong step and all after it; none where that is the first."""
         return self.asked.get(self.kept, ())
 
 
@@ -61,12 +58,8 @@ def right_steps(scores: Sequence[float], at: float) -> int:
 
 
 def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The end of each step that has a score, and the scores. Steps that end with the same token count as one step with
-    the lowest of their scores, because no completion can start between them.
-
-    Raises:
-        ConfigError: two sources score its steps.
-    """
+    """The end of each step that has a score, and the scores: the lowest of steps that end with the same token, between
+    which no completion can start. ConfigError where two sources score its steps."""
     of_steps = [j for j in e.verdicts if j.end is not None and not j.paid and j.verdict.score is not None]
     if len(sources := {j.source for j in of_steps}) > 1:
         raise ConfigError(
@@ -83,10 +76,10 @@ def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Episode, ...]]] | None:
     """(steps before the first wrong one, the completions that were asked) of a wrong answer with `steps` steps. None
-    where no completion of some step could be judged, so that nothing is known."""
+    where no completion of some step could be judged."""
     asked: dict[int, tuple[Episode, ...]] = {}
-    # Bisection takes log2(steps) rounds of completions. It assumes that after a wrong step no completion is right.
-    # After the first `low` steps a completion can be right, after the first `high` steps it cannot.
+    # After the first `low` steps a completion can be right, after the first `high` steps it cannot: it is assumed that
+    # after a wrong step none is right.
     low, high = 0, steps
     while high - low > 1:
         middle = (low + high) // 2
@@ -100,21 +93,14 @@ async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Epis
 
 @dataclass
 class Regenerator:
-    """Says the wrong answers of groups anew.
-
-    Args:
-        labeler: completes answers from the end of a step.
-    """
+    """Says the wrong answers of groups anew. `labeler` completes answers from the end of a step."""
 
     labeler: StepLabeler
     how: Regenerate
 
     async def regenerate(self, groups: Sequence[Group]) -> tuple[RegeneratedAnswer, ...]:
-        """Every wrong answer whose first wrong step was found, in order.
-
-        Raises:
-            ConfigError: an answer has several turns, or no step of any wrong answer has the scores that are to be read.
-        """
+        """Every wrong answer whose first wrong step was found, in order. ConfigError where an answer has several turns,
+        or no step has the scores that are to be read."""
         regenerated = [x for one in await together([self._group(g) for g in groups]) for x in one]
         wrong = [e for g in groups for e in wrong_ones(g)]
         if self.how.by == "scores" and wrong and not any(scored_steps(e)[0] for e in wrong):
@@ -125,14 +111,12 @@ class Regenerator:
         return tuple(regenerated)
 
     async def _group(self, group: Group) -> list[RegeneratedAnswer]:
-        """Equal beginnings of siblings are completed once, as those of the first sibling that has them: which sibling
-        asks first depends on time, and must not change what is said."""
+        """Equal beginnings are completed once, as those of the first sibling: which asks first depends on time."""
         known: dict[bytes, asyncio.Task[tuple[Episode, ...]]] = {}
         judging = SiblingVerdicts(self.labeler.rollout.environment)
         first: dict[bytes, Episode] = {}
         wrong = [(e, self._ends(e)) for e in wrong_ones(group)]
-        # This is set before anything is asked: the sibling that completes a
-        # beginning follows from the order of siblings, not from who asks first.
+        # Set before anything is asked: it follows from the order of siblings, not from who asks first.
         for e, ends in wrong:
             for upto in ends:
                 first.setdefault(self.labeler.said(e)[:upto].tobytes(), e)

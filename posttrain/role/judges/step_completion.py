@@ -1,7 +1,6 @@
 """Labels of steps by completion: an answer is cut into steps, and the policy goes on from the end of each (2312.08935).
 
-An answer and its completions share their beginnings, which the engine computes once. The random numbers of a completion
-are those of (task, visit, sibling, step, number of the completion), so no neighbour changes it.
+The random numbers of a completion are those of (task, visit, sibling, step, number of the completion).
 """
 
 from __future__ import annotations
@@ -32,29 +31,19 @@ ENDED = (Stop.SAID, Stop.STRING)
 
 @dataclass
 class TokenEnds:
-    """A finder of the tokens that end the steps of some text.
-
-    Args:
-        text: decodes token ids, without the stop token.
-    """
+    """A finder of the tokens that end the steps of some text. `text` decodes token ids, without the stop token."""
 
     text: Callable[[np.ndarray], str]
     _widths: dict[int, int] = field(default_factory=dict[int, int])
 
     def upto(self, ids: np.ndarray, ends: Sequence[int]) -> tuple[int, ...]:
-        """Returns for each step the number of tokens up to its end. The last step ends with the last token, the stop
-        token included.
-
-        A token that two steps share belongs to the first of them. A step without a token of its own ends at the same
-        token as the step before it: the caller then sees two equal numbers.
-
-        Args:
-            ends: the number of characters up to the end of each step, rising.
-        """
+        """Returns for each step, from the characters up to its end, the tokens up to it. The last one ends with the
+        last token, the stop token included. A token that two steps share belongs to the first: a step without a token
+        of its own has the number of the one before."""
         if not ends:
             return ()
-        # Adding up the widths of single tokens takes linear time. It is right where the widths sum to the length of the
-        # whole text. A character whose bytes lie in several tokens breaks this: then prefixes are decoded instead.
+        # Right where the widths of single tokens sum to the length of the whole text. A character whose bytes lie in
+        # several tokens breaks this: then prefixes are decoded instead.
         widths = [self._width(int(i)) for i in ids]
         length = len(self.text(ids))
         if sum(widths) == length:  # each token has its own text, as almost all tokenizers write it
@@ -74,10 +63,8 @@ class TokenEnds:
 
 @dataclass(frozen=True)
 class ContinuedSampler:
-    """A sampler whose first turn begins with these tokens, which were said before. It is for episodes of one turn.
-
-    The rest of `Sampler` is that of `inner`.
-    """
+    """A sampler whose first turn begins with these tokens, for episodes of one turn. The rest of `Sampler` is that of
+    `inner`."""
 
     inner: Sampler
     said: SampledTurn
@@ -156,12 +143,8 @@ class LabelledAnswer:
 
 @dataclass
 class StepLabeler:
-    """Labels the answers of groups by completing them.
-
-    Args:
-        ends: of the policy's tokenizer.
-        stream: name of the random stream of the answers.
-    """
+    """Labels the answers of groups by completing them. `ends` is of the policy's tokenizer, `stream` the random stream
+    of the answers."""
 
     rollout: Rollout
     stage: StepLabeling
@@ -170,12 +153,8 @@ class StepLabeler:
     stream: str
 
     async def label(self, groups: Sequence[Group]) -> tuple[LabelledAnswer, ...]:
-        """Every judged answer with at least one step, in order. An answer is left out where it could not be judged, or
-        where none of the completions of one of its steps could be judged.
-
-        Raises:
-            ConfigError: an answer has several turns.
-        """
+        """Every judged answer with at least one step, in order, but those with a step of which no completion could be
+        judged. ConfigError where an answer has several turns."""
         answers = await together([self._group(g) for g in groups])
         return tuple(x for of_group in answers for x in of_group)
 
@@ -195,11 +174,8 @@ class StepLabeler:
         return [*whole, *(x for x in early if x is not None)]
 
     async def _early(self, answer: LabelledAnswer, judging: SiblingVerdicts) -> LabelledAnswer | None:
-        """The answer as if it had ended after one of its earlier steps, without the separator behind this step.
-
-        None where the answer has one step, where there is no stop token, where no token ends before the separator, or
-        where the environment could not judge the shortened answer.
-        """
+        """The answer as if it had ended after one of its earlier steps, without the separator behind this step. None
+        where it has one step, no token ends there, there is no stop token, or it could not be judged."""
         e, stage = answer.episode, self.stage
         if len(answer.steps) < 2 or not self.sampling.stop_ids:
             return None
@@ -222,8 +198,8 @@ class StepLabeler:
         shortened = await reciting.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
         if shortened.figure is None or shortened.stop not in ENDED:
             return None
-        # The steps before the last one keep their labels: their completions go on from
-        # places before the new end. The last step is judged by this answer itself, once.
+        # The steps before keep their labels: their completions begin before the new end. The last is judged by this
+        # answer.
         tokens, before = self.cut(shortened), slice(number - 1)
         values = StepValues(
             right=(*answer.values.right[before], int(shortened.right.of(shortened.figure))),
@@ -235,8 +211,7 @@ class StepLabeler:
     async def _answer(
         self, e: Episode, known: dict[bytes, asyncio.Task[tuple[Episode, ...]]], judging: SiblingVerdicts
     ) -> LabelledAnswer | None:
-        """The answer with its labels. None where it has no step, or where the completions of a step could not be
-        judged."""
+        """The answer with its labels; None where it has no step, or a step's completions could not be judged."""
         spoken, tokens = self.said(e), self.cut(e)
         if not tokens:
             return None
@@ -264,11 +239,7 @@ class StepLabeler:
         return values.soft if self.stage.prover == 1 else values.best_of(self.stage.prover)
 
     def said(self, e: Episode) -> np.ndarray:
-        """The spoken tokens of an answer.
-
-        Raises:
-            ConfigError: the answer has several turns.
-        """
+        """The spoken tokens of an answer; ConfigError where it has several turns."""
         if len(e.turns) > 1:
             raise ConfigError(
                 f"{self.stage.name}: an answer to task {e.task.id!r} has {len(e.turns)} turns, and steps are completed"
@@ -277,8 +248,7 @@ class StepLabeler:
         return e.segments[-1].ids[e.segments[-1].mask]
 
     def cut(self, e: Episode) -> tuple[int, ...]:
-        """Spoken tokens up to the end of each step. Empty where there is no step, or where two steps end with the same
-        token."""
+        """Spoken tokens up to the end of each step; () without a step, or where two end with the same token."""
         tokens = self.ends.upto(self.said(e), step_ends(e.text, self.stage.separator))
         return tokens if len(set(tokens)) == len(tokens) else ()
 
@@ -299,8 +269,7 @@ class StepLabeler:
 
     async def _completions(self, e: Episode, number: int, upto: int, judging: SiblingVerdicts) -> tuple[Episode, ...]:
         """The answer up to token `upto`, which ends step `number` (from 1), completed several times."""
-        # Judges that read tokens are left out: a label says whether
-        # the answer becomes right, which the environment decides.
+        # A label says whether the answer becomes right, which the environment decides.
         continuing = replace(self.rollout, sampler=ContinuedSampler(self.rollout.sampler, begun(e, upto)), judges=())
         stream = f"{self.stream}/from/{e.sibling}/{number}"
         count, sampling = self.stage.completions, self.sampling
@@ -312,11 +281,8 @@ class StepLabeler:
 
 
 def ended(e: Episode, upto: int, sampling: Sampling) -> SampledTurn:
-    """The first `upto` tokens that the policy said, and a stop token that it did not say there.
-
-    The log-prob of the stop token is written as 0, as in demonstrations. Nothing is learned from these tokens as
-    samples.
-    """
+    """The first `upto` tokens that the policy said, and a stop token that it did not say there, with log-prob 0 as in
+    demonstrations."""
     first = begun(e, upto)
     stop, zero = np.array((sampling.stop_ids or ())[:1], np.int32), np.zeros(1, np.float32)
     # The stop token was not drawn, so the set that truncation would have kept is unknown. It holds the token alone.

@@ -36,8 +36,7 @@ class TokenScorer(Protocol):
 
 
 def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
-    """float64 [M]: the chance of a right answer after each spoken token, as the reward head says it, without
-    gradient."""
+    """float64 [M]: the chance of a right answer after each spoken token, as the reward head says it."""
     learner.train_mode(False)
     out: list[np.ndarray] = []
     with torch.no_grad():
@@ -49,13 +48,11 @@ def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
 
 
 def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, ends: TokenEnds) -> np.ndarray:
-    """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere.
+    """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere, and for a
+    neutral step (label 0).
 
-    A neutral step (label 0) teaches nothing.
-
-    Raises:
-        DataError: steps that end with another text than the stage says, a step without a token of its own, missing
-            values, or no labelled step. The message has the row's place.
+    DataError, with the row's place: another separator than the stage's, a step without a token of its own, missing
+    values, or no labelled step.
     """
     out = np.full(batch.spoken, math.nan)
     # Spoken tokens of segment s are first[s] to first[s + 1].
@@ -93,12 +90,9 @@ class StepScorer(Protocol):
 
 @dataclass(eq=False)
 class StepJudge:
-    """`core.ports.EpisodeJudge` of a process reward model.
-
-    The reward chooses the form of its verdicts (`config.env.Reward.steps`). score: a score of each step, which is no
-    part of the outcome. pay: the same scores as payments at the ends of the steps. outcome: one verdict, with the
-    steps' scores as one number.
-    """
+    """`core.ports.EpisodeJudge` of a process reward model. Its verdicts (`config.env.Reward.steps`) are a score of each
+    step that is no part of the outcome (score), the same as payments at the ends of the steps (pay), or one verdict
+    (outcome)."""
 
     name: str
     reward: Reward
@@ -118,8 +112,7 @@ class StepJudge:
         return await asyncio.to_thread(self.verdicts, episodes)
 
     def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
-        """The verdicts about each episode. What the model cannot read is `failed`; an answer without a step is
-        abstained from."""
+        """The verdicts about each episode: `failed` where it cannot be read, and abstained from without a step."""
         segments: list[Segment] = []
         ends_or_verdict: list[tuple[int, ...] | Verdict] = []
         for e in episodes:
@@ -153,11 +146,7 @@ class StepJudge:
 
 
 def step_tokens(name: str, e: Episode, ends: TokenEnds, separator: str) -> tuple[int, ...]:
-    """The number of spoken tokens up to the end of each step.
-
-    Raises:
-        ConfigError: the episode has several turns.
-    """
+    """The number of spoken tokens up to the end of each step; ConfigError where the episode has several turns."""
     if len(e.turns) > 1:
         raise ConfigError(
             f"reward model {name} scores the steps of an answer, and an answer to task {e.task.id!r} has"
@@ -170,8 +159,7 @@ def step_tokens(name: str, e: Episode, ends: TokenEnds, separator: str) -> tuple
 def step_verdicts(
     name: str, r: Reward, ends: Sequence[int], scores: Sequence[float], resolution: float, why: Sequence[str] = ()
 ) -> tuple[Judged, ...]:
-    """The verdicts of an episode, as the reward says, from its steps' ends and scores. `why`: of each step, for the
-    record."""
+    """The verdicts of an episode, as the reward says, from its steps' ends, scores and reasons (`why`)."""
     bad = [x for x in scores if not np.isfinite(x)]
     if bad:
         return (

@@ -23,8 +23,7 @@ from posttrain.role.prompt_order import Prompts
 from posttrain.system.errors import DataError
 
 LIKELIHOOD = Sampling(stop_ids=())
-"""Sampling settings under which imitated tokens are scored: the model's own distribution, temperature 1, nothing
-truncated."""
+"""Sampling settings under which imitated tokens are scored: the model's own distribution, nothing truncated."""
 
 
 async def demonstrations(
@@ -37,11 +36,8 @@ async def demonstrations(
     step: int,
     context: int,
 ) -> Batch:
-    """The minibatch of one supervised step. It is a function of (seed, stage, step), so a resumed run needs no state.
-
-    Its one stream is WEIGHT. The weight of a token is that of the data (1 where the data gives none), divided by the
-    sum of all weights.
-    """
+    """The minibatch of one supervised step, a function of (seed, stage, step). Its one stream is WEIGHT: the weight of
+    the data (1 where it gives none), divided by the sum of all weights."""
     return together(await demonstrated(environment, renderer, dialogue, stage, seed=seed, step=step, context=context))
 
 
@@ -67,12 +63,8 @@ def together(ones: Sequence[Demonstrated]) -> Batch:
 def imitated(
     segments: Sequence[Segment], sequence: Sequence[int] | None = None, weight_M: np.ndarray | None = None
 ) -> Batch:
-    """A minibatch whose spoken tokens are imitated, by their weights.
-
-    Args:
-        sequence: the episode of each segment; None: one segment each.
-        weight_M: the weight of each spoken token; the weights are divided by their sum. None: all tokens have the same.
-    """
+    """A minibatch whose spoken tokens are imitated, by their weights divided by their sum, or all alike. `sequence`:
+    the episode of each segment; None: one segment each."""
     spoken = sum(s.spoken for s in segments)
     # A mean over tokens, not over demonstrations: a longer demonstration counts more.
     shares = np.full(spoken, 1.0 / spoken) if weight_M is None else weight_M / weight_M.sum()
@@ -110,8 +102,7 @@ async def shown(
     if (talk := conversation_of(environment, stage, task)) is not None:
         pairs = renderer.conversation(talk, task.id, task.tools, stage.tool_arguments)
         sequences = [shown_segment(ids, weight_T > 0, LIKELIHOOD) for ids, weight_T in pairs]
-        # Tokens that are only read have weight 0 and are left out: there
-        # is one weight for each learned token, in packing order.
+        # Tokens that are only read have weight 0 and are left out.
         learned_M = np.concatenate([w[w > 0] for _, w in pairs])
         return Demonstrated(tuple(fitting(s, task, context) for s in sequences), learned_M)
     prompt, completion = abilities.demonstrations(environment).write(task, stage.style, rng, stage.wrong)
@@ -141,11 +132,8 @@ def conversation_of(environment: Environment, stage: Supervised, task: Task) -> 
 def demonstration(
     renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int
 ) -> Segment:
-    """One demonstration of one turn as a segment, its prompt masked.
-
-    Raises:
-        DataError: the completion has no token, or the text is longer than the model's context.
-    """
+    """One demonstration of one turn as a segment, its prompt masked; DataError where the completion has no token, or
+    the text is longer than the context."""
     prompt_ids, completion_ids = renderer.pair(prompt, completion, task.id, task.tools)
     if not len(completion_ids):
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
@@ -177,10 +165,7 @@ async def recited(
     sampling: Sampling,
 ) -> DemonstrationTalk:
     """Play a demonstration of several turns in the environment, which answers each turn as it answers the policy.
-
-    Raises:
-        DataError: the episode ends before the demonstration's last turn, or asks for more turns.
-    """
+    DataError where the episode ends before the last turn, or asks for more."""
     talk = DemonstrationTalk(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
     await environment.play(task, talk)
     if len(talk.turns) != len(turns):

@@ -1,7 +1,7 @@
 """Sequences for a teacher that is shown more than the policy: the same answers behind prompts with a hint.
 
-Worked example: the policy was asked [p q] and said [A B]; the prompt with the hint is [p h q]. The teacher reads
-[p h q A B], and its log-probs of A and B stand beside the policy's. The mask moves along: A and B stay spoken tokens.
+The policy was asked [p q] and said [A B]; the prompt with the hint is [p h q]. The teacher reads [p h q A B], and its
+log-probs of A and B stand beside the policy's.
 """
 
 from __future__ import annotations
@@ -44,25 +44,20 @@ class Hints:
         return {"now": learner, "average": self.average, "start": reference}[self.how.weights]
 
     def of(self, group: Group) -> tuple[HintedEpisode, ...]:
-        """The judged episodes of a group, in order.
-
-        Raises:
-            ConfigError: the environment asked with more than the task's prompt, or its hint ignores what it is given.
-        """
+        """The judged episodes of a group, in order. ConfigError where the environment asked with more than the task's
+        prompt, or its hint ignores what it is given."""
         return tuple(self._hinted(group, e) for e in group.judged)
 
     def _hinted(self, group: Group, e: Episode) -> HintedEpisode:
         """One episode with the hint in its prompt, or unchanged with the reason why there is no hint."""
-        # An episode without a hint has no gradient. The reason stays with
-        # the episode, and its credit shows it (`EpisodeCredit.dropped`).
+        # An episode without a hint has no gradient. Its credit shows the reason (`EpisodeCredit.dropped`).
         task_with_hint = self.given(group, e)
         if not isinstance(task_with_hint, Task):
             return HintedEpisode(e.segments, task_with_hint)
         prompt = abilities.hints(self.rollout.environment)(task_with_hint)
         if prompt is None:
             return HintedEpisode(e.segments, "the environment has no hint for this task")
-        # hint.of=sibling asks for a teacher that saw a sibling's answer. An environment that
-        # always writes the task's own answer would make a teacher that knows the solution.
+        # An environment that always writes the task's own answer would make a teacher that knows the solution.
         if self.how.of == "sibling" and not holds(prompt, str(task_with_hint.answer)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r}: the hint of task {e.task.id!r} does not hold the"
@@ -88,15 +83,11 @@ class Hints:
         return replace(e.task, answer=said(self.rollout.dialogue(e.task.id), right[0])) if right else NOBODY
 
     def asked(self, e: Episode) -> np.ndarray:
-        """int32: the prompt that the policy was asked with.
-
-        Raises:
-            ConfigError: it is not the task's prompt alone.
-        """
+        """int32: the prompt that the policy was asked with; ConfigError where it is not the task's alone."""
         segment = e.segments[0]
         prompt_ids = segment.ids[: int(np.argmax(segment.mask))]
-        # The hinted prompt replaces the policy's prompt as tokens. If the environment had written more than
-        # the task's prompt, the hinted prompt would lack this text, and the models would read different questions.
+        # If the environment had written more than the task's prompt, the hinted one would lack it, and the models would
+        # read different questions.
         if not np.array_equal(prompt_ids, self.ids(e.task, e.task.prompt)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r} asks task {e.task.id!r} with more than its prompt, so"
@@ -128,13 +119,8 @@ def holds(prompt: str | Sequence[Message], text: str) -> bool:
 
 
 def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
-    """The segment with another prompt. Everything after the prompt stays as it is, except the experts that the sampler
-    chose: they are removed, because a teacher with another prompt chooses its own experts.
-
-    Args:
-        own: int32, the segment's own prompt: the tokens before its first spoken one.
-        prompt: int32, the new prompt.
-    """
+    """The segment with the new `prompt` (int32) in place of its `own`, the tokens before its first spoken one. All
+    after it stays, but the experts that the sampler chose: a teacher with another prompt chooses its own."""
     # All arrays of the segment are cut at the same place, so each spoken token keeps its log-prob and version.
     after, n = slice(len(own), None), len(prompt)
     return replace(

@@ -1,7 +1,5 @@
-"""The part of a minibatch that this rank computes: what all ranks must have together, and how their results join.
-
-With one rank these checks and joins do nothing.
-"""
+"""The part of a minibatch that this rank computes: what all ranks must have together, and how their results join. With
+one rank this does nothing."""
 
 from __future__ import annotations
 
@@ -24,21 +22,12 @@ if TYPE_CHECKING:
     from posttrain.role.trainer import Packing
 
 ROUNDING = 1e-9
-"""Largest gap between the sum of the weights on all ranks and that of the minibatch, relative to the sum of the
-absolute weights."""
+"""Largest gap between the sums of the weights on all ranks and of the minibatch, relative to their absolute sum."""
 
 
 def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[Batch]) -> None:
     """Check that all ranks have the same minibatch, and that their micro-batches are all of it, each episode once, with
-    the weights that it has there.
-
-    Args:
-        mine: numbers of the episodes of the minibatch that this rank computes.
-        micros: its micro-batches, which hold these episodes.
-
-    Raises:
-        InvariantError: on every rank, where that is not so.
-    """
+    its weights; else InvariantError on every rank. `mine`: the episodes that this rank computes, in `micros`."""
     if ranks.world == 1:
         return
     advice = "Every rank is given the whole minibatch, packed once: make it from the same groups, seed and step"
@@ -70,8 +59,7 @@ def digest(batch: Batch) -> str:
     """Digest of everything that a loss reads of a minibatch."""
     hasher = hashlib.blake2b(digest_size=16)
     arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    # Everything with numbers, by name and in the order of names, with
-    # type and shape: arrays of other types can have equal bytes.
+    # By name, type and shape: arrays of other types can have equal bytes.
     hashed_arrays = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
     hashed_arrays |= {} if batch.kept is None else {"kept": batch.kept.ids, "offsets": batch.kept.offsets}
     hashed_arrays |= {f"stream {s.name}": x for s, x in batch.streams.items()}
@@ -82,16 +70,16 @@ def digest(batch: Batch) -> str:
 
 
 def smallest_unit(batch: Batch) -> Batch:
-    """The unit with the fewest packed tokens, alone. A rank with fewer micro-batches than others computes it with the
-    loss times 0, so that all ranks make as many passes."""
+    """The unit with the fewest packed tokens, alone. A rank with fewer micro-batches computes it with the loss times
+    0."""
     sizes = np.bincount(batch.sequence_S, weights=batch.lengths_S, minlength=batch.episodes)
     least = min(range(batch.units), key=lambda u: float(sizes[batch.members(u)].sum()))
     return batch.select(batch.members(least))
 
 
 def of_all_ranks(ranks: Ranks, parts: list[Terms], passes: Passes, packing: Packing) -> list[Terms]:
-    """The terms of the micro-batches of all ranks, in order of the ranks. `passes` and `packing` get the entries of the
-    other ranks too, so that gauges and observers see the whole minibatch on every rank."""
+    """The terms of the micro-batches of all ranks, in order. `passes` and `packing` get the entries of the other ranks
+    too, so that gauges and observers see the whole minibatch."""
     if ranks.world == 1:
         return parts
     # Exchanged as plain objects between processes; the losses are read as numbers from here on.

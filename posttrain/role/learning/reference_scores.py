@@ -1,8 +1,7 @@
 """Log-probs of a frozen reference, computed once for the completions of a stage; and the opponent of a policy.
 
-A stage that learns from data meets the same completions again. Their reference log-probs never change, so they are
-computed before the first step and kept in the run folder, and no reference model is held in memory. An `Opponent` is
-another model that says completions in a stage of online preferences.
+A stage that learns from data meets the same completions again. Their reference log-probs are computed before the first
+step and kept in the run folder, and no reference model is held in memory.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ def digest_of_segment(segment: Segment) -> bytes:
 
 
 class ReferenceScores:
-    """Reference log-probs by segment: what was computed, and what is added.
-
-    Args:
-        reference: fingerprint of the model that computes them.
-    """
+    """Reference log-probs by segment: what was computed, and what is added. `reference`: the model's fingerprint."""
 
     def __init__(self, reference: str, by_digest: dict[bytes, np.ndarray] | None = None) -> None:
         self.reference, self._by_digest = reference, by_digest if by_digest is not None else {}
@@ -78,11 +73,7 @@ class ReferenceScores:
             self._by_digest[digest_of_segment(s)] = x.astype(np.float32)
 
     def of(self, segments: Sequence[Segment]) -> np.ndarray:
-        """float32 [M]: the scores of the spoken tokens of these segments, in order.
-
-        Raises:
-            InvariantError: a segment was not computed.
-        """
+        """float32 [M]: the scores of the spoken tokens of these segments; InvariantError where one was not computed."""
         scores = [self._by_digest.get(digest_of_segment(s)) for s in segments]
         if missing := sum(x is None for x in scores):
             raise InvariantError(
@@ -102,15 +93,12 @@ class ReferenceScores:
 
     @staticmethod
     def load(folder: Path, reference: str) -> ReferenceScores:
-        """The scores of `save`; none where the folder is missing.
-
-        Raises:
-            RunFolderError: the files are damaged, or another model computed them than `reference`.
-        """
+        """The scores of `save`; none where the folder is missing. RunFolderError where the files are damaged, or of
+        another reference."""
         if not folder.is_dir():
             return ReferenceScores(reference)
-        # The file may come from elsewhere. The checks go from the outside in: the digests of the
-        # folder, the kind of file, its format, and last whether the numbers fit together.
+        # The file may come from elsewhere. From the outside in: the folder's digests, the kind of file, its format, its
+        # numbers.
         if wrong := files.damage(folder):
             raise RunFolderError(f"{folder}: {wrong}. Remove it, and --resume computes it again")
         path = folder / FILE
@@ -120,8 +108,7 @@ class ReferenceScores:
             with safe_open(path, "numpy") as file:
                 keys, lengths, logp = (file.get_tensor(n) for n in ("keys", "lengths", "logp"))
                 computed_by = file.metadata().get("reference", "")
-            # The conditions on which `of` and the split below rely. Log-probs
-            # that are not finite would give a NaN gradient many steps later.
+            # Log-probs that are not finite would give a NaN gradient many steps later.
             fits = (
                 keys.shape == (*lengths.shape, KEY)
                 and keys.dtype == np.uint8
@@ -157,8 +144,7 @@ class OpponentSampler:
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         turn = await self.engine.generate(ids, sampling, place)
-        # The version OPPOSED marks the tokens: without it checks and credit
-        # would take the opponent's tokens for the policy's.
+        # Without the mark checks and credit would take the opponent's tokens for the policy's.
         return replace(turn, version=np.full_like(turn.version, OPPOSED))
 
 

@@ -52,8 +52,8 @@ class Candidate:
     hinted: bool = False
     """Whether the policy was given the answer as a hint."""
     begun: tuple[int, int] | None = None
-    """Of a regenerated completion: the sibling number of the wrong answer, and how many of its steps were kept. The
-    candidate's own `sibling` is then its number among the completions from there."""
+    """Of a regenerated completion: the sibling number of the wrong answer, and how many of its steps were kept. Its own
+    `sibling` is then its number among these completions."""
 
     @property
     def plain(self) -> bool:
@@ -83,14 +83,11 @@ class RoundSamples:
 
 
 def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
-    """A sampled segment as a segment to imitate, scored under the model's own distribution (`LIKELIHOOD`).
-
-    Args:
-        prompt: tokens that replace those before its first spoken token; None: they stay.
-    """
+    """A sampled segment as a segment to imitate, scored under the model's own distribution (`LIKELIHOOD`), behind
+    `prompt` where one is given."""
     first = int(np.argmax(segment.mask))
-    # The completion is learned after the prompt that the policy will be asked with, whatever
-    # prompt it was sampled with. The sampler's log-probs are dropped: they belong to that prompt.
+    # Learned after the prompt that the policy will be asked with, whatever it was sampled with. The sampler's log-probs
+    # are dropped.
     head = segment.ids[:first] if prompt is None else prompt
     ids = np.concatenate([head, segment.ids[first:]])
     mask = np.concatenate([np.zeros(len(head), bool), segment.mask[first:]])
@@ -114,8 +111,7 @@ def whole(e: Episode) -> bool:
 def candidates_of(
     plain: Sequence[Group], hinted: Sequence[Group] = (), regenerated: Sequence[RegeneratedAnswer] = ()
 ) -> RoundSamples:
-    """The candidates of a round: of its rollouts, of wrong answers that were regenerated, and of rollouts with hints,
-    each in prompt order."""
+    """The candidates of a round: of its rollouts, of regenerated wrong answers, and of rollouts with hints."""
     prompts = {g.task.id: prompt_ids(g) for g in plain}
     candidates: list[Candidate] = []
     cut = 0
@@ -137,8 +133,7 @@ def _candidate(e: Episode, task_id: str, prompt: np.ndarray | None = None) -> Ca
 
 
 def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Candidate]:
-    """Candidates among the completions that replace a first wrong step. Siblings with the same beginning share
-    completions; each completion is a candidate once."""
+    """Candidates among the completions that replace a first wrong step, each once, also where siblings share it."""
     by_completion: dict[Episode, Candidate] = {}
     for a in regenerated:
         for c in a.completions:
@@ -154,12 +149,8 @@ def without_hint(prompts: Mapping[str, np.ndarray | None], task_id: str) -> np.n
 
 
 def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
-    """The groups that are asked again, with a hint or from their steps: at least one completion was judged, and the
-    rule keeps none of the judged ones.
-
-    A group is left out where nothing could be judged, because nothing is known of it. It is left out too where history
-    was rewritten, because a completion then has several prompts.
-    """
+    """The groups that are asked again, with a hint or from their steps: at least one completion was judged, the rule
+    keeps none, and history was not rewritten (a completion then has several prompts)."""
     out: list[Group] = []
     for group in plain:
         # The rule of `select` decides here too, so a prompt with a kept completion is not asked again.
@@ -205,21 +196,19 @@ class Selection:
 
 
 def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement: int = 0) -> Selection:
-    """Returns the candidates that the method keeps. Of equal candidates, and of more than the limit, the first sampled
-    ones stay. So the choice depends only on what was sampled and how it was judged."""
+    """Returns the candidates that the method keeps. Of equal ones, and of more than the limit, the first sampled ones
+    stay: the choice depends only on what was sampled and how it was judged."""
     prompts: dict[str, list[Candidate]] = {}
     for c in candidates:
         prompts.setdefault(c.prompt, []).append(c)
     kept: list[Candidate] = []
     passing = duplicates = over = 0
     distinct: dict[str, int] = {}
-    # By prompt: the rule, then equal ones once, then the limit. The
-    # limit comes last, so that it counts different completions.
+    # By prompt: the rule, then equal ones once, then the limit, which so counts different completions.
     for task_id, of_prompt in prompts.items():
         chosen = [of_prompt[i] for i in method.keep.chosen([c.reward for c in of_prompt], improvement)]
         different = once(chosen) if method.distinct else chosen
-        # The number of different answers that plain sampling found. With hinted and regenerated
-        # ones it would stay high although sampling itself finds fewer.
+        # What plain sampling found: with hinted and regenerated ones it would stay high although sampling finds fewer.
         if plain_keys := {c.key for c in chosen if c.plain}:
             distinct[task_id] = len(plain_keys)
         limited = different if method.most is None else different[: method.most]
@@ -244,16 +233,11 @@ def steps_of(kept: int, per_step: int, epochs: int) -> int:
 
 
 def drawn(kept: Sequence[Candidate], per_step: int, position: int, key: tuple[int, str, int]) -> list[Candidate]:
-    """The kept completions of one step. A pass shuffles all kept completions and cuts them into steps of nearly equal
-    size, so no completion is twice in a step.
-
-    Args:
-        position: steps of the round before this one.
-        key: (seed, stage, round).
-    """
+    """The kept completions of one step, from its position in the round and (seed, stage, round). A pass shuffles all
+    and cuts them into steps of nearly equal size, so no completion is twice in a step."""
     seed, stage, round = key
-    # position // parts is the pass, position % parts the step within it. Parts of `array_split`
-    # differ in size by one at most; slices of `per_step` completions could leave a small last part.
+    # position // parts is the pass, position % parts the step within it. Slices of `per_step` could leave a small last
+    # part.
     parts = math.ceil(len(kept) / per_step)
     order = seeds.generator(seed, f"kept/{stage}", round, position // parts).permutation(len(kept))
     return [kept[i] for i in np.array_split(order, parts)[position % parts]]
@@ -283,17 +267,12 @@ def write(folder: Path, asked: RoundSamples) -> None:
 
 
 def _place(c: Candidate) -> tuple[int, ...]:
-    """The numbers that tell a candidate from the others of its prompt, and its number of segments. (0, 0) stands for
-    `begun=None`."""
+    """The numbers that tell a candidate from others of its prompt, and how many segments it has. (0, 0): no `begun`."""
     return (c.visit, c.sibling, int(c.hinted), *(c.begun or (0, 0)), len(c.segments))
 
 
 def read(folder: Path) -> RoundSamples:
-    """Reads the data that `write` wrote, bit for bit.
-
-    Raises:
-        RunFolderError: the file is damaged.
-    """
+    """Reads the data that `write` wrote, bit for bit; RunFolderError where the file is damaged."""
     path = folder / FILE
     with read_untrusted.opened(path, RunFolderError):
         pass

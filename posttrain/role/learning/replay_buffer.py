@@ -25,10 +25,8 @@ class BufferedGroup:
 
 @dataclass
 class ReplayBuffer:
-    """Holds groups, gives some of them to each step, and counts those that leave and why.
-
-    What a step gets is a function of the seed, the step and what the buffer holds.
-    """
+    """Holds groups, gives some of them to each step, and counts those that leave and why. What a step gets is a
+    function of the seed, the step and what the buffer holds."""
 
     config: Replay
     seed: int
@@ -38,14 +36,11 @@ class ReplayBuffer:
     _gauges: Gauges = field(default_factory=Gauges)
 
     def draw(self, step: int, apart: Callable[[Group], float]) -> tuple[Group, ...]:
-        """The groups that a step learns from again, each with the discount of its age.
-
-        Args:
-            apart: the mean of |log(policy / sampler)| over a group's tokens, now.
-        """
+        """The groups that a step learns from again, each with the discount of its age. `apart`: the mean of |log(policy
+        / sampler)| over a group's tokens, now."""
         count_by_reason = Counter[str]()
-        # Age comes first, because it costs nothing. The ratio needs a forward pass for each group that
-        # is tested, so groups are tested in random order only until enough are chosen.
+        # Age costs nothing. The ratio needs a forward pass for each group that is tested, so only until enough are
+        # chosen.
         self._leave(count_by_reason, "age", [b for b in self.held if step - b.step > self.config.age])
         chosen = list[BufferedGroup]()
         for one in self._order(step):
@@ -79,8 +74,7 @@ class ReplayBuffer:
         return dict(self._gauges)
 
     def rows(self) -> tuple[QueuedGroup, ...]:
-        """Returns the groups that the buffer holds, as plain data. `begun` is the step. The episodes are written beside
-        it."""
+        """Returns the groups that it holds, as plain data (`begun` is the step), without their episodes."""
         plain = [QueuedGroup(index=-1, visit=b.group.visit, cursor=0, begun=b.step) for b in self.held]
         return tuple(p.ended(b.group, Gauge(0, 0)) for p, b in zip(plain, self.held, strict=True))
 
@@ -102,8 +96,8 @@ class ReplayBuffer:
         before = Counter[str]()
         rounds = list[int]()
         for b in mixed:
-            # The round of a group is the number of groups of the same prompt before it. A stable sort by rounds takes
-            # one group of each prompt, then a second of each. Within a round the random order stays.
+            # Its number among the groups of the same prompt. A stable sort by it takes one group of each prompt, then a
+            # second of each.
             rounds.append(before[b.group.task.id])
             before[b.group.task.id] += 1
         return [mixed[i] for i in np.argsort(np.array(rounds, np.int64), kind="stable")]

@@ -1,8 +1,8 @@
 """Weights and optimizer state on disk, which any number of processes write and read, and copies of weights in memory.
 
-A single process writes `weights.safetensors`. Of n processes each writes a file of its own, such as
-`weights-00001-of-00004.safetensors`. It holds the process's parts under the names of the tensors; its metadata says
-where each part lies. A reader asks for the box of a tensor that it needs, and reads only that from the files.
+A single process writes `weights.safetensors`, each of n its parts in a file such as
+`weights-00001-of-00004.safetensors`, whose metadata says where each part lies. A reader reads only the box of a tensor
+that it needs.
 """
 
 from __future__ import annotations
@@ -38,12 +38,8 @@ def part_name(path: Path, rank: int, world: int) -> Path:
 
 
 def part_files(path: Path) -> list[Path]:
-    """The files that hold what `path` stands for, in order; empty where there is none. `path` itself, where it exists,
-    goes before parts.
-
-    Raises:
-        RunFolderError: some parts are missing, or parts of two writers lie beside each other.
-    """
+    """The files that hold what `path` stands for, in order: `path` itself or its parts; empty where there is none.
+    RunFolderError where some parts are missing, or those of two writers lie beside each other."""
     # Five digits with leading zeros: sorted names are in the order of ranks.
     parts = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
     if path.exists() or not parts:
@@ -67,11 +63,8 @@ def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> No
 
 
 class SavedTensors:
-    """The tensors that the file, or the files of several processes, hold.
-
-    Raises:
-        RunFolderError: nothing is there, or it is damaged.
-    """
+    """The tensors that the file, or the files of several processes, hold; RunFolderError where it is missing or
+    damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,8 +104,7 @@ class SavedTensors:
         out: Tensor | None = None
         filled = 0
         for file, at, part_size in self._parts[name]:
-            # The box that this part and the wanted one have in common, in coordinates
-            # of the whole tensor. Each side then subtracts its own begin.
+            # The box that this part and the wanted one have in common, in coordinates of the whole tensor.
             low = [max(a, b) for a, b in zip(at, begin, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(at, part_size, begin, size, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -160,8 +152,8 @@ def save_weights(folder: Path, learner: Learner) -> None:
 
 
 def load_weights(folder: Path, learner: Learner) -> None:
-    """Load weights into the learner, in place; RunFolderError if their names or shapes are another model's. A learner
-    without a reward head takes the other weights alone."""
+    """Load weights into the learner, in place; RunFolderError if they are another model's. A learner without a reward
+    head takes the other weights alone."""
     if isinstance(learner, DividedWeights):
         learner.read_weights(folder)
         return
@@ -183,11 +175,8 @@ def load_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
 
 
 def load_average(folder: Path, learner: Learner) -> None:
-    """Load the weights of a checkpoint, and over them the moving averages that its optimizer kept (`Optimizer.ema`).
-
-    Raises:
-        RunFolderError: it has none.
-    """
+    """Load the weights of a checkpoint, and over them the moving averages that its optimizer kept (`Optimizer.ema`);
+    RunFolderError where it has none."""
     load_weights(folder, learner)
     state = _load(folder / OPTIMIZER) if part_files(folder / OPTIMIZER) else {}
     averages = {n.removeprefix(AVERAGE): t for n, t in state.items() if n.startswith(AVERAGE)}
@@ -204,8 +193,7 @@ def load_average(folder: Path, learner: Learner) -> None:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, or of the files of several processes; RunFolderError if they are missing, not files, cut
-    short or damaged."""
+    """The tensors of a file, or of several processes' files; RunFolderError if they are missing or damaged."""
     return SavedTensors(path).whole()
 
 
