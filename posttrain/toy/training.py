@@ -1,7 +1,5 @@
-"""Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer.
-
-The library computes everything: `credit_step` the credit, `weigh` the weights, `choose` the tokens, `objective` the
-loss. The code here only remembers credit that was computed before, and steps an optimizer.
+"""Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer. All
+is computed by the library.
 
 Axis letters: P prompts, G siblings, E = P * G answers of T tokens each.
 """
@@ -50,8 +48,8 @@ def _of_pattern(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[f
 def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     """Credit [P, G] of rewards [P, G], or [P, G, K] of K sources: one number an answer, all answers equally long.
 
-    `credit_step` is called once for every different group of sorted rewards, and its result is remembered. That is
-    enough because permuting siblings permutes credit (law 4). Whitening over the step comes afterwards, by the library.
+    `credit_step` is called once for every different group of sorted rewards, since permuting siblings permutes credit
+    (law 4). Whitening over the step comes afterwards.
     """
     # These choices read more than one group, or more than rewards: the rewards of a group do not decide its credit.
     assert (
@@ -62,8 +60,7 @@ def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     plain = a if a.whiten is None else replace(a, whiten=None)
     p, g = rewards_PG.shape[:2]
     rewards_PGK = rewards_PG.reshape(p, g, -1)
-    # Siblings are sorted by their rewards. Credit is computed for the sorted siblings, and put back into their old
-    # places.
+    # Computed for siblings sorted by reward, and put back into their old places.
     order_PG = np.lexsort(np.moveaxis(rewards_PGK, 2, 0), axis=1)
     sorted_PGK = np.take_along_axis(rewards_PGK, order_PG[..., None], 1)
     # There are few different patterns: with rewards 0 and 1 a group of G has G + 1.
@@ -149,11 +146,8 @@ class ToyTrainer:
         self.rng = np.random.default_rng([self.seed, 7])
 
     def step(self, answers: Answers, credit: np.ndarray, reference_ET: Tensor | None = None) -> Gauges:
-        """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges.
-
-        As in `role.pack`, answers without credit are left out of the forward pass and stay in the denominators. A
-        minibatch that has only such answers changes no weight.
-        """
+        """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges. As in
+        `role.pack`, answers without credit are left out of the forward pass and stay in the denominators."""
         groups = len(answers.prompt_E) // self.g
         flat = credit.reshape(len(answers.prompt_E), -1)
         start_ET = logp_of(self.policy, answers)

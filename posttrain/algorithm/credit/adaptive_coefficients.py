@@ -61,10 +61,8 @@ def of_step(a: Algorithm, state: AdaptiveState, index: int) -> tuple[Algorithm, 
 def remember(
     a: Algorithm, state: AdaptiveState, gauges: Mapping[str, Gauge], *, episodes: int, asked: PassRate = PassRate()
 ) -> AdaptiveState:
-    """The state after a step with these gauges, by the rules of `KL.target` (A05) and `EntropyBonus.target` (A33).
-
-    `a` is the algorithm as configured, not the result of `steered`. `asked` counts the step's groups.
-    """
+    """The state after a step with these gauges, by the rules of `KL.target` (A05) and `EntropyBonus.target` (A33). `a`
+    is the algorithm as configured, not the result of `steered`. `asked` counts the step's groups."""
     if a.filter is not None:
         rate = state.rate.halved().and_then(asked.played, asked.passed)
         state = replace(state, played=rate.played, passed=rate.passed)

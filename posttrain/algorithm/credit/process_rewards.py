@@ -1,7 +1,7 @@
 """Implicit process rewards (PRIME, 2502.01456): beta * (log phi - log ref) of each token, compared with the siblings'.
 
-The model phi learns outcomes alone: sigmoid(sum_t beta * log phi/ref) is the chance that an answer is right. A model
-that is trained so has in each token's term what that token adds to the log-odds of success.
+The model phi learns outcomes alone: sigmoid(sum_t beta * log phi/ref) is the chance that an answer is right. So each
+token's term is what it adds to the log-odds of success.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from posttrain.core.streams import IMPLICIT, OUTCOME, REFERENCE, WEIGHT
 
 
 def process_rewards(beta: float, samples: Sequence[Sample]) -> list[Array]:
-    """[T] of each of at least two siblings: the process reward of each token, minus the average over the other siblings
-    of their mean process reward (leave one out)."""
+    """[T] of each of at least two siblings: each token's process reward, minus the average of the other siblings'
+    means."""
     rewards = [beta * (joined(s.scored[IMPLICIT]) - joined(s.scored[REFERENCE])) for s in samples]
     # A mean of means: every answer counts once among the others, however long it is.
     means = [math.fsum(r_T) / len(r_T) if len(r_T) else 0.0 for r_T in rewards]
@@ -42,10 +42,8 @@ def to_go(x_T: Array) -> Array:
 
 @dataclass(frozen=True)
 class OutcomeLoss:
-    """Cross entropy of sigmoid(beta * sum_t log phi/ref) and the outcome of each answer, a sum with weights.
-
-    It reads REFERENCE, OUTCOME and WEIGHT; the last two are equal on all tokens of an answer.
-    """
+    """Cross entropy of sigmoid(beta * sum_t log phi/ref) and the outcome of each answer, a sum with weights. OUTCOME
+    and WEIGHT are equal on all tokens of an answer."""
 
     beta: float
 

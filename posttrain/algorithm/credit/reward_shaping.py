@@ -1,7 +1,6 @@
 """Shaping: changes of the raw outcome before rewards are compared. A piece may read all siblings of a prompt.
 
-Each is a type in `ladder.pieces.shape` and a case of `shape`, and of `grown` or `dropped` where it needs them. Filters,
-pass rates and difficulty read the raw outcome, never the shaped reward.
+Each is a type in `ladder.pieces.shape` and a case of `shape`, and of `grown` or `dropped` where it needs them.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ def shaped(
     pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode], max_tokens: int
 ) -> tuple[Array, list[str]]:
     """(rewards [G] after all pieces, why each episode may have no gradient or '') of one prompt's judged siblings."""
-    # The first reason stays. A dropped episode keeps its reward:
-    # it is still one of those that siblings are compared with.
+    # The first reason stays. A dropped episode keeps its reward: siblings are compared with it.
     why = ["said nothing" if e.spoken == 0 else "" for e in episodes]
     for piece in pieces:
         why = [reason or dropped(piece, e) for reason, e in zip(why, episodes, strict=True)]
@@ -40,10 +38,8 @@ def shaped(
 def sizes(
     pieces: Sequence[Shaping], rewards: Array, terms: Array, episodes: Sequence[Episode], max_tokens: int
 ) -> Array:
-    """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`.
-
-    For .1 + .2 - .3 the terms are .6. `Signed` makes them 2 * .6 + 1 = 2.2, so rounding is 2.2 times the resolution.
-    """
+    """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`. For .1 + .2 -
+    .3 they are .6. `Signed` makes them 2 * .6 + 1 = 2.2, so rounding is 2.2 times the resolution."""
     # The pieces are applied once more, because `grown` needs the rewards before and after each of them.
     for piece in pieces:
         after = shape(piece, rewards, episodes, max_tokens)
@@ -69,7 +65,7 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
             return rewards
         case pieces.BestOf():
             # A sample is in k / G of all k-subsets. With the factor k the group's mean of credit * grad log pi is the
-            # gradient of the mean, over all k-subsets, of the best reward.
+            # gradient of the mean best reward over all of them.
             best = best_gain(rewards, piece.k) if piece.gain else best_of(rewards, piece.k)
             return min(piece.k, len(rewards)) * best
         case pieces.RankLength():
@@ -90,8 +86,7 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
             # Length has a price also where no sibling solved the prompt: the rate is then 1 / G, as with one.
             return rewards - piece.beta * max(rate, 1 / max(1, len(solved))) * _length(episodes)
         case pieces.Cosine():
-            # swing falls from 1 at length 0 to 0 at max_tokens. Several turns may have more tokens than one turn's
-            # limit, so the share is bounded.
+            # From 1 at length 0 to 0 at max_tokens. Several turns may have more tokens, so the share is bounded.
             swing = (1 + np.cos(np.pi * np.minimum(_length(episodes) / max_tokens, 1.0))) / 2
             right = piece.solved_long + (piece.solved_short - piece.solved_long) * swing
             wrong = piece.wrong_long + (piece.wrong_short - piece.wrong_long) * swing
@@ -111,16 +106,13 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
 
 @singledispatch
 def grown(piece: Shaping, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
-    """Sums of absolute terms [G] of the rewards `after` one piece, from the sums `terms` of the `rewards` before it.
-
-    By default the change of a reward counts as one more term.
-    """
+    """Sums of absolute terms [G] of the rewards `after` one piece, from those of the `rewards` before it (`terms`). By
+    default the change of a reward counts as one more term."""
     match piece:
         case pieces.Signed():
             return 2 * terms + 1
         case pieces.BestOf():
-            # Every result may hold any sibling's reward, so the largest sum of terms bounds all of them; `gain`
-            # subtracts a second one.
+            # A result may hold any sibling's reward, so the largest sum bounds all; `gain` subtracts a second one.
             return np.full(len(terms), min(piece.k, len(terms)) * (1 + piece.gain) * np.max(terms, initial=0.0))
         case pieces.TargetLength(form="most"):
             # The reward is multiplied by a number of [0, 1], so its terms do not grow.
@@ -159,13 +151,10 @@ def _solved(episodes: Sequence[Episode]) -> NDArray[np.bool_]:
 
 
 def best_of(rewards: Array, k: int) -> Array:
-    """For every sample i [G]: the mean, over the k-subsets that contain i, of the best reward in the subset.
-
-    For outcomes of {0, 1}: 1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples
-    count as one subset of all of them.
-    """
-    # Sorted ascending, so that rank j means j samples are no better.
-    # Each sum over subsets becomes a sum over the rank of the best.
+    """For every sample i [G]: the mean, over the k-subsets that contain i, of the best reward in the subset. For
+    outcomes of {0, 1}: 1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples
+    count as one subset."""
+    # Rank j means j samples are no better: each sum over subsets becomes one over the rank of the best.
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return rewards
@@ -174,14 +163,13 @@ def best_of(rewards: Array, k: int) -> Array:
     total = math.comb(n - 1, k - 1)
     # Of the subsets that contain i, the sample at rank j > rank(i) is the best in C(j - 1, k - 2).
     above = np.array([math.comb(j - 1, k - 2) if k >= 2 and j >= 1 else 0 for j in range(n)], np.float64) * low_to_high
-    # `better_is_best`: subsets in which a better sample than i is best.
-    # `as_best`: subsets in which i is best, with k - 1 others from the j samples below it.
+    # Subsets in which a better sample than i is best; and those in which i is best, with k - 1 others from the j below
+    # it.
     better_is_best = np.concatenate([np.cumsum(above[::-1])[::-1][1:], [0.0]])
     as_best = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) * low_to_high
     out = np.empty(n)
     out[order] = (as_best + better_is_best) / total
-    # The sort puts equal rewards in some order, and the rank
-    # decides the result. Their mean gives each of them the same.
+    # The sort puts equal rewards in some order, and the rank decides. Their mean gives each of them the same.
     for value in np.unique(rewards):
         tied = rewards == value
         out[tied] = math.fsum(out[tied]) / np.count_nonzero(tied)
@@ -192,8 +180,8 @@ def best_gain(rewards: Array, k: int) -> Array:
     """For every sample i [G]: the mean, over the k-subsets that contain i, of how much i raises the best reward in the
     subset (PKPO, Eq. 33).
 
-    It raises the best reward by r_i - r_j where j, the best of the others, is worse than i. That is so in C(rank(j), k
-    - 2) of the subsets. [1, 0, 0] with k=2 -> [1, 0, 0]. With k=1 there are no others, and the result is the reward.
+    It raises it by r_i - r_j where j, the best of the others, is worse: in C(rank(j), k - 2) of the subsets. [1, 0, 0]
+    with k=2 -> [1, 0, 0]. With k=1 it is the reward.
     """
     n, k = len(rewards), min(k, len(rewards))
     if k < 2:
@@ -205,8 +193,8 @@ def best_gain(rewards: Array, k: int) -> Array:
 
 
 def best_spread(rewards: Array, k: int) -> float:
-    """Standard deviation of the best reward over all k-subsets. All subsets are counted, so ddof is 0. For outcomes of
-    {0, 1} it is sqrt(p (1 - p))."""
+    """Standard deviation of the best reward over all k-subsets (ddof 0). For outcomes of {0, 1} it is sqrt(p (1 -
+    p))."""
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return 0.0

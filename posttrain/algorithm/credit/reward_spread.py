@@ -1,7 +1,7 @@
 """Mean and spread of a few rewards. Sums are exact, so permuting the siblings changes nothing.
 
-`noise` is the largest difference of values that counts as rounding (`core.measure.equal_numbers.rounding`). Differences
-are formed before they are summed, so that the result for nearly equal values is as exact as the values are.
+`noise` is the largest difference that counts as rounding (`core.measure.equal_numbers.rounding`). Differences are
+formed before they are summed, so nearly equal values lose no digits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ def from_lowest(x: Array) -> Array:
 
 
 def std(x: Array, noise: float) -> float:
-    """Standard deviation, ddof 1; exactly 0 without spread. It is computed in units of max - min,
-    so that no square underflows."""
+    """Standard deviation, ddof 1; exactly 0 without spread. In units of max - min, so that no square underflows."""
     if not spread(x, noise):
         return 0.0
-    # std(x) = width * std(y) for y = (x - min) / width in [0, 1]. Of rewards that differ
-    # by 1e-200 the squares would be 0, and the division by the deviation would fail.
+    # Of rewards that differ by 1e-200 the squares would be 0, and the division by the deviation would fail.
     y = from_lowest(x)
     width = float(y.max())
     y = y / width
@@ -52,17 +50,16 @@ def compared(x: Array, noise: float, *, scaled: bool) -> Array:
 def whitened(
     whiten: Whiten, credit: Sequence[Array], sources: Sequence[str], noise: Sequence[float] | None = None
 ) -> list[Array]:
-    """Credit minus its mean, divided by its standard deviation (ddof 1); zeros where all are equal up to rounding.
+    """Credit minus its mean, divided by its standard deviation (ddof 1), over the whole step; zeros where all are equal
+    up to rounding.
 
-    Mean and deviation are over the whole step. `token` counts every token once, so long episodes weigh more. `sample`
-    counts every episode once, and divides that count over its tokens. `source` is `sample` within the episodes of one
-    source. `noise` is, for each episode, the size up to which its credit counts as rounding. The largest one of those
-    compared is used.
+    `token` counts every token once, `sample` every episode once, divided over its tokens, and `source` is `sample`
+    within the episodes of one source. `noise` is the size up to which an episode's credit counts as rounding; the
+    largest is used.
     """
     out = list(credit)
     noise = [0.0] * len(out) if noise is None else noise
-    # None stands for all samples. Each source is whitened alone; `at`
-    # are the places of its samples, where its credit goes back to.
+    # None stands for all samples. `at` are the places of a source's samples, where its credit goes back to.
     for source in dict.fromkeys(sources) if whiten == "source" else [None]:
         at = [i for i, s in enumerate(sources) if source in (None, s)]
         widest = max((noise[i] for i in at), default=0.0)
@@ -81,8 +78,7 @@ def _whitened(whiten: Whiten, credit: Sequence[Array], noise: float) -> list[Arr
     flat = np.concatenate(spoken)
     if not spread(flat, noise):
         return [np.zeros_like(x) for x in credit]
-    # As in `std`: differences from the lowest, in units of the
-    # width, so that sums of squares neither cancel nor underflow.
+    # As in `std`: sums of squares neither cancel nor underflow.
     low, width = float(flat.min()), float(flat.max() - flat.min())
     flat = (flat - low) / width
     # [all tokens]. `sample`: the tokens of an episode share a weight of 1, so the count is that of the episodes.

@@ -1,7 +1,6 @@
 """Turn-level credit: a turn's reward is compared with turns of the siblings, of the same number or from the same state.
 
-A turn is a run of spoken tokens. Positions count the spoken tokens of all segments of an episode, so observations are
-in no sum.
+A turn is a run of spoken tokens. Positions count the spoken tokens of all segments, so observations are in no sum.
 """
 
 from __future__ import annotations
@@ -38,15 +37,13 @@ def turns(episode: Episode) -> list[Turn]:
     out: list[Turn] = []
     spoken = 0
     for s in episode.segments:
-        # With a 0 before and behind it, the mask rises at the first token of
-        # each run and falls behind its last: the places alternate begin, end.
+        # The mask rises at the first token of each run and falls behind its last: the places alternate begin, end.
         edges = np.flatnonzero(np.diff(s.mask.astype(np.int8), prepend=0, append=0))
         last = 0
         for begin, end in edges.reshape(-1, 2).tolist():
             n = end - begin
             out.append(
-                # Token ids as bytes are the keys by which equal states are
-                # found: text could be equal for different tokens.
+                # Token ids, since text could be equal for different tokens.
                 Turn(
                     spoken,
                     spoken + n,
@@ -63,8 +60,7 @@ def earned(episode: Episode) -> Array:
     """Rewards of turns [T], each at the last token of its turn."""
     out = np.zeros(episode.spoken)
     for j in episode.verdicts:
-        # `end` counts spoken tokens from 1, so the turn's last token has
-        # index end - 1. Scores of steps are no payment and stay out.
+        # `end` counts spoken tokens from 1. Scores of steps are no payment and stay out.
         if j.paid and j.end is not None and j.verdict.score is not None and 0 < j.end <= len(out):
             out[j.end - 1] += j.weight * j.verdict.score
     return out
@@ -74,12 +70,10 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
     """MT-GRPO (2505.11821, Eq. 7): a turn's reward compared with the same turn of the siblings, plus the credit of the
     outcome in every turn.
 
-    `rewards` [G] are the siblings' whole rewards, `noise` the largest difference of these that counts as rounding. The
-    rewards of turns are subtracted from them before they are compared. `noise` is right for every part of a reward,
-    because the rewards of turns are among its terms.
+    `rewards` [G] are whole rewards, less those of turns before they are compared; `noise`, what counts as rounding of
+    them, is right for every part, because the rewards of turns are among its terms.
     """
-    # A_k = outcome * A(R) + A(paid_k), where R is the reward less the rewards of all turns:
-    # else a turn's reward would count in its own term and in the outcome's.
+    # Else a turn's reward would count in its own term and in the outcome's.
     turns_G = [turns(e) for e in episodes]
     outcome = compared(
         np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, turns_G, strict=True)]),
@@ -88,8 +82,7 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
     )
     out = [np.full(e.spoken, b.outcome * a) for e, a in zip(episodes, outcome, strict=True)]
     for number in range(max(map(len, turns_G), default=0)):
-        # Turn k is compared among the episodes that have a turn k. An
-        # episode that is alone there gets no credit for the turn.
+        # Among the episodes that have a turn k. One that is alone there gets no credit for the turn.
         having = [i for i, ts in enumerate(turns_G) if number < len(ts)]
         credit = compared(np.array([turns_G[i][number].paid for i in having]), noise, scaled=scaled)
         for i, a in zip(having, credit, strict=True):
@@ -98,23 +91,19 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
 
 
 def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
-    """GiGPO (2505.10978): the episode's credit, plus that of each turn compared with all turns from the same state.
-
-    A turn's return is the sum of the rewards from this turn on, discounted once per turn. The part of the reward that
-    was not paid for a turn counts at the last turn.
-    """
+    """GiGPO (2505.10978): the episode's credit, plus that of each turn's return compared with all turns from the same
+    state. A return is discounted once per turn. The part of the reward that was not paid for a turn counts at the last
+    one."""
     turns_G = [turns(e) for e in episodes]
     out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
-    # First every turn gets its return g_k = r_k + gamma g_{k+1}, from the last turn backwards. Then all
-    # turns from equal states are compared as one group, whatever their sibling and their number.
+    # First every turn's return g_k = r_k + gamma g_{k+1}, from the last turn backwards, then one group of each state.
     by_key: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
     for i, (ts, reward) in enumerate(zip(turns_G, rewards, strict=True)):
         to_go = 0.0
         unpaid = reward - math.fsum(t.paid for t in ts)
         for t in reversed(ts):
             to_go = t.paid + unpaid + b.gamma * to_go
-            # What was paid for no turn is earned at the end of the episode:
-            # the first turn of this walk takes it, and no other.
+            # Earned at the end of the episode: the first turn of this walk takes it, and no other.
             unpaid = 0.0
             by_key[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
     for members in by_key.values():

@@ -26,8 +26,8 @@ def gae(
     if values_T.shape != rewards_T.shape or values_T.ndim != 1:
         raise InvariantError(f"gae: {values_T.shape} values for {rewards_T.shape} rewards")
     advantage_T = np.zeros_like(values_T)
-    # The episode is over after its last token, so V behind it is 0 and nothing is bootstrapped. An
-    # episode that a limit cut off is treated the same way: its reward is the last word about it.
+    # V behind the last token is 0 and nothing is bootstrapped, also for an episode that a limit cut off: its reward is
+    # the last word about it.
     value_next, advantage_next = 0.0, 0.0
     for t in range(len(values_T) - 1, -1, -1):
         delta = rewards_T[t] + gamma * value_next - values_T[t]
@@ -64,8 +64,7 @@ def v_trace(
         # One bounded ratio serves as rho and, times lambda, as c: the paper's rho-bar and c-bar are both `cap` here.
         rho = min(cap, float(ratio_T[t]))
         delta = rewards_T[t] + gamma * value_next - values_T[t]
-        # The advantage reads the corrected target of the next token, not its
-        # value: q_t = r_t + gamma * v_{t+1} in the paper, where v is the target.
+        # The corrected target of the next token, not its value: q_t = r_t + gamma * v_{t+1} in the paper.
         advantage_T[t] = rewards_T[t] + gamma * return_next - values_T[t]
         return_T[t] = values_T[t] + rho * delta + gamma * gae_lambda * rho * (return_next - value_next)
         value_next, return_next = values_T[t], return_T[t]
@@ -73,10 +72,8 @@ def v_trace(
 
 
 def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: float | None) -> Tensor:
-    """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05).
-
-    Without `clip` it is the first term alone, and `old_M` is not read. V_old .5, V .9, ret 1, clip .2 -> 0.045.
-    """
+    """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05), or without
+    `clip` the first term. V_old .5, V .9, ret 1, clip .2 -> 0.045."""
     plain_M = (value_M - return_M).square()
     if clip is None:
         return 0.5 * plain_M
@@ -84,7 +81,6 @@ def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: fl
         raise InvariantError(
             "a clipped value loss compares with the values at the start of the step, which are missing"
         )
-    # The larger of both losses. Where the clipped value is the worse one, its gradient is 0 beyond
-    # the bound: a value that has moved far since the step began gains nothing by moving further.
+    # Where the clipped value is the worse one, its gradient is 0 beyond the bound: moving further gains nothing.
     near_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return 0.5 * torch.maximum(plain_M, (near_M - return_M).square())

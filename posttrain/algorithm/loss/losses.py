@@ -1,5 +1,4 @@
-"""Losses as the trainer uses them: what each needs from a forward pass, and how it computes its terms from a batch and
-its scores."""
+"""Losses as the trainer uses them: what each needs from a forward pass, and how it computes its terms from it."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ class Loss(Protocol):
         ...
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
-        """Gauges of the whole minibatch, from its micro-batches in order. With `STEP_SHARE` among them, the optimizer
-        step uses that share of the learning rate."""
+        """Gauges of the whole minibatch, from its micro-batches. The optimizer step uses the share `STEP_SHARE`, if
+        any."""
         ...
 
 
@@ -49,8 +48,7 @@ class PolicyLoss:
     def reads(self, micro: Batch) -> Reads:
         a = self.algorithm
         entropy, heard = a.entropy is not None, a.hears
-        # During the warm-up of values their gradient stops at the head:
-        # else it would change the layers below, and so the policy.
+        # With `warming` the gradient stops at the head: else it would change the layers below, and so the policy.
         return Reads(entropy, a.learns_values is not None, micro.find(TOP_IDS), self.warming, heard=heard)
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:

@@ -1,8 +1,5 @@
 """Streams that are made over a whole minibatch before it is split, so that a split changes nothing.
 
-They say which tokens are chosen, imitated, heard or shown, how the proximal anchor mixes sampler and policy, and which
-top-k candidates the sampler recorded.
-
 To add one, write its `Stream` and its `Maker` here, and put the maker into `WHOLE` (see `core/streams.py`).
 """
 
@@ -71,8 +68,7 @@ def _chosen(w: MinibatchContext) -> np.ndarray:
     """The tokens that `Algorithm.tokens` chooses, by the weights before this optimizer step."""
     tokens, batch = w.algorithm.tokens, w.batch
     assert tokens is not None
-    # One more forward pass, under the weights that earlier minibatches of this
-    # step have made. NOW is for this choice alone and is not kept in the batch.
+    # Under the weights of now. NOW is for this choice alone and is not kept in the batch.
     if tokens.reads_now and w.now is not None:
         batch = batch.having({NOW: w.now(batch)})
     return choose(tokens, batch, batch.find(ENTROPY), w.rng)
@@ -81,8 +77,7 @@ def _chosen(w: MinibatchContext) -> np.ndarray:
 def _imitated(w: MinibatchContext) -> np.ndarray:
     """Equal weights for the shown tokens, or for the policy's own tokens in solved episodes."""
     assert w.algorithm.imitate is not None
-    # [E], spread to tokens by `sequence_M`. A demonstration does not count as a
-    # solved episode here, because the policy did not write it.
+    # [E], spread to tokens by `sequence_M`. The policy did not write demonstrations.
     solved = np.array([e.episode.solved for e in w.credits])
     wanted = w.shown_M if w.algorithm.imitate.of == "shown" else solved[w.batch.sequence_M] & ~w.shown_M
     # With nothing to imitate all weights are 0, and the term is 0.
@@ -91,8 +86,7 @@ def _imitated(w: MinibatchContext) -> np.ndarray:
 
 def _heard(w: MinibatchContext) -> np.ndarray:
     """One over the number of heard tokens in the minibatch, at every spoken token."""
-    # A stream has one entry per spoken token, so heard tokens have none. All heard tokens have the same
-    # weight. It is written at every spoken token, and a micro-batch reads it at its first one.
+    # Heard tokens have no entry. Their weight is written at every spoken token, and a micro-batch reads its first one.
     return np.full(w.batch.spoken, 1 / max(1, w.batch.heard().spoken))
 
 

@@ -1,9 +1,8 @@
 """Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). Each correction is a type in
 `ladder.pieces.correction` and a case of `factor`.
 
-The sampler drew from mu, but the learner computes gradients as if the tokens came from its own policy at the start of
-the step. An unbiased estimate needs the raw ratio; the ratio that is used is bounded to limit the variance. Both are
-returned, because their difference is the bias.
+The sampler drew from mu, but gradients are as if the learner's policy at the start of the step had. The raw ratio is
+unbiased; the used one is bounded to limit the variance. Both are returned, because their difference is the bias.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from posttrain.ladder.pieces.correction import BinaryKL, Correction, Mask, Negat
 
 @dataclass(frozen=True, eq=False)
 class CorrectionFactor:
-    """raw_M = start/mu, and used_M, the factor of the push. Both [M]. At sequence level all tokens of an
-    episode have the same number."""
+    """start/mu [M], and the factor of the push [M]. At sequence level all tokens of an episode have the same number."""
 
     raw_M: Tensor
     used_M: Tensor
@@ -52,18 +50,13 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
 
     start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0, .9, 1.5, 4,
     0].
-
-    Args:
-        start_M: log-probs of the learner at the start of the step.
-        now_M: log-probs of the current policy.
     """
     # start may be the current policy, which has a gradient; a correction is a constant factor.
     log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
     for piece in pieces:
         if piece.of_episodes():
-            # At most one piece multiplies by start/mu, so this ratio
-            # serves it alone. The others read `log_M` of the tokens.
+            # At most one piece multiplies by start/mu, so this ratio serves it alone.
             raw_M = bounded_exp(batch.episode_sum(log_M))
         used_M = used_M * factor(piece, Mismatch(raw_M, log_M, now_M.detach(), batch))
     return CorrectionFactor(raw_M, used_M)
@@ -85,16 +78,14 @@ def factor(piece: Correction, mismatch: Mismatch) -> Tensor:
             near_M = (binary_kl(start_M, mu_M) <= piece.phi) & (binary_kl(mu_M, start_M) <= piece.phi)
             return torch.where(near_M, mismatch.raw_M, 0.0)
         case Reject():
-            # (start(y) / mu(y))^(1/|y|): the product over a long answer leaves any fixed bounds by rounding alone, its
-            # geometric mean does not.
+            # The product over a long answer leaves any fixed bounds by rounding alone, its geometric mean does not.
             mean_M = bounded_exp(mismatch.batch.episode_sum(mismatch.log_M) / mismatch.batch.episode_length())
             return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(mismatch.raw_M.dtype)
         case Veto():
             vetoed_M = mismatch.batch.episode_any(bounded_exp(mismatch.log_M) < piece.below)
             return (~vetoed_M).to(mismatch.raw_M.dtype)
         case NegativeMask():
-            # Compared with the present policy, not with the one at the start of the step. So an answer from which
-            # earlier updates of this batch have moved away is left out too.
+            # Compared with the present policy: an answer that earlier updates of this batch have left is left out.
             gap_M = mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length()
             return (~((mismatch.batch[ADVANTAGE] < 0) & (gap_M > piece.delta))).to(mismatch.raw_M.dtype)
         case _:
@@ -102,10 +93,7 @@ def factor(piece: Correction, mismatch: Mismatch) -> Tensor:
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:
-    """Effective sample size over sample size: (sum c)^2 / (n * sum c^2), in (0, 1]; 1 when all weights are equal.
-
-    Its arguments are the gauges `correction/used` and `correction/used_square`, which merge by adding. NaN where no
-    token has a weight.
-    """
+    """Effective sample size over sample size: (sum c)^2 / (n * sum c^2), in (0, 1], from the gauges `correction/used`
+    and `correction/used_square`. NaN where no token has a weight."""
     # Both gauges count the same items, so n cancels: (sum c / n)^2 / (sum c^2 / n).
     return used.mean**2 / used_square.mean if used_square.sum > 0 else float("nan")

@@ -1,8 +1,8 @@
 """Trust regions: the factor of each token's policy gradient. Each is a type in `ladder.pieces.trust_region` and a case
 of `pushed`.
 
-Everything here is detached. A push multiplies the score-function gradient A * grad log pi and is never differentiated.
-Law 1 tests that this equals the gradient of each published objective.
+A push multiplies A * grad log pi and is never differentiated. Law 1 tests that this equals the gradient of each
+published objective.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, eq=False)
 class Push:
-    """push_M is the factor of the token's policy gradient. low_M and high_M (bool) show at which
-    bound it was masked."""
+    """The factor of each token's policy gradient. low_M and high_M (bool) show at which bound it was masked."""
 
     push_M: Tensor
     low_M: Tensor
@@ -36,10 +35,8 @@ class Push:
 
 @dataclass(frozen=True, eq=False)
 class TrustInputs:
-    """The input of a trust region, detached: the ratio that it bounds, and what the ratio was computed from.
-
-    candidates_MK: log pi of the batch's `TOP_IDS`, where the trust region reads them.
-    """
+    """The input of a trust region, detached: the ratio that it bounds, what it was computed from, and log pi of the
+    batch's `TOP_IDS`, where the trust region reads them."""
 
     ratio_M: Tensor
     log_ratio_M: Tensor
@@ -61,14 +58,12 @@ class TrustInputs:
 
 def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
     """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. In sequence forms all tokens of an episode
-    have one ratio.
+    have one.
 
-    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13). `sequence_product` is the likelihood ratio of the
-    answer. `sequence_token` is s too: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where credit
-    varies.
+    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13), and so is `sequence_token`: pi_t / sg[pi_t] has
+    value 1, so its gradient differs only where credit varies. `sequence_product` is the likelihood ratio of the answer.
     """
-    # Sums of logs and one exp: a product of a thousand ratios would
-    # overflow on the way. Every form is exp(0) = 1 on policy.
+    # Sums of logs and one exp: a product of a thousand ratios would overflow on the way.
     x_M = log_ratio_M.detach()
     match ratio:
         case "one":
@@ -100,8 +95,7 @@ def pushed(region: TrustRegion, inputs: TrustInputs) -> Push:
             return _unmasked(torch.where(inputs.down_M, inputs.ratio_M.clamp(max=region.cap), 1.0))
         case regions.Soft():
             r_M = inputs.ratio_M
-            # f(r) = 4 / tau * sigmoid(tau (r - 1)) has f'(r) = 4 s (1 - s), and dr / d log pi = r: the push is
-            # r f'(r), and 1 at r = 1.
+            # f(r) = 4 / tau * sigmoid(tau (r - 1)) has f'(r) = 4 s (1 - s): the push is r f'(r), and 1 at r = 1.
             gate_M = torch.sigmoid(_either(inputs.up_M, region.tau, region.tau_negative, r_M) * (r_M - 1))
             return _unmasked(4 * r_M * gate_M * (1 - gate_M))
         case regions.Geometric():
@@ -120,9 +114,8 @@ def pushed(region: TrustRegion, inputs: TrustInputs) -> Push:
             r_M = inputs.ratio_M
             k_M = _either(inputs.up_M, region.k, region.k_negative, r_M)
             fade_M = _either(inputs.up_M, region.fade, region.fade_negative, r_M)
-            # r^k e^{fade (1 - r)}: it rises from 0, is 1 on policy, and fades for large r, with no edge where a
-            # gradient ends suddenly. A power beyond the dtype is its largest number: infinity times a factor that has
-            # faded to 0 would be NaN.
+            # It rises from 0, is 1 on policy, and fades for large r without an edge. A power beyond the dtype is its
+            # largest number: infinity times a factor that has faded to 0 would be NaN.
             return _unmasked(r_M.pow(k_M).clamp(max=torch.finfo(r_M.dtype).max) * torch.exp(fade_M * (1 - r_M)))
         case _:
             raise missing(region, pushed)
@@ -132,8 +125,7 @@ def _clip(low: float, high: float, cap: float, inputs: TrustInputs) -> Push:
     """A05, Eq. 7 of 1707.06347: the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where the
     clipped branch is the smaller: r > 1+high with A > 0, r < 1-low with A < 0."""
     r_M, up_M, down_M = inputs.ratio_M, inputs.up_M, inputs.down_M
-    # `high_M` counts both bounds above 1: the clip for A > 0, and the dual clip for A < 0. Without the dual clip r A
-    # has no lower bound as r grows.
+    # `high_M` counts both bounds above 1. Without the dual clip r A has no lower bound as r grows.
     return _clipped(r_M, down_M & (r_M < 1 - low), (up_M & (r_M > 1 + high)) | (down_M & (r_M > cap)))
 
 
@@ -166,9 +158,7 @@ def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
 
 def future(region: regions.FutureKL, inputs: TrustInputs) -> Tensor:
     """FIPO's factor [M]: > 1 where this token and those after it became more likely since the anchor, < 1 where less.
-
-    Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
-    """
+    Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29)."""
     # Else one token with a huge ratio would decide the factor of all tokens before it.
     counted_M = inputs.log_ratio_M.masked_fill(inputs.ratio_M > region.ignore, 0.0)
     factor_M = bounded_exp(inputs.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))

@@ -1,9 +1,8 @@
-"""Chooses the tokens of a minibatch that have a policy gradient. They are chosen over the whole minibatch before it is
-split, so that a split changes nothing.
+"""Chooses the tokens of a minibatch that have a policy gradient, over the whole of it before it is split: published
+code chooses inside each micro-batch, so that its result depends on memory settings.
 
-Each choice is a type in `ladder.pieces.token_choice` and a case of `choose`. Tokens are chosen by log-probs before the
-optimizer step: those of now where the choice reads them, else those at the start of the batch, else the sampler's.
-Published code chooses inside each micro-batch, so that its result depends on memory settings.
+Each choice is a type in `ladder.pieces.token_choice` and a case of `choose`. It reads log-probs before the optimizer
+step: those of now where it asks for them, else those at the start of the batch, else the sampler's.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ Array = NDArray[np.float64]
 
 @singledispatch
 def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
-    """bool [M]: the tokens that keep their policy gradient. Where the piece masks none, the tokens with a `paid` term.
-
-    Raises:
-        InvariantError: a stream that the choice reads was not scored.
-    """
+    """bool [M]: the tokens that keep their policy gradient, or where the piece masks none, those with a `paid` term.
+    InvariantError where a stream was not scored."""
     match tokens:
         case ClipCov():
             if rng is None:
                 raise InvariantError("clip-cov draws tokens at random, and no generator was given")
-            # Tokens with a large covariance are those whose update lowers the entropy most: likely ones that are
-            # rewarded, unlikely ones that are punished. A few of them, by chance, are left out.
+            # Their update lowers the entropy most: likely tokens that are rewarded, unlikely ones that are punished.
             cov_M = covariance(batch[ADVANTAGE], _before(batch))
             within = np.flatnonzero((cov_M > tokens.low) & (cov_M < tokens.high))
             # `share` counts all tokens of the minibatch, not only those within the bounds.
@@ -64,22 +59,18 @@ def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.r
 @singledispatch
 def paid(tokens: Tokens, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
     """A further loss term [M] of the chosen tokens, differentiable; None for choices that only mask."""
-    # The tokens of `KlCov` keep their policy gradient, and are also pulled towards the anchor. Where the ratio is
-    # exactly 1, the gradient of |x| is 0 in torch.
+    # These tokens are also pulled towards the anchor. Where the ratio is exactly 1, the gradient of |x| is 0 in torch.
     return tokens.coef * chosen_M * log_ratio_M.abs() if isinstance(tokens, KlCov) else None
 
 
 def _before(batch: Batch) -> Array:
-    """Log-probs before the optimizer step [M]: the learner's of now, else those at the start of the batch, else the
-    sampler's."""
+    """Log-probs before the optimizer step [M]: of now, else at the start of the batch, else the sampler's."""
     return np.asarray(next(batch[s] for s in (NOW, START, MU) if s in batch), np.float64)
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:
-    """(A_t - mean A) * (logp_t - mean logp) (A33).
-
-    p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277].
-    """
+    """(A_t - mean A) * (logp_t - mean logp) (A33): p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831,
+    .1277]."""
     return (advantage_M - advantage_M.mean()) * (logp_M - logp_M.mean())
 
 
@@ -93,12 +84,8 @@ def largest(x_M: Array, share: float) -> NDArray[np.bool_]:
 
 def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
     """M2PO: which tokens are kept when the largest |log-ratio| are masked until the mean square of the rest is at most
-    `limit` (A26).
-
-    [.1, -.2, .5] has mean square .1; at limit .04 the token with .5 is masked.
-    """
-    # Sorted by size, the running mean of squares never falls. So the longest allowed prefix is
-    # found by bisection, and masking the largest ones first is the same as keeping the smallest.
+    `limit` (A26). [.1, -.2, .5] has mean square .1; at limit .04 the token with .5 is masked."""
+    # Sorted by size, the running mean of squares never falls: bisection finds the longest allowed prefix.
     order = np.argsort(np.abs(log_ratio_M), kind="stable")
     means = np.cumsum(log_ratio_M[order] ** 2) / np.arange(1, len(order) + 1)
     out = np.zeros(len(order), bool)
@@ -108,10 +95,7 @@ def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
 
 def mixing(version_M: np.ndarray, start: int, making: int) -> Array:
     """A-3PO's alpha per token: (start - version) / (making - version), so 0 for a token of the current weights (A26).
-
-    Sampled by version 3, step started at 6, making 7: .75.
-    """
-    # A turn may have been sampled under newer weights than those at the start of the step. Then
-    # it counts as sampled at the start. making > start, so nothing is divided by 0.
+    Sampled by version 3, step started at 6, making 7: .75."""
+    # A turn of newer weights counts as sampled at the start. making > start, so nothing is divided by 0.
     said_M = np.minimum(version_M, start)
     return (start - said_M) / (making - said_M)

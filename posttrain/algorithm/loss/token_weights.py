@@ -22,15 +22,9 @@ def weigh(
 ) -> NDArray[np.float64]:
     """The weight of each token in each episode, float64 [E]. The loss is then a plain weighted sum over tokens.
 
-    Args:
-        aggregate: how tokens are averaged (A35). `prompt_mean` is a token mean inside each group, then a mean over
-            groups (DAPO as published, ScaleRL); `constant` divides each episode's sum by `max_tokens` (Dr.GRPO).
-        tokens_per_episode: spoken tokens of each episode of the minibatch, all >= 1.
-        group_of_episode: a label of the group each episode belongs to.
-        max_tokens: L_max of the sampling contract.
-
-    Raises:
-        InvariantError: lengths disagree, or an episode has no spoken token (`credit_step` drops such episodes).
+    `prompt_mean` is a token mean inside each group, then a mean over groups (DAPO as published, ScaleRL); `constant`
+    divides each episode's sum by `max_tokens` (Dr.GRPO). InvariantError where lengths disagree, or an episode has no
+    spoken token (`credit_step` drops these).
     """
     tokens_E = np.asarray(tokens_per_episode, np.float64)
     groups_E = np.asarray(group_of_episode)
@@ -43,8 +37,7 @@ def weigh(
     if not len(tokens_E):
         return np.zeros(0)
     episodes = float(len(tokens_E))
-    # An aggregation is only this one number per token. It is computed over the whole
-    # minibatch and never over a part, because a part has other denominators.
+    # Over the whole minibatch and never over a part, which has other denominators.
     match aggregate:
         case "token_mean":
             return np.full_like(tokens_E, 1 / tokens_E.sum())

@@ -15,8 +15,7 @@ from posttrain.core.streams import TOP_IDS, WEIGHT, Streamed
 
 @dataclass(frozen=True, eq=False)
 class Streams(Streamed[Tensor]):
-    """The input of the loss, one entry per spoken token: the streams of a batch, by the same declarations. Nothing here
-    has a gradient."""
+    """The input of the loss, one entry per spoken token: the streams of a batch. Nothing here has a gradient."""
 
     HOLDER: ClassVar[str] = "the minibatch"
     sequence_M: Tensor
@@ -27,8 +26,7 @@ class Streams(Streamed[Tensor]):
 
     def episode_sum(self, x_M: Tensor) -> Tensor:
         """[M] -> [M]: for every token the sum over its whole episode, all segments. Differentiable."""
-        # Scattered by episode [E] and read back [M]. Micro-batches
-        # hold whole episodes, so a sum is never one of a part.
+        # Micro-batches hold whole episodes, so a sum is never one of a part.
         return x_M.new_zeros(self.episodes).index_add(0, self.sequence_M, x_M)[self.sequence_M]
 
     def episode_length(self) -> Tensor:
@@ -46,8 +44,8 @@ class Streams(Streamed[Tensor]):
 
 def discounted(x_M: Tensor, sequence_M: Tensor, discount: float) -> Tensor:
     """Discounted sums to the end of each run of equal `sequence_M`, by doubling: log2(longest) vector operations."""
-    # After round j, out_t = sum_{k < 2^j} d^k x_{t+k}. Adding d^{2^j} * out_{t + 2^j} doubles
-    # the reach. Episodes are runs of equal `sequence_M`: a neighbour of another run adds 0.
+    # After round j, out_t = sum_{k < 2^j} d^k x_{t+k}: adding d^{2^j} * out_{t + 2^j} doubles the reach. A neighbour of
+    # another run adds 0.
     out_M, step, factor = x_M, 1, discount
     while step < len(out_M) and factor > 0:
         same = sequence_M[:-step] == sequence_M[step:]
@@ -62,8 +60,7 @@ def discounted(x_M: Tensor, sequence_M: Tensor, discount: float) -> Tensor:
 
 def streams(batch: Batch, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Streams:
     """The batch's streams on `device`: floats in `dtype`, integers as int64, booleans as they are."""
-    # float64 streams of numpy become the loss's own type; laws
-    # pass float64 here, to compare gradients without rounding.
+    # Laws pass float64 here, to compare gradients without rounding.
     kinds = {"f": dtype, "i": torch.int64, "b": torch.bool}
 
     def put(x: np.ndarray) -> Tensor:

@@ -51,8 +51,7 @@ def statistic(kind: pieces.Statistic, of: Completions) -> Tensor:
         case pieces.Average():
             return of.mean(of.l_M)
         case pieces.Desensitized():
-            # Up to the shorter length both sides have the same number of terms. The tokens after it would decide by
-            # length alone, so they count with the factor alpha.
+            # Tokens beyond the shorter length would decide by length alone, so they count with the factor alpha.
             tail_M = of.position_M >= of.shared_E[of.sequence_M]
             return of.sum(torch.where(tail_M, kind.alpha * of.l_M, of.l_M))
         case pieces.LogOdds():
@@ -68,8 +67,8 @@ def log1mexp(x: Tensor) -> Tensor:
     # At x = 0 the log would be of 0.
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -math.log(2)
-    # For x near 0 expm1 keeps the digits of 1 - e^x; far from 0 log1p keeps those of the logarithm. Each form reads -1
-    # where the other one is taken: `where` multiplies its gradient by 0, and 0 * inf would be NaN.
+    # For x near 0 expm1 keeps the digits, far from 0 log1p does. Each reads -1 where the other one is taken: `where`
+    # multiplies its gradient by 0, and 0 * inf would be NaN.
     return torch.where(
         near,
         torch.log(-torch.expm1(torch.where(near, x, torch.full_like(x, -1.0)))),
@@ -178,8 +177,8 @@ def _signed(u_E: Tensor, good: Tensor) -> Tensor:
 
 @singledispatch
 def owed(kind: pieces.MarginTerm, margin_U: Tensor | None, beta: float) -> Tensor | float:
-    """[U]: by how much the chosen completion must lead, in units of x. `margin_U` is the data's margin of each pair,
-    where the piece reads it (`reads` names "margin")."""
+    """[U]: by how much the chosen completion must lead, in units of x. `margin_U` is the data's, where the piece reads
+    it."""
     match kind:
         case pieces.FixedMargin():
             return kind.gamma

@@ -1,8 +1,6 @@
-"""Computes the values that a preference loss needs of a whole minibatch before it is split, so that a split changes
-nothing: normalised weights, the order of margins, the point of reference of labels.
-
-`prepared` makes them. What it remembers between steps goes in and comes out as plain numbers, which a checkpoint keeps.
-"""
+"""Computes what a preference loss needs of a whole minibatch before it is split: normalised weights, the order of
+margins, the point of reference of labels. What `prepared` remembers between steps is plain numbers, which a checkpoint
+keeps."""
 
 from __future__ import annotations
 
@@ -71,13 +69,9 @@ def layout(batch: Batch) -> CompletionLayout:
 
 
 def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
-    """int32 [E]: the `SIDE` of each completion.
-
-    Raises:
-        InvariantError: the sides are not those of units of `a.rows`, in their order.
-    """
-    # A stream that belongs to a completion has its value on each of the completion's tokens. The value of the first
-    # token is read, and then all others are compared with it.
+    """int32 [E]: the `SIDE` of each completion; InvariantError where these are not those of units of `a.rows`, in
+    order."""
+    # The value of a completion's first token is read, and then all others are compared with it.
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     side_M = batch[SIDE]
     side_E = side_M[first_E]
@@ -155,12 +149,12 @@ def _likelihood(w: PreferenceContext) -> np.ndarray:
 
 
 def _match(w: PreferenceContext) -> np.ndarray:
-    """Returns, where margins are matched, the margin of the reference at the rank of the pair's own margin; where
-    rewards are matched, the score on the other side at the rank of the completion's own score."""
+    """Returns the margin of the reference at the rank of the pair's own margin, or, where rewards are matched, the
+    score on the other side at the rank of the completion's own score."""
     a, batch = w.algorithm, w.batch
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
-    # In one dimension optimal transport pairs equal ranks, which is only so where all points have the same mass. Equal
-    # weights differ by their rounding alone, far below 1e-12.
+    # Optimal transport pairs equal ranks only where all points have the same mass. Equal weights differ far less than
+    # 1e-12.
     if np.ptp(batch[WEIGHT][first_E]) > 1e-12:
         raise DataError(
             f"match={a.match} joins sides of different pairs, so all pairs weigh the same: leave weights out"
@@ -170,8 +164,7 @@ def _match(w: PreferenceContext) -> np.ndarray:
         start_E, reference_E = (scores_of(a, batch, batch[s]) for s in (START, REFERENCE))
         # rows=pair: chosen at the even places, rejected at the odd ones (`sides_of`).
         own_U, reference_U = start_E[::2] - start_E[1::2], reference_E[::2] - reference_E[1::2]
-        # sort(x)[rank(y)]: for each y the x of the same rank. The order is
-        # that before the optimizer step, so it is a constant of the loss.
+        # For each y the x of the same rank, before the optimizer step: a constant of the loss.
         matched_U = np.sort(reference_U)[_ranks(own_U)]
         return w.spread(np.repeat(matched_U, 2))
     h_E = scores_of(a, batch, w.log_ratio_M)
@@ -190,8 +183,7 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 def _own(w: PreferenceContext) -> np.ndarray:
     """exp of the mean of log pi - log sum pi^2 of each side, multiplied over the two (2406.11827, Eq. 2)."""
     batch = w.batch
-    # sum_v pi_v^2 is the mean of pi(y_t) over the policy's own draws: a token
-    # of the data is compared with what the policy says there on average.
+    # sum_v pi_v^2 is the mean of pi(y_t) over the policy's own draws: what it says there on average.
     aligned_M = batch[START].astype(np.float64) - np.log(batch[COLLISION].astype(np.float64))
     sums_E = np.bincount(batch.sequence_M, aligned_M, batch.episodes)
     each_E = np.exp(sums_E / layout(batch).length_E)
@@ -221,13 +213,11 @@ def prepared(
     running: Mapping[str, float] | None = None,
     mismatched_E: np.ndarray | None = None,
 ) -> tuple[Batch, dict[str, float]]:
-    """A minibatch with the streams that are made over all of it, and what is remembered after it.
+    """A minibatch with the streams that are made over all of it, and what is remembered after it (`running` at the next
+    call).
 
-    Args:
-        batch: with SIDE, with what `a.reads` names, and with WEIGHT where rows weigh differently.
-        running: what the call before it returned; none at the beginning of a stage.
-        mismatched_E: log-ratios of policy to reference, summed over each completion of `mismatched`, where
-            `a.reads_mismatched`.
+    `mismatched_E`: log-ratios of policy to reference, summed over each completion of `mismatched`, where
+    `a.reads_mismatched`.
     """
     # The layout is checked first, and weights are normalised before the makers run, since they read WEIGHT.
     sides_of(a, batch)
@@ -244,8 +234,7 @@ def prepared(
         shift = a.beta * max(0.0, float(np.mean(mismatched_E)))
     if a.shift == "running":
         u_E = a.beta * scores_of(a, batch, PreferenceContext(a, batch, 0.0).log_ratio_M)
-        # This minibatch is in the mean that shifts it. Sums and counts,
-        # not a mean, are kept: they go on exactly from a checkpoint.
+        # This minibatch is in the mean that shifts it. Sums and counts go on exactly from a checkpoint.
         total = remembered.get("sum", 0.0) + float(u_E.sum())
         count = remembered.get("count", 0.0) + len(u_E)
         remembered, shift = {"sum": total, "count": count}, total / count
@@ -262,8 +251,7 @@ def _normalised(batch: Batch) -> np.ndarray:
     row_weight_M = batch.find(WEIGHT)
     weight_E = np.ones(batch.episodes) if row_weight_M is None else row_weight_M[first_E]
     unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
-    # [U]: the first completion of each unit, whose weight is the unit's.
-    # Divided by the sum over units, not over completions or tokens.
+    # [U]: the first completion of each unit. Divided by the sum over units, not over completions or tokens.
     first_U = np.searchsorted(unit_E, np.arange(batch.units))
     weight_U = weight_E[first_U]
     if np.any(weight_U < 0) or not weight_U.sum() > 0:
@@ -272,12 +260,8 @@ def _normalised(batch: Batch) -> np.ndarray:
 
 
 def mismatched(segments: Sequence[Segment], longest: int) -> list[Segment]:
-    """Each prompt with the completion of the nearest row before it, counted in a circle, whose prompt is another one.
-    What is longer than `longest` tokens is left out.
-
-    Raises:
-        DataError: there is no such row for any prompt.
-    """
+    """Each prompt with the completion of the nearest row before it, in a circle, whose prompt is another one; DataError
+    where there is none. What is longer than `longest` tokens is left out."""
     # The first spoken token ends the prompt.
     cuts = [int(np.argmax(s.mask)) for s in segments]
     prompts = [s.ids[:cut].tobytes() for s, cut in zip(segments, cuts, strict=True)]

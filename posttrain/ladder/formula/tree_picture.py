@@ -30,8 +30,8 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
 
 
 def picture(width: int = WIDTH, ladder: Mapping[str, Any] = LADDER) -> list[str]:
-    """All algorithms of a ladder as lines, each under the one that it patches, with its source and its changes. With
-    fewer than `WIDTH` columns the sources are left out, so that the changes have room."""
+    """All algorithms of a ladder as lines, each under the one that it patches, with its changes and, in at least
+    `WIDTH` columns, its source."""
     # Columns of a source: 13 of text, as below, and two spaces.
     source = 15 if width >= WIDTH else 0
     children: dict[str, list[AnyAlgorithm]] = {}

@@ -33,8 +33,7 @@ class Piece(Open, ABC):
         """Its formula, one line in the letters of `ladder.formula`."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        """Yields the reasons why the piece means nothing in `a`, with what to change. Reasons that concern no single
-        piece are in `ladder.algorithm`."""
+        """Yields the reasons why it means nothing in `a`, with what to change. Others are in `ladder.algorithm`."""
         yield from ()
 
     def reads(self, a: Algorithm) -> Iterable[str]:

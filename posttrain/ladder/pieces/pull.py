@@ -18,8 +18,8 @@ Placement = Literal["reward", "loss", "both", "token"]
 differentiated at the token. both: reward and loss. token: subtracted from the credit of the token alone."""
 
 _KL_TRUTH: dict[tuple[Estimator, Placement], str] = {
-    # Credit turns a number c into the gradient c * grad log pi; the loss differentiates c itself.
-    # With d = log pi - log ref the gradient of KL(pi || ref) is E_pi[d grad log pi], since E_pi[grad log pi] = 0.
+    # The loss differentiates a number c; credit makes it c * grad log pi. With d = log pi - log ref the gradient of
+    # KL(pi || ref) is E_pi[d grad log pi], since E_pi[grad log pi] = 0.
     ("k1", "reward"): "exact",
     ("k1", "token"): "exact at each token; no token is charged for the KL of the tokens after it",
     # grad(d^2 / 2) = d grad log pi: what k1 gives as credit, of this token alone.
@@ -71,11 +71,9 @@ class Pull(Piece, begin=True):
 
 @dataclass(frozen=True, kw_only=True)
 class KL(Pull):
-    """A KL to the reference. `truth` is whether its gradient is that of KL(pi || ref) (A34).
-
-    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3. In rk3 the ratio is that of the
-    token, differentiated, whatever ratio the push uses (docs/design/algorithms-notes.md says where TRL differs).
-    """
+    """A KL to the reference. `truth` is whether its gradient is that of KL(pi || ref) (A34). d = logp - logp_ref; k1 =
+    d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3. In rk3 the ratio is that of the token, differentiated,
+    whatever ratio the push uses (docs/design/algorithms-notes.md says where TRL differs)."""
 
     coef: float = 0.04
     """Weight of the KL."""

@@ -51,10 +51,7 @@ def _inner(declared: Any) -> Iterator[Any]:
 @contextmanager
 def read_without(run: Any, names: Collection[str]) -> Generator[None]:
     """Context in which the pieces `names` of a plain run can be read although this program has no class for them.
-
-    Raises:
-        RunFolderError: the record of one of them cannot be a piece.
-    """
+    RunFolderError where the record of one cannot be a piece."""
     # Stand-ins are alternatives only inside the block: outside, an override with such a name must stay an error.
     made: dict[tuple[type[Any], str], type[Any]] = {}
     try:
@@ -98,10 +95,9 @@ def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
 
 @lru_cache(maxsize=64)
 def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
-    """A class with the recorded fields and no mathematics, in no choice yet. The same record gives the same class, so
-    that pieces of two readings can be equal."""
-    # The names become those of a class and its fields: so their number and length are limited, and none may begin with
-    # `__` or hide a method of the base.
+    """A class with the recorded fields and no mathematics, in no choice yet; the same for the same record, so that
+    pieces of two readings can be equal."""
+    # The names become those of a class and its fields, so they are limited, and may not hide a method of the base.
     if len(name) > LONGEST or len(fields) > MOST:
         raise ConfigError(
             f"it has {len(fields)} fields and a name of {len(name)} letters; the most are {MOST}, {LONGEST}"
@@ -117,8 +113,7 @@ def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     def nothing(self: Any, *given: Any, **named: Any) -> Any:
         raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
 
-    # Abstract methods must be defined, or no instance could be made. They raise an error, and `words` prints the
-    # record.
+    # Abstract methods must be defined, or no instance could be made.
     methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
     space = {**methods, "words": words, "absent": True, "__module__": __name__}
     typed = [(f, Any) for f in fields]
