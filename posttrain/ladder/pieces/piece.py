@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from posttrain.system.errors import ConfigError
 from posttrain.system.subclass_registry import Open
@@ -27,6 +27,13 @@ class Piece(Open, ABC):
 
     absent: ClassVar[bool] = False
     """Whether this is the record of a piece whose class this program does not have (`ladder.pieces.unknown_pieces`)."""
+
+    formula: ClassVar[str]
+    """Its formula with its numbers as `{name:g}`, where that is all of `words`."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        write_formula(cls)
+        super().__init_subclass__(**more)
 
     @abstractmethod
     def words(self) -> str:
@@ -63,6 +70,12 @@ class Piece(Open, ABC):
     def memory(self) -> str:
         """In words, what it keeps in memory beside what its streams need; '' for nothing."""
         return ""
+
+
+def write_formula(cls: type[Any]) -> None:
+    """Gives a class with a `formula` the method `words` that writes the numbers of a piece into it."""
+    if "formula" in vars(cls) and "words" not in vars(cls):
+        cls.words = lambda piece: cls.formula.format_map(vars(piece))
 
 
 def times(coefficient: float) -> str:

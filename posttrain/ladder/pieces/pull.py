@@ -157,15 +157,13 @@ class SequenceL2(Pull):
     """coef / 2 * (log pi(y)/anchor(y))^2 of the whole episode, the surrogate of Kimi k1.5 (A20, Eq. 3)."""
 
     forms_ratio = True
+    formula = "{coef:g} / 2 (log pi(y) / anchor(y))^2, once a response"
 
     coef: float = 0.1
     """Weight of the square."""
 
     def __post_init__(self) -> None:
         positive("pull.coef", self.coef, "pull=none")
-
-    def words(self) -> str:
-        return f"{self.coef:g} / 2 (log pi(y) / anchor(y))^2, once a response"
 
 
 @dataclass(frozen=True, kw_only=True)

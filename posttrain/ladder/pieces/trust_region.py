@@ -73,6 +73,8 @@ class Clip(TrustRegion):
 class Cap(TrustRegion):
     """The ratio itself, bounded to [low, high]. No token is masked (CISPO, A15; AIPO, A23)."""
 
+    formula = "rho within [{low:g}, {high:g}]"
+
     low: float = 0.0
     """Smallest push."""
     high: float = 5.0
@@ -81,13 +83,12 @@ class Cap(TrustRegion):
     def __post_init__(self) -> None:
         ordered("clip", self.low, self.high)
 
-    def words(self) -> str:
-        return f"rho within [{self.low:g}, {self.high:g}]"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Taper(TrustRegion):
     """1 where A >= 0, min(ratio, cap) where A < 0. The push of failures falls as they become unlikely (TOPR, A22)."""
+
+    formula = "min(rho, {cap:g}) where A < 0, else 1"
 
     cap: float = 1.0
     """Largest push of a token with A < 0."""
@@ -95,13 +96,12 @@ class Taper(TrustRegion):
     def __post_init__(self) -> None:
         positive("clip.cap", self.cap)
 
-    def words(self) -> str:
-        return f"min(rho, {self.cap:g}) where A < 0, else 1"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Soft(TrustRegion):
     """ratio * 4 s (1 - s) with s = sigmoid(tau * (ratio - 1)). It is a smooth gate, 1 at ratio 1 (SAPO, A16)."""
+
+    formula = "4 rho s (1 - s), s = sigmoid(tau (rho - 1)), tau = {tau:g} where A > 0, else {tau_negative:g}"
 
     tau: float = 1.0
     """Temperature where A > 0."""
@@ -112,11 +112,6 @@ class Soft(TrustRegion):
         positive("clip.tau", self.tau)
         positive("clip.tau_negative", self.tau_negative)
 
-    def words(self) -> str:
-        return (
-            f"4 rho s (1 - s), s = sigmoid(tau (rho - 1)), tau = {self.tau:g} where A > 0, else {self.tau_negative:g}"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Geometric(TrustRegion):
@@ -125,6 +120,10 @@ class Geometric(TrustRegion):
 
     per_token = True
     silences = True
+    formula = (
+        "exp(mean over y of log rho, at most {high:g} where A > 0, at least -{low:g} where A < 0); 0 for a bounded"
+        " token"
+    )
 
     low: float = 0.4
     """Largest fall of a log-ratio where A < 0."""
@@ -134,12 +133,6 @@ class Geometric(TrustRegion):
     def __post_init__(self) -> None:
         positive("clip.low", self.low)
         positive("clip.high", self.high)
-
-    def words(self) -> str:
-        return (
-            f"exp(mean over y of log rho, at most {self.high:g} where A > 0, at least -{self.low:g} where A < 0); 0 for"
-            " a bounded token"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
