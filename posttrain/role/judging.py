@@ -172,7 +172,9 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
     # An episode that failed already has no outcome, whatever a judge would add.
     for i, e in enumerate(episodes):
         if not failed(e.verdicts):
-            alike.setdefault((i,) if e.state is not None else _as_judged(e), []).append(i)
+            # All that a judge can read of an episode without a state.
+            readable = (e.stop, e.text, e.seats, e.verdicts, *_tokens(e.segments))
+            alike.setdefault((i,) if e.state is not None else readable, []).append(i)
     if not judges or not alike:
         return out
     distinct = [episodes[members[0]] for members in alike.values()]
@@ -182,11 +184,6 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
             for i in members:
                 out[i] = _with(out[i], judge, verdicts)
     return out
-
-
-def _as_judged(e: Episode) -> tuple[Any, ...]:
-    """All that a judge can read of an episode without a state."""
-    return (e.stop, e.text, e.seats, e.verdicts, *_tokens(e.segments))
 
 
 async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:

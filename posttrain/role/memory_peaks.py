@@ -92,7 +92,8 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        # On a CPU torch raises a plain RuntimeError with these words.
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         # The frames of the failed pass still hold its activations: clearing them frees the memory.
         traceback.clear_frames(error.__traceback__)
@@ -109,8 +110,3 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
             f" (model.gradient_checkpointing=full). docs/help/out-of-memory.md says more."
             f" ({(str(error).splitlines() or [type(error).__name__])[0]})"
         ) from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # On a CPU torch raises a plain RuntimeError with these words.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

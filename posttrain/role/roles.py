@@ -173,18 +173,25 @@ class RewardRoles(DataRoles[RewardModel]):
 
 
 @dataclass(kw_only=True)
-class OnlineRoles(StageRoles[OnlinePreference]):
-    """The roles of a stage that learns from preferences between its own samples."""
+class SamplingRoles(StageRoles[S]):
+    """The roles of a stage that samples."""
 
     sampling: Sampling
     """The stage's sampling settings, resolved."""
     rollout: Rollout
     prompts: Prompts
+    other_environments: tuple[Environment, ...] = ()
+    """Other environments on which the run or a later stage is evaluated. Their held-out tasks must not be trained on
+    either."""
+
+
+@dataclass(kw_only=True)
+class OnlineRoles(SamplingRoles[OnlinePreference]):
+    """The roles of a stage that learns from preferences between its own samples."""
+
     reference: Reference | None
     opponent: Opponent | None = None
     """The player that says the completions of `stage.opposed`; None: the policy itself."""
-    other_environments: tuple[Environment, ...] = ()
-    """Other environments on which the run or a later stage is evaluated."""
 
     @property
     def place(self) -> int:
@@ -193,30 +200,20 @@ class OnlineRoles(StageRoles[OnlinePreference]):
 
 
 @dataclass(kw_only=True)
-class RejectionRoles(DataRoles[Rejection]):
+class RejectionRoles(DataRoles[Rejection], SamplingRoles[Rejection]):
     """The roles of a stage that imitates the best of its own samples."""
 
-    sampling: Sampling
-    """The stage's sampling settings, resolved."""
-    rollout: Rollout
-    prompts: Prompts
     regenerator: Regenerator | None = None
     """Says wrong answers anew from their first wrong step, where the method asks for it."""
     reference: Reference | None = None
     """None: nothing here compares with one. Checks of sampling stages ask for it."""
-    other_environments: tuple[Environment, ...] = ()
-    """Other environments on which the run or a later stage is evaluated."""
 
 
 @dataclass(kw_only=True)
-class LabelRoles(StageRoles[StepLabeling]):
+class LabelRoles(SamplingRoles[StepLabeling]):
     """The roles of a stage that labels steps of its own answers."""
 
     environment: Environment
-    sampling: Sampling
-    """The stage's sampling settings, resolved."""
-    rollout: Rollout
-    prompts: Prompts
     labeler: StepLabeler
 
 
@@ -226,13 +223,9 @@ def stream_of(stage: Stage) -> str:
 
 
 @dataclass(kw_only=True)
-class ReinforceRoles(StageRoles[Reinforce]):
+class ReinforceRoles(SamplingRoles[Reinforce]):
     """The roles of a reinforcement stage, and the small state that a checkpoint must store."""
 
-    sampling: Sampling
-    """The stage's sampling settings, resolved."""
-    rollout: Rollout
-    prompts: Prompts
     groups: GroupSource
     """Plays the prompts, for the step that learns from them or ahead of it."""
     reference: Reference | None
@@ -242,9 +235,6 @@ class ReinforceRoles(StageRoles[Reinforce]):
     """Learns outcomes beside the policy, where the algorithm reads implicit process rewards."""
     adaptive: AdaptiveState = AdaptiveState()
     """Adaptive coefficients and moving averages, which change from step to step."""
-    other_environments: tuple[Environment, ...] = ()
-    """Other environments on which the run or a later stage is evaluated. Their held-out tasks must not be trained on
-    either."""
     own_reference: bool = True
     """Whether the reference began as a copy of the policy and reads the same: their KL is 0 before the first step."""
     hints: Hints | None = None

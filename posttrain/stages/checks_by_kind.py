@@ -51,9 +51,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
     return [
         ResumeCheck(history),
         LossCheck(),
-        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
+        *updates(steps),
         CreditCheck(),
         ImplicitCheck(),
         SamplerCheck(fresh=not steps),
@@ -77,26 +75,21 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
     ]
 
 
+def updates(steps: Sequence[Step], always: bool = False) -> list[Observer]:
+    """The checks of every stage that trains. `always`: every step has something to learn, so any step has moved
+    weights."""
+    moved = bool(steps) if always else any("canary/moved" in s.gauges for s in steps)
+    return [UpdateCheck(moved=moved), ScaleCheck(done=scale_was_checked(steps)), FrozenCheck()]
+
+
 def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a supervised stage."""
-    # Every step has tokens to learn, so the first one was checked already.
-    return [
-        UpdateCheck(moved=bool(steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
-        ImitationCheck(first=not steps),
-        JudgingCheck(),
-    ]
+    return [*updates(steps, always=True), ImitationCheck(first=not steps), JudgingCheck()]
 
 
 def ranking(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that trains a reward model."""
-    return [
-        UpdateCheck(moved=bool(steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
-        RankingCheck(first=not steps),
-    ]
+    return [*updates(steps, always=True), RankingCheck(first=not steps)]
 
 
 def labels(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
@@ -111,9 +104,7 @@ def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]
         JudgementCheck(),
         ReferenceCheck(first=not steps),
         PreferenceLossCheck(kept.get("preference", {}) if steps else None),
-        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
+        *updates(steps),
     ]
 
 
@@ -127,9 +118,7 @@ def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
         OpponentCheck(),
         ReferenceCheck(first=not steps),
         OnlineLossCheck(),
-        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
+        *updates(steps),
         SamplerCheck(fresh=False),
         TaskCheck(),
         VerifierCheck(history),
@@ -141,9 +130,7 @@ def rejection(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that imitates the best of its own samples."""
     history = StageHistory(steps)
     return [
-        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
+        *updates(steps),
         SamplerCheck(fresh=False),
         TaskCheck(),
         RejectionCheck(history, kept.get("rejection", {}).get("start", "") if steps else ""),

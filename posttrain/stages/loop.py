@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -26,12 +27,11 @@ from posttrain.role.events import EvaluatedEvent, RestoredEvent
 from posttrain.role.heldout_evaluation import EvaluationReport
 from posttrain.role.memory_peaks import PeakMemory
 from posttrain.role.roles import RoleCosts
-from posttrain.role.trainer import Trainer
 from posttrain.role.weights.saved_weights import load_optimizer, save_optimizer, save_weights
 from posttrain.stages.interrupt import Interrupted, Stopper
 from posttrain.stages.measure_heldout_loss import HeldoutDemonstrations
 from posttrain.stages.preference.judged_batches import AgreementReport
-from posttrain.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
+from posttrain.stages.progress import Progress, Reopening, StageState, state_fingerprint
 from posttrain.stages.run_parts import MeasuredReport, RunParts, keep, load_kept
 from posttrain.stages.stage_result import agreed, is_recorded, measured_words, refuse_unjudged, result_of, waited_out
 from posttrain.stages.warm_up import largest, warm_up
@@ -42,6 +42,7 @@ from posttrain.system.shell import command_line
 S = TypeVar("S", bound=Stage)
 T = TypeVar("T", bound=StageState)
 A = TypeVar("A")
+AskAndLearn = tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]
 
 DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
 """Drivers that take the steps of a stage, by the type of its settings."""
@@ -94,9 +95,7 @@ class Driver(ABC, Generic[S, T, A]):
     # --- what a kind writes ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]:
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[A]:
         """Called before the first step, when weights and optimizer are in place; returns (`ask`, `learn`).
 
         `ask(index)` returns the data from which step `index` (from 1) learns. `learn(asked)` takes the step with
@@ -165,7 +164,9 @@ class Driver(ABC, Generic[S, T, A]):
         if isinstance(optimizer := self.trainer.optimizer, StageOptimizer) and (words := optimizer.words()):
             self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
-            self._load_optimizer(checkpoint, self.trainer)
+            load_optimizer(checkpoint, optimizer)
+            fingerprint_now = partial(state_fingerprint, optimizer)
+            self.parts.watch.emit(RestoredEvent("optimizer state", self.state.optimizer, fingerprint_now))
             # A count that began at 0 again would let each resumed run skip `optimizer.skips` steps more.
             self.trainer.skipped = self.state.skipped
         # Checks and rules compare a step with those before it, so a resumed stage reads its own lines again.
@@ -308,7 +309,10 @@ class Driver(ABC, Generic[S, T, A]):
         p, parts, stage = self.progress, self.parts, self.stage
         # Before weights and state are replaced: a finished run that is made longer goes on from this.
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
-        result = self._result(report)
+        if stage.hands_on:  # unknown (None) where the stage was measured on other tasks than the run's
+            known = (report.accuracy.known, report.reward.known) if report and self._of_the_run else (None, None)
+            p.accuracy, p.reward = known
+        result = result_of(self, report)
         p.results = (*p.results, result)
         parts.say(f"{stage.name}: done, {result.why}{measured_words(result)}{'' if report is None else report.words}")
         # Before the checkpoint, which holds the fingerprint of the kept weights.
@@ -426,15 +430,3 @@ class Driver(ABC, Generic[S, T, A]):
         with self.clock.of("checkpoint"):
             name = f"{p.version:08d}-{self.stage.name}-{s.step if s is not None else 0:06d}"
             parts.book.checkpoint(name, write, p.plain(), metric)
-
-    def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
-        load_optimizer(checkpoint, trainer.optimizer)
-        now = lambda: state_fingerprint(trainer.optimizer)  # noqa: E731
-        self.parts.watch.emit(RestoredEvent("optimizer state", self.state.optimizer, now))
-
-    def _result(self, report: EvaluationReport | None) -> StageResult:
-        p, stage = self.progress, self.stage
-        accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
-        if stage.hands_on:  # unknown (None) where the stage was measured on other tasks than the run's
-            p.accuracy, p.reward = (accuracy, reward) if self._of_the_run else (None, None)
-        return result_of(self, report)

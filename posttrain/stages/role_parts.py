@@ -8,7 +8,7 @@ from typing import Any
 from posttrain.config.stages.stage import starts
 from posttrain.core.ports import Reference, TaskSource
 from posttrain.role.events import RestoredEvent
-from posttrain.role.prompt_order import RevisitingTasks
+from posttrain.role.prompt_order import Prompts, RevisitingTasks
 from posttrain.role.weights.saved_weights import restore, snapshot
 from posttrain.stages.loop import Driver
 from posttrain.stages.run_parts import load_kept
@@ -42,6 +42,17 @@ def data_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
         "dialogue": setting.rollout.dialogue,
         "stop_ids": parts.stop_ids,
         "context": parts.sampler.context,
+    }
+
+
+def sampling_parts(driver: Driver[Any, Any, Any], cursor: int) -> dict[str, Any]:
+    """The fields of `role.roles.SamplingRoles`, for a stage that walks through its tasks from `cursor` on."""
+    parts, setting = driver.parts, driver.setting
+    return stage_parts(driver) | {
+        "sampling": parts.sampling(driver.stage),
+        "rollout": setting.rollout,
+        "prompts": Prompts(setting.environment.train, parts.run.seed, cursor),
+        "other_environments": parts.other_environments(driver.stage),
     }
 
 

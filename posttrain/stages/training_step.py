@@ -11,7 +11,7 @@ produces   new weights at the sampler, and one `Step` for the record
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -257,22 +257,18 @@ async def learn_nothing(roles: StageRoles[Any], index: int, sampled: Gauges, not
 
 
 def _write(roles: ReinforceRoles, unfinished: UnfinishedStep) -> None:
-    """Write the step's episodes to the record. If the step stopped before credit was computed, they have none."""
+    """Write the step's episodes to the record. Groups without a judged episode have no credit, and if the step stopped
+    before credit was computed, none has any."""
     if not roles.run.record_episodes:
         return
     credit, index, groups = unfinished.credit, unfinished.experience.index, unfinished.experience.fresh
-    groups_without_credit = groups if credit is None else _unjudged(groups)
+    groups_without_credit = groups if credit is None else tuple(g for g in groups if not g.judged)
     # Replayed groups are in the file of the step that played them.
     replayed_ids = {id(g) for g in unfinished.experience.replayed}
     fresh_credit = credit and replace(credit, groups=tuple(g for g in credit.groups if id(g.group) not in replayed_ids))
     roles.book.write_episodes(
         roles.stage.name, index, fresh_credit or Credit((), roles.adaptive.ema), groups_without_credit
     )
-
-
-def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Groups without a judged episode. They get no credit, but the record keeps them."""
-    return tuple(g for g in groups if not g.judged)
 
 
 def _line(roles: ReinforceRoles, unfinished: UnfinishedStep, notes: tuple[str, ...]) -> Step:

@@ -92,7 +92,8 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
             wrong = piece.wrong_long + (piece.wrong_short - piece.wrong_long) * swing
             return np.where([cut_off(e) for e in episodes], piece.exceeded, np.where(_solved(episodes), right, wrong))
         case pieces.Repetition():
-            return rewards - piece.penalty * np.array([repeated(_spoken_ids(e), piece.n) for e in episodes])
+            spoken_ids = [[int(i) for s in e.segments for i in s.ids[s.mask]] for e in episodes]
+            return rewards - piece.penalty * np.array([repeated(ids, piece.n) for ids in spoken_ids])
         case pieces.Gate():
             return np.where([_full_score(e, piece.source) for e in episodes], rewards, piece.otherwise)
         case pieces.RelativeLength():
@@ -209,11 +210,6 @@ def repeated(ids: Sequence[int] | NDArray[np.int32], n: int) -> float:
     """Share of n-grams that occurred before: [5, 5, 5, 5, 5] with n=2 -> .75; fewer than n tokens -> 0."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def _spoken_ids(episode: Episode) -> list[int]:
-    """The spoken token ids of all segments."""
-    return [int(i) for s in episode.segments for i in s.ids[s.mask]]
 
 
 def _full_score(episode: Episode, source: str) -> bool:

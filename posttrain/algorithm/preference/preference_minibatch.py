@@ -194,12 +194,12 @@ def _own(w: PreferenceContext) -> np.ndarray:
     return w.spread(product_U[unit_E])
 
 
-def _imitates(w: PreferenceContext) -> bool:
-    return any(isinstance(x, ChosenNLL | GoldNLL) for x in w.algorithm.add)
-
-
 PREFERENCE_WHOLE: list[Maker[PreferenceContext]] = [
-    Maker((LIKELIHOOD,), _imitates, lambda w: (_likelihood(w),)),
+    Maker(
+        (LIKELIHOOD,),
+        lambda w: any(isinstance(x, ChosenNLL | GoldNLL) for x in w.algorithm.add),
+        lambda w: (_likelihood(w),),
+    ),
     Maker((MATCH,), lambda w: w.algorithm.match is not None, lambda w: (_match(w),)),
     Maker((OWN,), lambda w: w.algorithm.weights == "wpo", lambda w: (_own(w),)),
     Maker((SHIFT,), lambda w: w.algorithm.shift is not None, lambda w: (np.full(w.batch.spoken, w.shift),)),

@@ -27,13 +27,9 @@ LONGEST = 80
 
 def known_pieces() -> set[str]:
     """The names of all classes of pieces that this program has."""
-    return {c.__name__ for choice in _choices() for c in dataclass_json.members(choice)}
-
-
-def _choices() -> list[type[Any]]:
-    """The open choices of algorithms, one for each kind of piece."""
-    declared = (x for hint in _fields().values() for x in _inner(hint))
-    return list(dict.fromkeys(c for c in declared if is_open(c)))
+    # The open choices of algorithms, one for each kind of piece.
+    choices = {x for hint in _fields().values() for x in _inner(hint) if is_open(x)}
+    return {c.__name__ for choice in choices for c in dataclass_json.members(choice)}
 
 
 def _fields() -> dict[str, Any]:

@@ -109,7 +109,7 @@ class GenerativeJudge:
         compared = comparisons(len(episodes), self.judging.sides, self.rivals)
         votes = await together([self._votes(episodes, sides) for sides in compared])
         kept = [self.kept(each) for each in votes]
-        yes = await together([self._yes(each) for each in votes]) if self.judging.sides == 1 else []
+        yes = await together([self._log_yes(each) for each in votes]) if self.judging.sides == 1 else []
         out: list[Verdict] = []
         for i, episode in enumerate(episodes):
             its_comparisons = [n for n, sides in enumerate(compared) if i in sides]
@@ -159,12 +159,13 @@ class GenerativeJudge:
         assert drawn is not None
         return drawn
 
-    async def _yes(self, votes: Sequence[Vote]) -> list[float]:
+    async def _log_yes(self, votes: Sequence[Vote]) -> list[float]:
         """log p(Yes) of each vote about one answer, given its own reasoning; -inf where it has no verdict."""
-        return await together([self._log_yes(v) for v in votes])
 
-    async def _log_yes(self, vote: Vote) -> float:
-        return -np.inf if vote.scores is None else await self.log_says(vote, self.judging.ends[0])
+        async def of(vote: Vote) -> float:
+            return -np.inf if vote.scores is None else await self.log_says(vote, self.judging.ends[0])
+
+        return await together([of(v) for v in votes])
 
     async def log_says(self, vote: Vote, end: str) -> float:
         """log p(this verdict) after the reasoning of a vote that has a verdict."""

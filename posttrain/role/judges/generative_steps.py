@@ -102,7 +102,9 @@ class GenerativeStepJudge:
         question = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
         prompt = self.verifier.judging.prompt(question, [text])
         try:
-            votes = await together([self._vote(prompt, task, *place, k) for k in range(self.verifier.votes)])
+            votes = await together(
+                [self.verifier.vote(prompt, (0,), task.id, *place, k) for k in range(self.verifier.votes)]
+            )
         except DataError as error:
             return StepVotes(None, UNREAD, str(error))
         kept = self.verifier.kept(votes)
@@ -118,9 +120,6 @@ class GenerativeStepJudge:
         """The score of each of these beginnings, as a search asks for them; None where no vote can be read."""
         votes: list[StepVotes] = await self.verifier.run(together([self.verified(task, t, "search", t) for t in texts]))
         return [v.score for v in votes]
-
-    async def _vote(self, prompt: str, task: Task, *place: int | str) -> Vote:
-        return await self.verifier.vote(prompt, (0,), task.id, *place)
 
     async def _chance(self, vote: Vote) -> float | None:
         """p(Yes) / (p(Yes) + p(No)) after the vote's own reasoning; None where it has no verdict."""

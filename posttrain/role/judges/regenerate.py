@@ -115,7 +115,9 @@ class Regenerator:
         known: dict[bytes, asyncio.Task[tuple[Episode, ...]]] = {}
         judging = SiblingVerdicts(self.labeler.rollout.environment)
         first: dict[bytes, Episode] = {}
-        wrong = [(e, self._ends(e)) for e in wrong_ones(group)]
+        # Each wrong answer with its spoken tokens up to the end of each step; none where it has no usable steps.
+        by_completions, cut = self.how.by == "completions", self.labeler.cut
+        wrong = [(e, cut(e) if by_completions else scored_steps(e)[0]) for e in wrong_ones(group)]
         # Set before anything is asked: it follows from the order of siblings, not from who asks first.
         for e, ends in wrong:
             for upto in ends:
@@ -128,10 +130,6 @@ class Regenerator:
                 task.cancel()
             await judging.close()
         return [x for x in regenerated if x is not None]
-
-    def _ends(self, e: Episode) -> tuple[int, ...]:
-        """Spoken tokens up to the end of each step of an answer; empty where it has no usable steps."""
-        return self.labeler.cut(e) if self.how.by == "completions" else scored_steps(e)[0]
 
     async def _answer(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.role.learning.reference_scores import LogProbs, ReferenceScores
 from posttrain.role.roles import PreferenceRoles
 from posttrain.role.weights.saved_weights import restore, snapshot
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.preference.judged_batches import (
     AgreementReport,
     batch_of,
@@ -57,9 +57,7 @@ class PreferenceState(StageState):
 class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Preference, state=PreferenceState):
     """Learns from judged completions."""
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[DataBatch]:
         parts, stage, setting = self.parts, self.stage, self.setting
         render, context = parts.renderer, parts.sampler.context
         source = training_tasks(stage, setting.environment, stage.judged, render, context, parts.say)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,8 @@ import numpy as np
 
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.expert_choices import RoutedPass
-from posttrain.core.exchange.scores import AdapterTrial, Odds, Reads, TokenScores
+from posttrain.core.exchange.scores import AdapterTrial, Reads, TokenScores
 from posttrain.core.exchange.shards import Shard
-from posttrain.core.types import Top
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.learner.learner_routers import LearnerRouters
 from posttrain.engine.model.policy_model import Policy
@@ -55,38 +54,8 @@ class OrderedLearner(HFLearner):
             return getattr(super(), method)(*arguments)
         return self._lead.all(self._ask, method, arguments, what=f"{method} of the learner")
 
-    def score(self, packed: Packed) -> np.ndarray:
-        return self._do("score", packed)
-
-    def packed_score(self, packed: Packed) -> np.ndarray:
-        return self._do("packed_score", packed)
-
     def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
         return self._do("examine", packed, tuple(names))
-
-    def value(self, packed: Packed) -> np.ndarray:
-        return self._do("value", packed)
-
-    def rewards(self, packed: Packed) -> np.ndarray:
-        return self._do("rewards", packed)
-
-    def entropy(self, packed: Packed) -> np.ndarray:
-        return self._do("entropy", packed)
-
-    def energy(self, packed: Packed) -> np.ndarray:
-        return self._do("energy", packed)
-
-    def collision(self, packed: Packed) -> np.ndarray:
-        return self._do("collision", packed)
-
-    def top(self, packed: Packed, k: int) -> Top:
-        return self._do("top", packed, k)
-
-    def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        return self._do("odds", packed, temperatures)
-
-    def fingerprint(self) -> str:
-        return self._do("fingerprint")
 
     def adapter(self) -> AdapterTrial | None:
         return None if self.policy.lora is None else LeadTrial(self._lead)
@@ -126,6 +95,15 @@ class OrderedLearner(HFLearner):
 
     def put_weights(self, copied: int) -> None:
         self._lead.all(together.put_copy, copied)
+
+
+def _ordered(method: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._do(method, *arguments)
+
+
+_OF_PACKED = ("score", "packed_score", "value", "rewards", "entropy", "energy", "collision", "top", "odds")
+for _method in (*_OF_PACKED, "fingerprint"):
+    setattr(OrderedLearner, _method, _ordered(_method))
 
 
 class LeadLearner(OrderedLearner, ShardedLearner):

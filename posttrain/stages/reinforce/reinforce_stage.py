@@ -6,7 +6,7 @@ The step itself is `ask` and `learn` of `stages.training_step`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import ReinforceRoles, stream_of
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights.saved_weights import load_optimizer, load_weights, save_optimizer, save_weights
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.teacher_average import AveragePolicy
 from posttrain.stages.role_parts import frozen_start, same_reference, stage_parts
@@ -87,9 +87,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)"
         )
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[Experience]:
         parts, stage = self.parts, self.stage
         self.roles = self._roles(self._reference(checkpoint), self._implicit(checkpoint))
         played, _, learned = batch_algebra(stage).partition(" -> ")

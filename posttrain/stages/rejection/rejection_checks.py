@@ -268,7 +268,9 @@ class RejectionCheck(Observer):
             case KeptEvent():
                 self._check_kept(roles, event)
             case PackedEvent(batch=batch):
-                self._check_batch(roles, batch)
+                imitates_kept(batch, self._rows, self._kept, roles.stage, roles.text)
+                if not roles.sampling.stop:  # a stop string ends a turn without a stop token
+                    demonstration_ends_once(batch, roles.stop_ids, roles.text)
             case _:
                 pass
         return None
@@ -351,11 +353,6 @@ class RejectionCheck(Observer):
             # A later improvement trains what the one before has learned, which are not the weights that were asked.
             asked = self._asked_with if event.improvement == 0 else ""
             begins_with_its_weights(roles.stage, event.round, roles.learner.fingerprint(), self._start, asked, taken)
-
-    def _check_batch(self, roles: RejectionRoles, batch: Batch) -> None:
-        imitates_kept(batch, self._rows, self._kept, roles.stage, roles.text)
-        if not roles.sampling.stop:  # a stop string ends a turn without a stop token
-            demonstration_ends_once(batch, roles.stop_ids, roles.text)
 
 
 def steps_taken(roles: RejectionRoles) -> int | None:

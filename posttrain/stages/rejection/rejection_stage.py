@@ -6,7 +6,6 @@ again from the samples before, with another threshold (an improvement).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,12 +45,11 @@ from posttrain.role.learning.rejection_selection import (
     to_ask_again,
     write,
 )
-from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import RejectionRoles, stream_of
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.reinforce_stage import productive_band
-from posttrain.stages.role_parts import data_parts
+from posttrain.stages.role_parts import data_parts, sampling_parts
 from posttrain.stages.run_parts import load_kept
 from posttrain.stages.training_step import DataBatch, learn_from, learn_nothing
 from posttrain.system.concurrency import together
@@ -99,18 +97,12 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         if report is not None:
             self.parts.say(productive_band(report).replace("before RL", "before rejection sampling"))
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[RejectionWork]], Callable[[RejectionWork], Awaitable[Step]]]:
-        parts, stage, setting, s = self.parts, self.stage, self.setting, self.state
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[RejectionWork]:
+        parts, stage, s = self.parts, self.stage, self.state
         self._say()
         self.roles = RejectionRoles(
-            **data_parts(self),
-            sampling=parts.sampling(stage),
-            rollout=setting.rollout,
-            prompts=Prompts(setting.environment.train, parts.run.seed, s.cursor),
+            **data_parts(self) | sampling_parts(self, s.cursor),
             regenerator=self._regenerator(),
-            other_environments=parts.other_environments(stage),
         )
         self._asked = RoundSamples((), 0, 0)
         self._kept: tuple[Candidate, ...] = ()

@@ -4,7 +4,6 @@ step is as good as the completions that follow it. Labelled answers become rows 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.events import LabelledEvent, PlayedEvent
 from posttrain.role.judges.step_completion import LabelledAnswer, StepLabeler, TokenEnds
-from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import LabelRoles, stream_of
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.progress import StageState
-from posttrain.stages.role_parts import stage_parts
+from posttrain.stages.role_parts import sampling_parts
 from posttrain.system.errors import DataError
 
 ROWS = "steps.jsonl"
@@ -57,26 +55,18 @@ class LabelWork:
 class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=StepLabeling, state=StepLabelState):
     """Samples answers, completes them from the end of each step, and writes rows."""
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[LabelWork]], Callable[[LabelWork], Awaitable[Step]]]:
-        parts, stage, setting = self.parts, self.stage, self.setting
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[LabelWork]:
+        parts, stage, rollout = self.parts, self.stage, self.setting.rollout
         parts.say(
             f"{stage.name}: {stage.prompts} prompts x {stage.siblings} answers a step, {stage.completions} completions"
             f" from the end of each step (a step ends with {stage.separator!r})"
             + (", each answer once more as if it had ended before" if stage.early_ends else "")
             + "; nothing is trained"
         )
-        sampling, rollout = parts.sampling(stage), setting.rollout
         ends = TokenEnds(rollout.dialogue("").text)
-        self.roles = LabelRoles(
-            **stage_parts(self),
-            environment=setting.environment,
-            sampling=sampling,
-            rollout=rollout,
-            prompts=Prompts(setting.environment.train, parts.run.seed, self.state.cursor),
-            labeler=StepLabeler(rollout, stage, sampling, ends, stream_of(stage)),
-        )
+        labeler = StepLabeler(rollout, stage, parts.sampling(stage), ends, stream_of(stage))
+        fields = sampling_parts(self, self.state.cursor)
+        self.roles = LabelRoles(**fields, environment=self.setting.environment, labeler=labeler)
         await parts.publish()
         # This call empties the engine's counters, so that the first step counts its own work alone.
         parts.sampler.gauges()
@@ -123,7 +113,11 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         # `keep` replaces the whole folder, so no row is ever half written. In ASCII, since a line separator of Unicode
         # in an answer would cut its row in two for `splitlines`.
         text = "".join(json.dumps(r) + "\n" for r in rows)
-        self.parts.book.keep(name, lambda folder: _write_text(folder / ROWS, text))
+
+        def write(folder: Path) -> None:
+            (folder / ROWS).write_text(text, encoding="utf-8")
+
+        self.parts.book.keep(name, write)
 
     def remember(self, asked: LabelWork, step: Step) -> Step:
         self.state.cursor = self.roles.prompts.cursor
@@ -134,10 +128,6 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
                 f" ({self.stage.name}.separator), and an environment that judges them"
             )
         return step
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
