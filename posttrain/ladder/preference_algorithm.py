@@ -114,8 +114,6 @@ class PreferenceAlgorithm:
         """The names of its pieces whose classes this program does not have. What they refuse is then not known."""
         return tuple(type(p).__name__ for p in self.pieces if p.absent)
 
-    # --- what a stage reads -------------------------------------------------------------------------------------------
-
     @property
     def kind(self) -> Kind:
         """The kind of judgement that it learns from. rows=triple reads rankings of three."""

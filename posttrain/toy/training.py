@@ -28,8 +28,6 @@ from posttrain.ladder.pieces.baseline import Ema, Value
 from posttrain.toy.answers import Answers, batch_of_answers, groups_of, logp_of, said_logp
 from posttrain.toy.policies import ToyPolicy
 
-# --- credit -----------------------------------------------------------------------------------------------------------
-
 
 def _short_group(rewards_GK: np.ndarray) -> ScoredGroup:
     """One group whose answers have one token each."""
@@ -95,9 +93,6 @@ def credit_in_full(
     groups = groups_of(answers, rewards_PG, start_ET, reference_ET)
     credit = credit_step(a, groups, max_tokens=answers.tokens_ET.shape[1], ema=0.0)
     return np.stack([e.advantage[0] for group in credit.groups for e in group.episodes])
-
-
-# --- from credit to a step of the optimizer ---------------------------------------------------------------------------
 
 
 def batch_of(

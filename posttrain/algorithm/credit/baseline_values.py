@@ -25,8 +25,6 @@ from posttrain.ladder.pieces import baseline as pieces
 from posttrain.ladder.pieces.baseline import Baseline
 from posttrain.ladder.pieces.implicit import ImplicitOthers
 
-# --- one number per sample -----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, eq=False)
 class Siblings:
@@ -114,9 +112,6 @@ def _off_policy(siblings: Siblings) -> Array:
     log_w -= log_w[energy > 0].max()  # so that the largest weight is not 0 nor inf
     weight = np.where(energy > 0, np.exp(2 * np.minimum(log_w, 0.0)) * energy, 0.0)
     return over - math.fsum(weight * over) / math.fsum(weight)
-
-
-# --- several numbers per sample ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,9 +48,6 @@ def sizes(
     return terms
 
 
-# --- the functions of a piece ----------------------------------------------------------------------------------------
-
-
 @singledispatch
 def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     """Rewards [G] after one piece. Numeric cases: A10, A32, C04."""
@@ -132,9 +129,6 @@ def grown(piece: Shaping, terms: Array, rewards: Array, after: Array, episodes: 
 def dropped(piece: Shaping, episode: Episode) -> str:
     """Returns the reason why an episode may have no gradient; '' where it may have one."""
     return "truncated" if isinstance(piece, pieces.DropTruncated) and cut_off(episode) else ""
-
-
-# --- shared parts ----------------------------------------------------------------------------------------------------
 
 
 def cut_off(episode: Episode) -> bool:

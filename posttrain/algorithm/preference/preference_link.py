@@ -16,8 +16,6 @@ from posttrain.ladder.pieces import link as links
 from posttrain.ladder.pieces import preference_pieces as pieces
 from posttrain.ladder.pieces.link import Link, SidedLink
 
-# --- the score of a completion ---------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, eq=False)
 class Completions:
@@ -102,9 +100,6 @@ def divergence(kind: pieces.FDivergence, log_ratio_E: Tensor) -> Tensor:
             raise missing(kind, divergence)
 
 
-# --- the link ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Margins:
     """The values that a link reads of U pairs: `x_U`, and the rewards u of both sides; `beta` is the algorithm's."""
@@ -170,9 +165,6 @@ def side(kind: Link, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
 def _signed(u_E: Tensor, good: Tensor) -> Tensor:
     """u of a good completion, -u of a bad one."""
     return torch.where(good, u_E, -u_E)
-
-
-# --- margin and label noise -------------------------------------------------------------------------------------------
 
 
 @singledispatch

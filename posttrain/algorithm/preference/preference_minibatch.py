@@ -35,9 +35,6 @@ OWN = Stream("own", "float64", "how likely the policy itself says both sides of 
 SHIFT = Stream("shift", "float64", "what is subtracted from each reward, the same in the whole minibatch", "shift=...")
 
 
-# --- the completions of a batch ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class CompletionLayout:
     """The lengths of completions, and the positions of their tokens."""
@@ -113,9 +110,6 @@ def scores_of(a: PreferenceAlgorithm, batch: Batch, l_M: np.ndarray) -> np.ndarr
     """float64 [E]: `score` of each completion."""
     # The same functions as in the loss, in float64 and without gradient: what is matched is what is learned.
     return score(a, completions(batch, torch.as_tensor(l_M.astype(np.float64)))).numpy()
-
-
-# --- what is made -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

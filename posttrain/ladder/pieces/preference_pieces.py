@@ -15,8 +15,6 @@ from posttrain.system.errors import ConfigError
 if TYPE_CHECKING:
     from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 
-# --- the statistic of a completion -----------------------------------------------------------------------------------
-
 
 class Statistic(PreferencePiece, begin=True):
     """The statistic by which the tokens of a completion become one number, from l = log pi - log ref of each (log pi
@@ -70,9 +68,6 @@ class LogOdds(Statistic):
                 "statistic=logodds reads p as a probability, and a ratio to a reference is none. Set against=nothing,"
                 " or statistic=average"
             )
-
-
-# --- the divergence to the reference ---------------------------------------------------------------------------------
 
 
 class FDivergence(PreferencePiece, begin=True):
@@ -130,9 +125,6 @@ class AlphaDivergence(FDivergence):
         return f"h = (exp({self.alpha - 1:g} sum of l) - 1) / {self.alpha - 1:g}"
 
 
-# --- label noise -----------------------------------------------------------------------------------------------------
-
-
 class LabelNoise(PreferencePiece, begin=True):
     """The correction for pairs whose sides were swapped by whoever judged them."""
 
@@ -164,9 +156,6 @@ class Robust(LabelNoise):
 
     def words(self) -> str:
         return f"({1 - self.rate:g} f(x) - {self.rate:g} f(-x)) / {1 - 2 * self.rate:g}"
-
-
-# --- the margin ------------------------------------------------------------------------------------------------------
 
 
 class MarginTerm(PreferencePiece, begin=True):
@@ -218,9 +207,6 @@ class DataMargin(MarginTerm):
 
     def reads(self) -> tuple[str, ...]:
         return ("margin",)
-
-
-# --- what is added ---------------------------------------------------------------------------------------------------
 
 
 class Added(PreferencePiece, begin=True):

@@ -121,8 +121,6 @@ class GenerativeJudge:
             out.append(self._verdict(episode, values, why, [v for n in its_comparisons for v in votes[n]]))
         return out
 
-    # --- asking ------------------------------------------------------------------------------------------------------
-
     async def _votes(self, episodes: Sequence[Episode], sides: tuple[int, ...]) -> list[Vote]:
         """All votes about one comparison: `votes` in each order."""
         # Judges prefer the first or the second place: both orders are asked, so that this cancels.
@@ -183,8 +181,6 @@ class GenerativeJudge:
     def _verdict_ids(self, text: str) -> np.ndarray:
         """int32: a judgement in the judge's own tokens (`says_yes` proves that they are its own)."""
         return self.renderer.encode(text)
-
-    # --- counting ----------------------------------------------------------------------------------------------------
 
     def kept(self, votes: Sequence[Vote]) -> list[int]:
         """The votes about one comparison that count: those with a verdict; with a meta reward model its better half."""

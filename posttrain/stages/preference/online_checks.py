@@ -154,8 +154,6 @@ class SampledPairCheck(Observer):
                 if batch.episodes == len(tokens):
                     tokens_are_as_sampled(batch, self._pairs)
                 sides_are_as_judged(batch, rows_of_pairs(self._pairs, roles.stage.algorithm))
-            case _:
-                pass
         return None
 
 

@@ -24,34 +24,17 @@ from posttrain.core.streams import COLLISION, OPPONENT, REFERENCE, START
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 
 KNOWN: dict[str, tuple[str, ...]] = {
-    "Total": (),
-    "Average": (),
-    "Desensitized": ("alpha",),
-    "LogOdds": (),
-    "ReverseKL": (),
-    "ForwardKL": (),
-    "JensenShannon": (),
-    "AlphaDivergence": ("alpha",),
-    "LogSigmoid": (),
+    **dict.fromkeys(("Total", "Average", "LogOdds", "ReverseKL", "ForwardKL", "JensenShannon"), ()),
+    **dict.fromkeys(("LogSigmoid", "Square", "NoiseContrast", "Binary", "SelfPlay"), ()),
+    **dict.fromkeys(("AnchoredZero", "Prospect", "AnchoredDown", "Nash"), ()),
+    **dict.fromkeys(("Desensitized", "AlphaDivergence"), ("alpha",)),
+    **dict.fromkeys(("Exact", "Conservative", "Robust"), ("rate",)),
+    **dict.fromkeys(("DataMargin", "GoldNLL", "Optimism"), ("coef",)),
     "Hinge": ("delta",),
-    "Square": (),
-    "Exact": ("rate",),
     "Discovered": ("tau",),
-    "NoiseContrast": (),
-    "Binary": (),
-    "SelfPlay": (),
-    "AnchoredZero": (),
-    "Prospect": (),
-    "AnchoredDown": (),
-    "Nash": (),
-    "Conservative": ("rate",),
-    "Robust": ("rate",),
     "FixedMargin": ("gamma",),
     "RatioMargin": ("ratio",),
-    "DataMargin": ("coef",),
     "ChosenNLL": ("coef", "over"),
-    "GoldNLL": ("coef",),
-    "Optimism": ("coef",),
 }
 """The pieces that the definition covers, with the settings that it reads. Others must have their defaults."""
 READ = ("statistic", "divergence", "link", "noise", "margin", "add")
@@ -316,8 +299,6 @@ def _constants(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _
         case "DataMargin":
             assert rows.margin_U is not None
             margin_U = margin.coef * rows.margin_U  # type: ignore[union-attr]
-        case _:
-            pass
     match_E, sure_E = np.zeros(len(rows.unit_E)), np.ones(len(rows.unit_E), bool)
     if a.match is not None:
         c, r = rows.at(1), rows.at(0)

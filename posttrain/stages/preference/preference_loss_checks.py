@@ -182,8 +182,6 @@ class PreferenceLossCheck(Observer):
                 rows = self.rows(roles, index)
                 shift = float(batch[SHIFT][0]) if SHIFT in batch else 0.0
                 return ObserverReport(preference_loss_agrees(a, batch, passes, rows, shift))
-            case _:
-                pass
         return None
 
     def _shift(self, roles: PreferenceRoles, index: int, batch: Batch) -> None:

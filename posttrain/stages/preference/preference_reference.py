@@ -84,8 +84,6 @@ class ReferenceCheck(Observer):
             case DifferentiatedEvent(packed=packed, passes=passes) if due(packed.index):
                 logp_M = passes.joined(packed.batch, passes.logp).astype(np.float32)
                 return self._starts(roles, packed, logp_M)
-            case _:
-                pass
         return None
 
     def _unmoved(self, roles: PreferenceRoles, event: PackedEvent) -> None:

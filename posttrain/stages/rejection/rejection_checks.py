@@ -271,8 +271,6 @@ class RejectionCheck(Observer):
                 imitates_kept(batch, self._rows, self._kept, roles.stage, roles.text)
                 if not roles.sampling.stop:  # a stop string ends a turn without a stop token
                     demonstration_ends_once(batch, roles.stop_ids, roles.text)
-            case _:
-                pass
         return None
 
     def _take(self, roles: RejectionRoles, groups: Sequence[Group]) -> Gauges:

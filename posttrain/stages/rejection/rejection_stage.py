@@ -157,8 +157,6 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         """Name under which the run keeps the candidates of the round that sampled last."""
         return f"{self.stage.name}-asked-{self.state.asked:04d}"
 
-    # --- ask ---------------------------------------------------------------------------------------------------------
-
     async def _ask(self, index: int) -> RejectionWork:
         s, m = self.state, self.stage.method
         # In the middle of a round: its candidates are imitated, and nothing is sampled.
@@ -208,8 +206,6 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         roles = self.roles
         engine, version = roles.sync.sampler.gauges(), self.trainer.version
         return Experience(index, version, played, passed, len(played), engine, roles.prompts.cursor)
-
-    # --- learn -------------------------------------------------------------------------------------------------------
 
     async def _learn(self, work: RejectionWork) -> Step:
         """One optimizer step on what the round kept. A round that kept nothing is a step that changes nothing."""
