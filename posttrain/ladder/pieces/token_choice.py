@@ -18,6 +18,7 @@ class Tokens(Piece, begin=True):
     """A choice of tokens of the minibatch. Its mathematics is in `algorithm.loss.token_selection`."""
 
     # Tokens are chosen over the whole minibatch. Without the silent tokens its means and shares would be others.
+    reads_silent: ClassVar[bool] = True
     silences: ClassVar[bool] = True
     """Whether the tokens that it does not choose are masked: they have no policy gradient."""
     reads_now: ClassVar[bool] = False
