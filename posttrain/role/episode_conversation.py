@@ -119,8 +119,7 @@ class SeatConversation:
         return said
 
     def _room(self, most: int | None) -> tuple[int, Stop]:
-        """(tokens the next turn may have, the stop reason if it would need more), by the narrowest limit of the
-        episode."""
+        """(tokens the next turn may have, the stop reason if it would need more), by the episode's narrowest limit."""
         # Turns first, since they need no count of tokens. The engine itself ends a turn at the context.
         spent, limits = self._spent, self._spent.limits
         if limits.turns is not None and spent.turns >= limits.turns:

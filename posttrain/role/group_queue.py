@@ -112,8 +112,7 @@ class StepGroups:
 
 
 class MeteredSampler:
-    """A sampler that counts the tokens and turns of one caller, where several share an engine. The rest of `Sampler` is
-    that of `inner`."""
+    """A sampler that counts the tokens and turns of one caller of a shared engine. The rest is that of `inner`."""
 
     def __init__(self, inner: Sampler, tokens: int = 0, turns: int = 0) -> None:
         self.inner, self.tokens, self.turns = inner, tokens, turns
@@ -213,8 +212,7 @@ class GroupQueue:
             passed.append(not self._refuses(group))
             begun.append(asked.begun)
             tokens_said, self.cursor = tokens_said + asked.said, asked.cursor
-            # Taking one makes no room: it counts as taken now, or, if refused, as neither. A group that ends as refused
-            # makes room (`_again`).
+            # Taking one makes no room: it counts as taken now, or, if refused, as neither (`_again`).
             self._taken, self._played = self._taken + passed[-1], len(played)
         # An engine in this process gets no time while the learner computes. So turns that were begun end first.
         await self.idle()
@@ -226,8 +224,7 @@ class GroupQueue:
         return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), engine)
 
     async def proceed(self) -> None:
-        # Episodes may wait for a tool that ended while the learner computed. The tools that their next turns call work
-        # while the next step is learned.
+        # Tools that ended while the learner computed let their episodes go on, and work while the next step is learned.
         await self.idle()
 
     async def learned(self) -> None:
@@ -253,8 +250,7 @@ class GroupQueue:
             self._lost += len(given_up)
 
     def _ask_given_up(self) -> None:
-        """Ask groups that were given up again, in their places: at the end and the beginning of a step, as weights are
-        also pushed between steps."""
+        """Ask groups that were given up again, in their places: at a step's end and beginning, and at other pushes."""
         for asked in self._given_up:
             asked.sampler, asked.group = self._play(asked.task, asked.visit)
             asked.begun = asked.sampler.version
@@ -334,8 +330,7 @@ class GroupQueue:
             taken=self._taken,
             waiting=sum(not self._refuses(a.ended) for a in self._waiting),
         )
-        # The second bound is on groups that the filter refuses: they fill no place in `capacity`, so a filter that lets
-        # nothing pass would ask for ever.
+        # The second bound is on groups that the filter refuses: one that lets nothing pass would ask for ever.
         return min(bound, (most + self.staleness) * wanted - self._played - len(self._waiting))
 
     def _admit(self) -> None:

@@ -29,8 +29,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
-    # C(n - c, k) of all k-subsets hold no right one. The share of wrong samples to the power k would be too high, since
-    # x^k is convex.
+    # C(n - c, k) of all k-subsets hold no right one. The share of wrong samples to the power k would be too high.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -40,8 +39,7 @@ class EvaluationReport:
     measured, where something is measured and not paid (`Episode.figure`)."""
 
     accuracy: Score
-    """Share of answers that are right, pass@1. It has no prompts where grades tell no such share
-    (`core.measure.right`)."""
+    """Share of answers that are right, pass@1; without prompts where grades tell none (`core.measure.right`)."""
     reward: Score
     """Mean raw outcome. It leads where outcomes are grades."""
     greedy: Score | None
@@ -124,10 +122,8 @@ class EvaluationReport:
 async def evaluate(
     rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, settings: Evaluation
 ) -> EvaluationReport:
-    """Sample every task `settings.samples` times, and once greedily if `settings.greedy`, always with the same
-    seeds."""
-    # Its own seed and visit 0: the same random numbers in every evaluation. Nothing is learned, so no top-k tokens are
-    # stored.
+    """Sample every task `settings.samples` times, and once greedily if `settings.greedy`, with fixed seeds."""
+    # Its own seed and visit 0: the same random numbers each time. Nothing is learned: no top-k tokens are stored.
     fixed, sampling = replace(rollout, seed=settings.seed), replace(sampling, top=0)
     groups = await together(
         [fixed.group(t, 0, RolloutRequest(groups=1, siblings=settings.samples), sampling, "evaluation") for t in tasks]

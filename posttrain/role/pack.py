@@ -91,8 +91,7 @@ def _minibatch(
     now: Callable[[Packed], np.ndarray] | None,
 ) -> Minibatch:
     """One minibatch of these groups: its weights, its batch, and the streams made over the whole of it."""
-    # Weights first, and then silent episodes are left out: the denominator must not depend on which answers have
-    # credit.
+    # Weights first, then silent episodes are left out: the denominator must not depend on which answers have credit.
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
     not_silent = [

@@ -73,8 +73,7 @@ class Prompts:
             return self._walk()
         if curriculum.drawn:
             return self._draw(curriculum)
-        # The rest of this epoch and all of the next: only then was every task looked at, since each has an order of its
-        # own.
+        # The rest of this epoch and all of the next: only then was every task looked at, as their orders differ.
         for _ in range(2 * (self.source.count or 1)):
             task, visit = self._walk()
             # A task that was never played counts as never solved, so it comes.

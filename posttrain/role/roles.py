@@ -39,8 +39,7 @@ from posttrain.role.trainer import Trainer
 
 @dataclass
 class RoleCosts:
-    """Wall-clock seconds and peak memory per role, for people: no digest covers them. A role within another counts for
-    both."""
+    """Wall-clock seconds and peak memory per role, for people, in no digest. A role within another counts for both."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     total: dict[str, float] = field(default_factory=dict[str, float])
@@ -181,8 +180,7 @@ class SamplingRoles(StageRoles[S]):
     rollout: Rollout
     prompts: Prompts
     other_environments: tuple[Environment, ...] = ()
-    """Other environments on which the run or a later stage is evaluated. Their held-out tasks must not be trained on
-    either."""
+    """Other environments on which the run or a later stage is evaluated: their held-out tasks stay untrained."""
 
 
 @dataclass(kw_only=True)

@@ -41,9 +41,8 @@ def score(
     hints: Hints | None = None,
     reroute: bool = False,
 ) -> tuple[ScoredGroup, ...]:
-    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out. `hints`: what
-    the reference reads instead of the policy's prompts. `reroute`: whether the experts of every token become those that
-    the learner's routers choose now (`at_start`)."""
+    """The judged episodes of each group with the streams that `a` reads; groups without any are left out. `hints`: what
+    the reference reads instead of the prompts. `reroute`: whether experts are chosen anew now (`at_start`)."""
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
@@ -81,8 +80,7 @@ def score(
 
 
 def _told(groups: Sequence[Group], a: Algorithm, hints: Hints | None) -> list[HintedEpisode] | None:
-    """The judged episodes with the hint in their prompts, as the teacher reads them; None for an algorithm without
-    one."""
+    """The judged episodes with the hint in their prompts, as the teacher reads them; None without a hint."""
     if a.hint is None:
         return None
     if hints is None:

@@ -33,8 +33,7 @@ def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
     parts: dict[str, _Parts] = {}
     empty: dict[str, Shard] = {}
     for shard in shards:
-        # An empty shard says that a process has no part of this weight. The name is remembered, for the check at the
-        # end.
+        # An empty shard says that a process has no part of this weight. Its name is kept for the check at the end.
         if not shard.tensor.numel() and not shard.whole:
             empty.setdefault(shard.name, shard)
             continue
@@ -120,9 +119,8 @@ class Sync:
         return version > self.sampler.version
 
     async def follow(self, version: int) -> None:
-        """Push the learner's weights, which are `version` now, where they are newer than the sampler's. Else the
-        optimizer step was left out, and the sampler only forgets earlier turns: a run that is resumed here starts with
-        an empty one."""
+        """Push the learner's weights, now `version`, where they are newer than the sampler's. Else the step was left
+        out, and the sampler only forgets earlier turns, as in a run that is resumed here."""
         if self.due(version):
             await self.push(version)
         else:

@@ -86,8 +86,8 @@ class Packing:
         self.computed += len(micro.ids_N) if scores.computed is None else scores.computed
 
     def gauges(self) -> Gauges:
-        """Gauges of one optimizer step. A minibatch in one pass wastes no room, nor does a pass with more tokens than
-        `room`."""
+        """Gauges of one optimizer step. A minibatch in one pass, or a pass with more tokens than `room`, wastes
+        none."""
         total, passes = sum(self.sizes), len(self.sizes)
         room = sum(max(self.room, n) for n in self.sizes) if passes > 1 else total
         return {
@@ -105,8 +105,8 @@ class WeightOptimizer(Protocol):
         ...
 
     def step(self, share: float = 1.0) -> float:
-        """Clip by the global norm, update, clear the gradients; returns the norm before the clip. `share`: of the
-        learning rate."""
+        """Clip by the global norm, update, clear gradients; returns the norm before it. `share`: of the learning
+        rate."""
         ...
 
     @property
@@ -146,8 +146,7 @@ class WeightOptimizer(Protocol):
         ...
 
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Everything a resumed run needs. `steps` counts the steps; `WORD.PARAMETER` is the state WORD of a
-        parameter."""
+        """Everything a resumed run needs. `steps` counts steps; `WORD.PARAMETER` is the state WORD of a parameter."""
         ...
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
@@ -191,8 +190,7 @@ class Trainer:
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
         micros = self._micros(batch)
-        # All ranks take part in every pass: one with fewer micro-batches joins the others' last passes with a loss of
-        # 0, or they would wait for it.
+        # All ranks take part in every pass: one with fewer micro-batches joins the last passes with a loss of 0.
         waiting = max(self.ranks.every(len(micros))) - len(micros)
         with self.frozen():
             for episodes, micro in micros:
@@ -276,8 +274,7 @@ class Trainer:
 
     def _update(self, batch: Batch, loss: Loss, overflow: bool, share: float) -> Gauges:
         """The optimizer's step, with this share of the learning rate. If the gradient is not finite, each unit's loss
-        is computed alone to find the cause, unless the scale of the loss alone can be it (`overflow`): then the step is
-        left out."""
+        alone shows the cause, unless the loss scale alone can be it (`overflow`): then the step is left out."""
         lr, scale = self.optimizer.lr * share, self.optimizer.loss_scale
         norm = self.optimizer.step() if share == 1 else self.optimizer.step(share)
         self.learner.train_mode(False)
@@ -317,8 +314,7 @@ class Trainer:
 def key(episode: Episode) -> bytes:
     """The spoken tokens and their log-probs as bytes. Finds an episode again in a batch."""
     ids_and_logps = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
-    # Ids of all segments, then their log-probs, as `named` has them of a batch: they tell siblings with equal tokens
-    # apart.
+    # Ids of all segments, then their log-probs, as `named` has them: they tell siblings with equal tokens apart.
     return b"".join(x.tobytes() for x in (*ids_and_logps[::2], *ids_and_logps[1::2]))
 
 

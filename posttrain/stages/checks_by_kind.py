@@ -45,8 +45,7 @@ from posttrain.stages.supervised.imitation_checks import ImitationCheck
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a reinforcement stage, in the order in which they get events."""
-    # `steps` is empty where the stage begins. In a resumed one, checks that are made only once look here whether they
-    # passed.
+    # `steps` is empty where the stage begins. In a resumed one, checks made only once look here whether they passed.
     history, bets = StageHistory(steps), Bets.of(kept.get("bets"))
     return [
         ResumeCheck(history),
@@ -76,8 +75,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
 
 
 def updates(steps: Sequence[Step], always: bool = False) -> list[Observer]:
-    """The checks of every stage that trains. `always`: every step has something to learn, so any step has moved
-    weights."""
+    """The checks of every stage that trains. `always`: any step has something to learn, so any step moved weights."""
     moved = bool(steps) if always else any("canary/moved" in s.gauges for s in steps)
     return [UpdateCheck(moved=moved), ScaleCheck(done=scale_was_checked(steps)), FrozenCheck()]
 
@@ -157,8 +155,7 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
 
 
 def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
-    """The checks of `stage`, which has taken these steps already. `kept`: the state of all observers in a
-    checkpoint."""
+    """The checks of `stage`, which has taken these steps already. `kept`: the observers' state in a checkpoint."""
     # A derived stage type has the checks of the nearest kind that it derives from.
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
     return [PhasePeaks(), *([] if kind is None else OF[kind](steps, kept))]

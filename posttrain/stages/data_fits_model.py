@@ -1,4 +1,4 @@
-"""Checks before the first step that the rows of a run's data fit its model; one that does not is named by file and
+"""Checks before the first step that the rows of a run's data fit its model; names one that does not by file and
 line."""
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from posttrain.system.errors import DataError
 
 
 def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
-    """Raises DataError, with its place, for a judged completion beyond the context, unless the stage leaves such
-    out."""
+    """Raises DataError, with its place, for a judged completion beyond the context, unless the stage leaves it out."""
     tokenizer: Any = policy.tokenizer
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     for stage in stages:

@@ -93,8 +93,7 @@ class Stopper:
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
                 now = time.monotonic()
-                # What runs now (a checkpoint, or one more step because the stage is not at rest) gets a new time of
-                # grace.
+                # What runs now (a checkpoint, or one more step because the stage is not at rest) gets new time.
                 if step() != steps_ended:
                     steps_ended, longest, step_began = step(), max(longest, now - step_began), now
                 elif self.number in (signal.SIGTERM, signal.SIGHUP):

@@ -107,8 +107,7 @@ class Driver(ABC, Generic[S, T, A]):
         return Reads()
 
     def remember(self, asked: A, step: Step) -> Step:
-        """Called after a step: stores in `self.state` what later steps need. Returns the line, perhaps with a note
-        more."""
+        """Called after a step: stores in `self.state` what later steps need. Returns the line, maybe with a note."""
         return step
 
     async def close(self) -> None:
@@ -120,8 +119,7 @@ class Driver(ABC, Generic[S, T, A]):
         return True
 
     async def catch_up(self) -> None:
-        """Called before a checkpoint: does now what a resumed run would do at its start, such as pushing the
-        weights."""
+        """Called before a checkpoint: does what a resumed run would do at its start, such as pushing the weights."""
 
     def note(self) -> Callable[[Path], None]:
         """Called before a checkpoint inside the stage: stores in `self.state` what changes between steps. Returns a
@@ -154,8 +152,7 @@ class Driver(ABC, Generic[S, T, A]):
             raise self._interrupted(f"{where}, which did not end after the signal, so nothing of it was kept")
 
     async def _run(self) -> None:
-        # The order matters: weights, optimizer, observers, then the parts of the kind. An interrupted stage has its
-        # weights.
+        # In this order: weights, optimizer, observers, the parts of the kind. An interrupted stage has its weights.
         checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()
@@ -221,8 +218,7 @@ class Driver(ABC, Generic[S, T, A]):
         start = starts(parts.run.stages, self.stage)
         s.before, s.reward_before = self._known(start)
         if start != come_to(parts.run.stages, self.stage):
-            # Other weights than the run has now get a new version. Else the engine and the remembered evaluation would
-            # take them for those before.
+            # Other weights get a new version. Else engine and remembered evaluation would take them for those before.
             load_kept(parts, p, start)
             p.version = parts.version = p.version + 1
             if self._of_the_run:
@@ -246,8 +242,7 @@ class Driver(ABC, Generic[S, T, A]):
         # The stage starts from the weights that the run has come to, so the run's last measurement is theirs.
         if start == come_to(run.stages, self.stage) and self._on_its_tasks:
             return progress.accuracy and progress.accuracy[0], progress.reward and progress.reward[0]
-        # Else earlier stages with the same tasks: first the one that ended with these weights, then one that started
-        # from them.
+        # Else earlier stages with the same tasks: one that ended with these weights, then one that started from them.
         same_tasks = [
             result for result in progress.results if run.env_of(run.stage(result.name)) == run.env_of(self.stage)
         ]
@@ -269,8 +264,7 @@ class Driver(ABC, Generic[S, T, A]):
 
     @property
     def _of_the_run(self) -> bool:
-        """True where a measure of the stage is one of the run: the weights are handed on, and the tasks are the
-        run's."""
+        """True where a measure of the stage is one of the run: its weights are handed on, its tasks are the run's."""
         return self.stage.hands_on and self._on_its_tasks
 
     @property
@@ -304,8 +298,7 @@ class Driver(ABC, Generic[S, T, A]):
         return not s.ended
 
     def _finish(self, report: EvaluationReport | None) -> None:
-        """Writes the result and the last checkpoint, keeps the weights, and hands them on or loads those from
-        before."""
+        """Writes the result and the last checkpoint, keeps the weights, hands them on or loads those from before."""
         p, parts, stage = self.progress, self.parts, self.stage
         # Before weights and state are replaced: a finished run that is made longer goes on from this.
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
@@ -327,8 +320,7 @@ class Driver(ABC, Generic[S, T, A]):
     def _reopening(self, report: EvaluationReport | None) -> Reopening:
         """Returns the content of a checkpoint at this border, and the evaluation that belongs to it."""
         s, stage = self.state, self.stage
-        # `_finish` drops the state before it writes the checkpoint, so the function that writes the kind's files is
-        # kept.
+        # `_finish` drops the state before it writes the checkpoint: the function for the kind's files is kept.
         self._files = self._note_state()
         due = stage.eval_every and s.step % stage.eval_every == 0
         measured = [x.gauges() for x in (report, self.agreed, self.heldout_loss) if x is not None and due]
@@ -397,7 +389,7 @@ class Driver(ABC, Generic[S, T, A]):
         # weights in between, and a resumed run, which pushes when it begins, would go on with other samples.
         stopped = bool(self.stopper.number) and self.at_rest
         if stage.hands_on and (due or stopped):
-            # One that is due is written at once. A resumed run would begin by pushing the weights, so this run does
+            # One that is due is written at once. As a resumed run begins with a push of the weights, this run pushes
             # too.
             await self.catch_up()
             # All checkpoints are compared by this number, so it counts only if measured on the run's own tasks.

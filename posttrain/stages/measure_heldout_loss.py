@@ -87,7 +87,7 @@ def _parts(ones: Sequence[Demonstrated], tokens: int) -> Iterator[list[Demonstra
 
 
 def _key(d: Demonstrated) -> str:
-    """A digest of the tokens, of which count, and of their weights: two runs share a row only where they scored the
+    """A digest of the tokens, of which count, and of their weights: runs share a row only where they scored the
     same."""
     h = hashlib.blake2b(digest_size=8)
     for s in d.segments:

@@ -19,8 +19,7 @@ T = TypeVar("T")
 
 
 def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
-    """Run a coroutine to its end; returns its result. `stopper` gets the first interrupt, so that the work ends by
-    itself."""
+    """Run a coroutine to its end; returns its result. `stopper` gets the first interrupt, so that the work ends."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

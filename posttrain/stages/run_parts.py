@@ -89,8 +89,7 @@ class RunParts:
     """Returns the token sequences that spell a word."""
     text: Callable[[np.ndarray], str]
     freeze: Callable[[], Reference]
-    """Makes a reference that scores as the learner does now and never changes: a copy, or its model without the
-    adapter."""
+    """Makes a reference that scores as the learner does now, for ever: a copy, or its model without the adapter."""
     teacher: Callable[[str], Reference]
     """Loads a frozen model from a directory. It must have the policy's tokenizer."""
     oppose: Callable[[Reference, float], Opponent]
@@ -139,8 +138,7 @@ class RunParts:
         return self.settings.get(stage.name) or StageSetting(self.environment, self.rollout)
 
     def judged_setting(self, stage: Stage) -> StageSetting:
-        """The stage's setting, judged also by the reward models that the run itself has trained when the stage
-        begins."""
+        """The stage's setting, judged also by the reward models that the run has trained before the stage begins."""
         setting = self.setting(stage)
         return setting.judged_by((*setting.rollout.judges, *self.trained_judges(stage)))
 
@@ -157,8 +155,7 @@ class RunParts:
         return replace(resolved, top=top) if top != resolved.top else resolved
 
     def other_environments(self, stage: Stage) -> tuple[Environment, ...]:
-        """The environments on which the run is measured during or after this stage (its own and those of later stages),
-        without the stage's."""
+        """The environments on which the run is measured from this stage on, without the stage's own."""
         stages = self.run.stages
         later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
         own_environment = self.setting(stage).environment

@@ -48,8 +48,7 @@ def check_drivers(run: Run) -> None:
 
 
 def where(run: Run, state: Mapping[str, Any]) -> Progress:
-    """Reads a checkpoint's state strictly, as the progress of a run. ConfigError or InvariantError where it cannot
-    be."""
+    """Reads a checkpoint's state strictly, as a run's progress. ConfigError or InvariantError where it cannot be."""
     p = dataclass_json.from_plain(Progress, dict(state))
     # A finished run has no running stage.
     if not 0 <= p.stage <= len(run.stages) or (p.running is not None and p.stage == len(run.stages)):

@@ -65,8 +65,8 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
 
 
 def moved(learner: Learner, group: Group) -> float:
-    """The mean of |log(policy / sampler)| over the sampled tokens of a group's judged episodes, demonstrations left
-    out."""
+    """The mean of |log(policy / sampler)| over the sampled tokens of a group's judged episodes, without
+    demonstrations."""
     sampled = [s for e in group.judged if e.own for s in e.segments]
     mu_M = np.concatenate([s.logp[s.mask] for s in sampled])
     return float(np.mean(np.abs(learner.score(Packed.of(sampled)) - mu_M)))

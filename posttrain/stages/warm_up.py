@@ -53,8 +53,7 @@ def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) ->
             with trainer.frozen():
                 scores = learner.forward(packed, reads)
                 reward_scores = None if scores.rewards is None else scores.rewards.score
-                # Every output that the stage reads is differentiated, so the pass keeps the same tensors as a real
-                # loss.
+                # Every output that the stage reads is differentiated: the pass keeps the tensors of a real loss.
                 outputs = (scores.logp, scores.entropy, scores.value, scores.candidates, reward_scores)
                 torch.stack([x.sum() for x in outputs if x is not None]).sum().backward()
                 trainer.optimizer.gather()

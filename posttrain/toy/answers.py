@@ -40,8 +40,7 @@ Disturb = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Sampled answers: prompt [E], tokens [E, T], and the sampler's log-probs [E, T]; empty where nobody sampled
-    them."""
+    """Sampled answers: prompt [E], tokens [E, T], the sampler's log-probs [E, T]; empty where nobody sampled them."""
 
     prompt_E: Tensor
     tokens_ET: Tensor

@@ -46,9 +46,8 @@ class Siblings:
 
 @singledispatch
 def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
-    """(reward minus baseline [G] of one prompt, the moving baseline afterwards). Means are exact sums, so permuting the
-    siblings changes nothing, of differences from the lowest reward (`over`), so that nearly equal rewards are still
-    centred."""
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards). Means are exact sums of differences
+    from the lowest reward (`over`): permuting siblings changes nothing, and nearly equal rewards are still centred."""
     match b:
         case pieces.Zero() | pieces.ToGo():
             # `step_credit._over_tokens` takes off what was earned before a token, where it only answers for the rest.
@@ -100,15 +99,13 @@ def _after_each(decay: float, siblings: Siblings) -> tuple[Array, float]:
 
 def _off_policy(siblings: Siblings) -> Array:
     """Rewards 1, 0, 0 with log w = log 2, 0, 0 and energies 1, 1, 2: weights 4, 1, 2, baseline 4/7."""
-    # The constant that makes E[w^2 |g|^2 (R - b)^2] least, where W stands for |g|^2, a response's squared gradient
-    # norm.
+    # The constant that makes E[w^2 |g|^2 (R - b)^2] least, where W stands for |g|^2, the squared gradient norm.
     over = from_lowest(siblings.rewards)
     energy = np.array([math.fsum(joined(s[ENERGY])) for s in siblings.scored])
     log_w = np.array([math.fsum(joined(s[START]) - said_logp(s)) for s in siblings.scored])
     if not np.any(energy > 0):  # nobody has a gradient, so no baseline is better than another
         return over - mean(over)
-    # A response without a gradient has no part in b, so it does not set the scale either. `minimum` keeps its exp
-    # finite.
+    # A response without a gradient has no part in b, nor in the scale. `minimum` keeps its exp finite.
     log_w -= log_w[energy > 0].max()  # so that the largest weight is not 0 nor inf
     weight = np.where(energy > 0, np.exp(2 * np.minimum(log_w, 0.0)) * energy, 0.0)
     return over - math.fsum(weight * over) / math.fsum(weight)
@@ -161,8 +158,7 @@ def _with_values(value: pieces.Value, s: Sample) -> tuple[Array, Array]:
 
 
 def credit_lambda(value: pieces.Value, length: int) -> float:
-    """Lambda of the credit of an answer: `credit_lambda`, `gae_lambda`, or 1 - 1 / (alpha * length), at least 0
-    (A19)."""
+    """Lambda of an answer's credit: `credit_lambda`, `gae_lambda`, or 1 - 1 / (alpha * length), at least 0 (A19)."""
     if value.length_alpha is not None:
         return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
     return value.gae_lambda if value.credit_lambda is None else value.credit_lambda

@@ -26,8 +26,7 @@ from posttrain.core.streams import IMPLICIT, OUTCOME, REFERENCE, WEIGHT
 
 
 def process_rewards(beta: float, samples: Sequence[Sample]) -> list[Array]:
-    """[T] of each of at least two siblings: each token's process reward, minus the average of the other siblings'
-    means."""
+    """[T] of each of at least two siblings: each token's process reward, minus the mean of the others' means."""
     rewards = [beta * (joined(s.scored[IMPLICIT]) - joined(s.scored[REFERENCE])) for s in samples]
     # A mean of means: every answer counts once among the others, however long it is.
     means = [math.fsum(r_T) / len(r_T) if len(r_T) else 0.0 for r_T in rewards]

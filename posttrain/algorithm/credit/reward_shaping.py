@@ -146,9 +146,8 @@ def _solved(episodes: Sequence[Episode]) -> NDArray[np.bool_]:
 
 
 def best_of(rewards: Array, k: int) -> Array:
-    """For every sample i [G]: the mean, over the k-subsets that contain i, of the best reward in the subset. For
-    outcomes of {0, 1}: 1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples
-    count as one subset."""
+    """For every sample i [G]: the mean, over the k-subsets with i, of the subset's best reward. For outcomes of {0, 1}:
+    1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples are one subset."""
     # Rank j means j samples are no better: each sum over subsets becomes one over the rank of the best.
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
@@ -158,8 +157,7 @@ def best_of(rewards: Array, k: int) -> Array:
     total = math.comb(n - 1, k - 1)
     # Of the subsets that contain i, the sample at rank j > rank(i) is the best in C(j - 1, k - 2).
     above = np.array([math.comb(j - 1, k - 2) if k >= 2 and j >= 1 else 0 for j in range(n)], np.float64) * low_to_high
-    # Subsets in which a better sample than i is best; and those in which i is best, with k - 1 others from the j below
-    # it.
+    # Subsets in which a better sample than i is best; and those where i is best, with k - 1 of the j below it.
     better_is_best = np.concatenate([np.cumsum(above[::-1])[::-1][1:], [0.0]])
     as_best = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) * low_to_high
     out = np.empty(n)
@@ -188,8 +186,7 @@ def best_gain(rewards: Array, k: int) -> Array:
 
 
 def best_spread(rewards: Array, k: int) -> float:
-    """Standard deviation of the best reward over all k-subsets (ddof 0). For outcomes of {0, 1} it is sqrt(p (1 -
-    p))."""
+    """Standard deviation of the best reward over all k-subsets (ddof 0): sqrt(p (1 - p)) for outcomes of {0, 1}."""
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return 0.0

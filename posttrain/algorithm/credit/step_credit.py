@@ -110,7 +110,7 @@ def without_credit(credit: Credit) -> Credit:
 
 
 def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
-    """One prompt's judged siblings, shaped; all dropped where the baseline needs a judged greedy answer and there is
+    """One prompt's judged siblings, shaped; all dropped where the baseline needs a judged greedy answer and has
     none."""
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
@@ -162,8 +162,7 @@ def _by_samples(
     """
     # First one number a sample: reward less baseline. Then it is spread over the tokens. Only that needs T.
     if a.rewards == "each":
-        # `ladder.algorithm` refuses a KL in the reward, which belongs to no source, and one of single tokens comes
-        # after whitening.
+        # `ladder.algorithm` refuses a KL in the reward, which has no source; one of single tokens follows whitening.
         centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P, divisors, moving = [not np.any(c) for c in centred_P], [1.0] * len(samples_P), dict(emas)
     else:

@@ -92,8 +92,7 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
 
 def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
     """GiGPO (2505.10978): the episode's credit, plus that of each turn's return compared with all turns from the same
-    state. A return is discounted once per turn. The part of the reward that was not paid for a turn counts at the last
-    one."""
+    state. A return is discounted once per turn. The reward that no turn was paid counts at the last one."""
     turns_G = [turns(e) for e in episodes]
     out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
     # First every turn's return g_k = r_k + gamma g_{k+1}, from the last turn backwards, then one group of each state.

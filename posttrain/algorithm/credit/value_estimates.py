@@ -26,8 +26,7 @@ def gae(
     if values_T.shape != rewards_T.shape or values_T.ndim != 1:
         raise InvariantError(f"gae: {values_T.shape} values for {rewards_T.shape} rewards")
     advantage_T = np.zeros_like(values_T)
-    # V behind the last token is 0 and nothing is bootstrapped, also for an episode that a limit cut off: its reward is
-    # the last word about it.
+    # V behind the last token is 0 and nothing is bootstrapped, not even where a limit cut the episode off.
     value_next, advantage_next = 0.0, 0.0
     for t in range(len(values_T) - 1, -1, -1):
         delta = rewards_T[t] + gamma * value_next - values_T[t]

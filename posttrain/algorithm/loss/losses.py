@@ -33,8 +33,7 @@ class Loss(Protocol):
         ...
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
-        """Gauges of the whole minibatch, from its micro-batches. The optimizer step uses the share `STEP_SHARE`, if
-        any."""
+        """Gauges of the whole minibatch, from its micro-batches. The step uses the share `STEP_SHARE`, if any."""
         ...
 
 

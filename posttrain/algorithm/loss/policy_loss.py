@@ -40,8 +40,7 @@ class Terms:
 
 def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     """Loss and gauges of one micro-batch of whole episodes; those of a minibatch are their sums. `scores` has the
-    log-prob [M] of each spoken token, with entropy, value and candidates where `a` reads them; InvariantError where one
-    is missing."""
+    log-prob [M] of each spoken token, with the rest that `a` reads; InvariantError where one is missing."""
     # Each part multiplies a factor that is not differentiated; only log pi and the further terms have a gradient.
     logp_M: Tensor = scores.logp
     start_M = _start(a, logp_M.detach(), batch)
@@ -113,8 +112,7 @@ def _chosen(a: Algorithm, factor_M: Tensor, now_M: Tensor, batch: Streams) -> Te
 
 def shown_push(logp_M: Tensor, gamma: float) -> Tensor:
     """d f(p) / d log p of f(p) = p / (p + gamma): gamma .1 and p .01, .1, .5, .9 -> .0826, .25, .1389, .09 (A24)."""
-    # df/d log p = p f'(p), largest at p = gamma: a token that the policy knows, or that is far out of reach, is learned
-    # from little.
+    # df/d log p = p f'(p), largest at p = gamma: a token that is known or far out of reach teaches little.
     p_M = logp_M.exp()
     return gamma * p_M / (p_M + gamma).square()
 

@@ -36,8 +36,7 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
         case "k2":
             return gap.square() / 2
         case "k3":
-            # exp(-gap) - 1 would lose most digits of about gap^2 / 2, expm1 keeps them. exp(-gap) is small for large
-            # gaps.
+            # exp(-gap) - 1 would lose most digits of about gap^2 / 2, expm1 keeps them; exp(-gap) may be small.
             near = gap.clamp(min=-LOG_RATIO_LIMIT)
             return torch.expm1(-near) + near
         case "rk3":
@@ -54,17 +53,16 @@ def in_loss(pull: object) -> bool:
 
 @singledispatch
 def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    """The regulariser per token [M], from log pi - log anchor and log pi, both differentiable; None in the credit
-    alone."""
+    """The regulariser per token [M], from log pi - log anchor and log pi, both differentiable; None for credit."""
     match pull:
         case KL():
             if not in_loss(pull):
                 return None
             return pull.coef * estimate(pull.estimator, logp_M - batch[REFERENCE], log_ratio_M)
         case SequenceL2():
-            # coef/2 * (sum of the episode's log-ratios)^2, once per episode (A20, Eq. 3): its tokens have the same
-            # weight under every aggregate, so |y| equal shares add up. The gradient is weight * (A - coef * sum) * grad
-            # log pi.
+            # coef/2 * (sum of the episode's log-ratios)^2, once per episode (A20, Eq. 3): |y| equal shares, since its
+            # tokens have the same weight under every aggregate. The gradient is weight * (A - coef * sum) * grad log
+            # pi.
             return pull.coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
         case TokenL2():
             return pull.coef * log_ratio_M.square()

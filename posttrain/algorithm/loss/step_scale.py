@@ -1,5 +1,4 @@
-"""The share of the learning rate that an optimizer step uses, by a function registered for each type in
-`ladder.pieces.step_size`."""
+"""The share of the learning rate that an optimizer step uses, by the type of the piece (`ladder.pieces.step_size`)."""
 
 from __future__ import annotations
 

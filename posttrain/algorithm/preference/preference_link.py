@@ -169,8 +169,7 @@ def _signed(u_E: Tensor, good: Tensor) -> Tensor:
 
 @singledispatch
 def owed(kind: pieces.MarginTerm, margin_U: Tensor | None, beta: float) -> Tensor | float:
-    """[U]: by how much the chosen completion must lead, in units of x. `margin_U` is the data's, where the piece reads
-    it."""
+    """[U]: by how much the chosen completion must lead, in units of x. `margin_U`: the data's, if it is read."""
     match kind:
         case pieces.FixedMargin():
             return kind.gamma

@@ -1,6 +1,5 @@
 """Computes what a preference loss needs of a whole minibatch before it is split: normalised weights, the order of
-margins, the point of reference of labels. What `prepared` remembers between steps is plain numbers, which a checkpoint
-keeps."""
+margins, the point of reference of labels. `prepared` remembers plain numbers, which a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def layout(batch: Batch) -> CompletionLayout:
 
 
 def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
-    """int32 [E]: the `SIDE` of each completion; InvariantError where these are not those of units of `a.rows`, in
-    order."""
+    """int32 [E]: the `SIDE` of each completion; InvariantError where these are not units of `a.rows`, in order."""
     # The value of a completion's first token is read, and then all others are compared with it.
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     side_M = batch[SIDE]
@@ -147,8 +145,7 @@ def _match(w: PreferenceContext) -> np.ndarray:
     score on the other side at the rank of the completion's own score."""
     a, batch = w.algorithm, w.batch
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
-    # Optimal transport pairs equal ranks only where all points have the same mass. Equal weights differ far less than
-    # 1e-12.
+    # Optimal transport pairs equal ranks only where all points have equal mass. Equal weights differ less than 1e-12.
     if np.ptp(batch[WEIGHT][first_E]) > 1e-12:
         raise DataError(
             f"match={a.match} joins sides of different pairs, so all pairs weigh the same: leave weights out"

@@ -143,8 +143,7 @@ class RankingLoss:
         return Terms((1 - self.alpha) * terms.loss + self.alpha * language_loss, gauges)
 
     def _labelled(self, scored: _ScoredCompletions, rewards: Rewards) -> Terms:
-        """The terms of good and bad completions. A head that reads every token learns the label at each
-        (2110.14168)."""
+        """The terms of good and bad completions. A head of every token learns the label at each (2110.14168)."""
         good_S = scored.first(SIDE) > 0
         if self.shape.pool == "token":
             segment_M = scored.segment_M

@@ -96,8 +96,7 @@ class ReplayBuffer:
         before = Counter[str]()
         rounds = list[int]()
         for b in mixed:
-            # Its number among the groups of the same prompt. A stable sort by it takes one group of each prompt, then a
-            # second of each.
+            # Its number among the groups of its prompt. A stable sort takes one group of each prompt, then a second.
             rounds.append(before[b.group.task.id])
             before[b.group.task.id] += 1
         return [mixed[i] for i in np.argsort(np.array(rounds, np.int64), kind="stable")]

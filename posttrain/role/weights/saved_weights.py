@@ -63,8 +63,7 @@ def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> No
 
 
 class SavedTensors:
-    """The tensors that the file, or the files of several processes, hold; RunFolderError where it is missing or
-    damaged."""
+    """The tensors of the file, or of the files of several processes; RunFolderError where one is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,5 +1,4 @@
-"""Judgements of the data: which ones a step gets, which fit the context, their minibatch, and how well scores order
-them."""
+"""Judgements of the data: which a step gets, which fit the context, their minibatch, how well scores order them."""
 
 from __future__ import annotations
 
@@ -171,7 +170,7 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
         WEIGHT: np.repeat(each_E, spoken),
     }
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
-    # A stream needs a number for every token. Where one judgement has no margin, an algorithm that reads margins names
+    # A stream needs a number for every token. Where a judgement has no margin, an algorithm that reads margins names
     # it.
     if len(margins) == len(judgements):
         streams[MARGIN] = np.repeat(np.repeat(np.array(margins, np.float64), [len(p) for p in parts]), spoken)
@@ -221,8 +220,7 @@ class AgreementReport:
 
     @staticmethod
     def of_labels(score_E: np.ndarray, good_E: np.ndarray) -> AgreementReport | None:
-        """From scores of labelled completions: for each good one, the share of bad ones with a lower score, if there
-        are both."""
+        """From scores of labelled completions: for each good one, the share of bad ones with a lower score."""
         good, bad = score_E[good_E], score_E[~good_E]
         if not np.all(np.isfinite(score_E)):
             raise InvariantError(f"{int((~np.isfinite(score_E)).sum())} held-out completions have no finite score")

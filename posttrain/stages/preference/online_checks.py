@@ -32,8 +32,7 @@ from posttrain.stages.preference.preference_loss_checks import PreferenceLossChe
 from posttrain.system.errors import InvariantError
 
 EPISODES, TOKENS = 4, 16
-"""How many episodes of an opponent are scored again, and at most how many tokens of each: few, since the log-probs of
-the whole vocabulary are read."""
+"""How many episodes of an opponent are scored again, and tokens of each: few, since whole distributions are read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +45,7 @@ class PairAgain:
 
 
 def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.random.Generator) -> np.ndarray:
-    """The candidates that statistical rejection sampling keeps (2309.06657), in order of the rounds in which they
-    pass."""
+    """The candidates that statistical rejection sampling keeps (2309.06657), by the round in which they pass."""
     round_C = np.full(len(reward_C), np.inf)
     for k in range(keep):
         left_C = np.isinf(round_C)
@@ -213,8 +211,7 @@ def mixture_logp(policy: Examiner, reference: Examiner, packed: Packed, share: f
     """float64 [M]: log of pi^(1 - share) ref^share at each spoken token, from the two whole distributions."""
     mixed_MV = 0.0
     for model, weight in ((policy, 1 - share), (reference, share)):
-        # 0 gives the whole vocabulary, sorted by each model in another way: it is brought back to one order, to be
-        # added.
+        # 0 gives the whole vocabulary, sorted by each model in another way: it is brought back to one order.
         top = model.top(packed, 0)
         logp_MV = np.full((len(top), int(top.ids.max()) + 1), -np.inf)
         np.put_along_axis(logp_MV, top.ids.astype(np.int64), top.logp.astype(np.float64), 1)

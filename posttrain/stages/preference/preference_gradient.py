@@ -122,8 +122,7 @@ class _Tokens:
 def _score(a: PreferenceAlgorithm, s_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(score h of each completion, its derivative dh/ds), from the sums s."""
     if kind(a.statistic) == "LogOdds":
-        # s is the mean log-prob, p = exp(s), h = log(p / (1 - p)), and dh/ds = 1 / (1 - p). At p = 1 the odds are
-        # infinite, so s stays below 0.
+        # s is the mean log-prob, p = exp(s), h = log(p / (1 - p)), dh/ds = 1 / (1 - p). At p = 1 h is infinite: s < 0.
         one_minus_p = -np.expm1(np.minimum(s_E, -1e-30))
         return s_E - np.log(one_minus_p), 1 / one_minus_p
     # h = f'(t) with t = exp(s), and dh/ds, of each divergence (2309.16240).
@@ -325,8 +324,7 @@ def _at_rank(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _own(batch: Batch, tokens: _Tokens, rows: JudgedRows) -> np.ndarray:
-    """[E]: the weight of each pair for `weights=wpo`: the product over both sides of exp(mean of log p - log sum
-    p^2)."""
+    """[E]: each pair's weight for `weights=wpo`: the product over both sides of exp(mean of log p - log sum p^2)."""
     logp_M = batch[START].astype(np.float64)
     mean_E = tokens.sum(logp_M - np.log(batch[COLLISION].astype(np.float64))) / tokens.length_E
     # The product of two exponentials is the exponential of the sum.

@@ -89,8 +89,7 @@ def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
 
 
 def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
-    """(a minibatch, the policy's log-probs in float32 [M], how its completions were judged), by the kind of rows
-    alone."""
+    """(a minibatch, the policy's log-probs in float32 [M], how its completions were judged), for the kind of rows."""
     rng = np.random.Generator(np.random.Philox(key=20_261_123))
     order = SIDES[a.rows] or (1,)
     side_E = np.tile(np.array(order), UNITS)
@@ -145,8 +144,7 @@ class PreferenceLossCheck(Observer):
     """
 
     def __init__(self, kept: Mapping[str, Any] | None) -> None:
-        """`kept`: what `state` returned at the checkpoint; {}: it has nothing of this check. None: the stage begins
-        here."""
+        """`kept`: what `state` returned at the checkpoint, {} where it has nothing; None: the stage begins here."""
         kept = {"sum": 0.0, "count": 0.0} if kept is None else kept
         # Sum and number of the rewards so far. With {} they are NaN and stay NaN: nothing is compared.
         self._total: float = kept.get("sum", np.nan)

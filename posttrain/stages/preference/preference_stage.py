@@ -151,8 +151,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             scorer = parts.teacher(stage.reference)
             state.reference = self._same_fingerprint(scorer.fingerprint())
             return self._computed(scorer) if self._ahead() else scorer
-        # In a resumed stage the present weights are put aside while those of the start are loaded and the reference is
-        # made.
+        # In a resumed stage the present weights are put aside while the reference is made of those of the start.
         now = snapshot(parts.learner) if checkpoint is not None else None
         if now is not None:
             load_kept(parts, self.progress, starts(parts.run.stages, stage))

@@ -159,8 +159,7 @@ class LeadRouters(LearnerRouters):
 
 
 class LeadTrial:
-    """`core.exchange.scores.AdapterTrial` on rank 0: every rank puts random numbers into its own rows of the
-    adapter."""
+    """`core.exchange.scores.AdapterTrial` on rank 0: every rank puts random numbers into its rows of the adapter."""
 
     def __init__(self, lead: RankLead) -> None:
         self._lead = lead

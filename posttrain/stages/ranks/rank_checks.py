@@ -22,7 +22,7 @@ from posttrain.stages.ranks.rank_lead import RankLead
 
 
 class RowCheck(Observer):
-    """A check that every rank makes of its own rows of gradients, moments and weights. `number`: its place among
+    """A check that each rank makes of its own rows of gradients, moments and weights. `number`: its place among
     these."""
 
     def __init__(self, inner: Observer, number: int, lead: RankLead) -> None:

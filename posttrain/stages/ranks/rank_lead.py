@@ -149,8 +149,7 @@ class RankLead:
             time.sleep(0.1)
 
     def _stall(self, where: str, reasons: Mapping[int, str], error: RuntimeError, advice: str) -> str:
-        """The message where no rank failed by itself: which ranks waited (those with `reasons`), and for which
-        others."""
+        """The message where no rank failed by itself: which ranks waited (those with `reasons`), and for whom."""
         late = [r for r in range(1, self.ranks.world) if r not in reasons]
         notes, number = self._orders.standing(), self._orders.number
         # A rank that has ended this order is not late. Such ranks are named only if there are no others.

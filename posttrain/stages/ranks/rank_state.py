@@ -340,8 +340,7 @@ def part_of(learner: RankLearner, name: str, part: Tensor) -> Shard:
 def _write(state: RankState, path: Path, tensors: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
     """Writes this rank's tensors to its file; of several copies of the weights (`replicas`) the first. `parameter`
     returns the parameter to which a tensor of this name belongs."""
-    # The first `world // replicas` ranks hold the first copy. The others write a file without rows, which the reader
-    # expects.
+    # The first `world // replicas` ranks hold the first copy. The others write a file without rows, as readers expect.
     first_copy = state.ranks.rank < state.ranks.world // state.ranks.replicas
 
     def shard(name: str, tensor: Tensor) -> Shard:

@@ -205,8 +205,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
     def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
         """The source of the groups: played for the step that learns from them, or ahead of it."""
         stage, state, rollout, stream = self.stage, self.state, self.setting.rollout, stream_of(self.stage)
-        # The versions of the weights are kept for the present step and for the `most_behind` steps before it. Where the
-        # stage begins, there is only the first.
+        # The versions of the weights at this step and the `most_behind` steps before it; at first there is only one.
         begun = (self.trainer.version,) * stage.most_behind
         versions = deque(state.versions or begun, maxlen=stage.most_behind + 1)
         if not stage.staleness:
@@ -240,8 +239,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             groups.restore(state.queue, load_groups(checkpoint / QUEUE, state.queue, groups.prompts.source.task))
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:
-        """The frozen model that the algorithm reads: a named one, the policy as the stage began, or that of the last
-        refresh."""
+        """The frozen model that the algorithm reads: a named one, or the policy as of the start or the last refresh."""
         parts = self.parts
         if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
             return None

@@ -47,9 +47,8 @@ SCORED = 4096
 
 
 def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement: int) -> bool | None:
-    """Returns whether the rule `keep` may keep a completion with this reward, among the rewards of all completions of
-    its prompt; None for a rule that is not shipped. `improvement`: how many earlier rounds imitated from the same
-    candidates."""
+    """Returns whether the rule `keep` may keep a completion with this reward, among those of its prompt; None for a
+    rule that is not shipped. `improvement`: how many earlier rounds imitated from the same candidates."""
     # A reward that misses the threshold only by rounding passes.
     slack = 1e-6 * max(1.0, abs(reward))
     match keep:
@@ -60,8 +59,7 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
         case Best(above=above):
             return reward >= max(others) and (above is None or reward > above)
         case TopShare(share=share, above=above):
-            # Of equal rewards any may be kept, and at least one always is. 1e-6: in floats .29 * 100 is a bit less than
-            # 29.
+            # Of equal rewards any may be kept, and one always is. 1e-6: in floats .29 * 100 is a bit less than 29.
             better = sum(x > reward for x in others)
             return better < max(1, int(share * len(others) + 1e-6)) and (above is None or reward > above)
         case _:
@@ -295,8 +293,7 @@ class RejectionCheck(Observer):
             self._rewards.setdefault(name, []).append(reward)
 
     def _take_regenerated(self, roles: RejectionRoles, event: RegeneratedEvent) -> None:
-        """Note the regenerated completions that go on from the last right step as played. So `kept_was_played` raises
-        for others."""
+        """Note the regenerated completions that go on from the last right step. `kept_was_played` raises for others."""
         settings = roles.stage.method.regenerate
         assert settings is not None  # nothing else makes the event
         text = roles.rollout.dialogue("").text

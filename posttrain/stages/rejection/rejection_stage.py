@@ -136,7 +136,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             )
 
     def _regenerator(self) -> Regenerator | None:
-        """Returns what says wrong answers anew. ConfigError where a model judges, since the environment judges these
+        """Returns what says wrong answers anew. ConfigError where a model judges: the environment judges these
         alone."""
         regenerate, stage, rollout = self.stage.method.regenerate, self.stage, self.setting.rollout
         if regenerate is None:

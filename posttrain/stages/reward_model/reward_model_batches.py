@@ -152,8 +152,7 @@ class ScoredJudgements:
     unit: np.ndarray
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (better, worse): the places of the two of each pair inside a unit that were judged differently
-        [P]."""
+        """Returns (better, worse): the places of each pair inside a unit that were judged differently [P]."""
         better: list[int] = []
         worse: list[int] = []
         for unit in np.unique(self.unit[self.unit >= 0]).tolist():

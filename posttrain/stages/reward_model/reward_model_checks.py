@@ -105,9 +105,8 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
 def expected_loss(
     judged: Sequence[Judgement], stage: RewardModel, score_S: np.ndarray, logp_S: np.ndarray | None = None
 ) -> float | None:
-    """The loss of a minibatch from its definition, in float64, of scores in the order of `told`. None for ratings, and
-    for a head that reads every token. `logp_S`: of a stage that regularises, the log-prob of each completion, or with
-    dpo its log-ratio."""
+    """The loss of a minibatch by its definition, in float64, of scores in the order of `told`. None for ratings, and
+    for a head that reads every token. `logp_S`: with regularise, each completion's log-prob, or log-ratio for dpo."""
     if stage.judgement == "rating" or stage.pool == "token":
         return None
     weights = [j.weight if isinstance(j, Pair) else 1.0 for j in judged]
