@@ -1,8 +1,6 @@
-"""The conversation of one episode: observations of the environment and turns of the seats, within limits.
-
-One seat is trained. The others may be played by the policy or any other model. A `DemonstrationTalk` plays a
-demonstration through the same interface: nothing is sampled.
-"""
+"""The conversation of one episode: observations of the environment and turns of the seats, within limits. One seat is
+trained. The others may be played by the policy or any other model. A `DemonstrationTalk` plays a demonstration through
+the same interface: nothing is sampled."""
 
 from __future__ import annotations
 

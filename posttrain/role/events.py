@@ -1,8 +1,6 @@
-"""The events of a training step, in their order below, and the observers that get them.
-
-A step emits one event after each phase. Every observer gets it, in a fixed order, before the step goes on. An observer
-may raise, which stops the run. Observers never change what is computed.
-"""
+"""The events of a training step, in their order below, and the observers that get them. A step emits one event after
+each phase. Every observer gets it, in a fixed order, before the step goes on. An observer may raise, which stops the
+run. Observers never change what is computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Judging: each answer is judged once, and again if a reward source broke. Equal answers share one verdict.
-
-The environment judges an answer as soon as its episode has ended, judges that read tokens once all of a group have.
-"""
+"""Judging: each answer is judged once, and again if a reward source broke. Equal answers share one verdict. The
+environment judges an answer as soon as its episode has ended, judges that read tokens once all of a group have."""
 
 from __future__ import annotations
 

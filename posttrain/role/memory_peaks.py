@@ -1,7 +1,5 @@
-"""The highest memory use of a phase of a step, and the settings to lower where memory does not suffice.
-
-Numbers are bytes: what torch's allocator gave out on an accelerator, else the process's resident memory.
-"""
+"""The highest memory use of a phase of a step, and the settings to lower where memory does not suffice. Numbers are
+bytes: what torch's allocator gave out on an accelerator, else the process's resident memory."""
 
 from __future__ import annotations
 

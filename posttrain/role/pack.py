@@ -49,11 +49,9 @@ def pack(
     now: Callable[[Packed], np.ndarray] | None = None,
 ) -> Iterator[Minibatch]:
     """Cut the step's groups into `minibatches` of whole groups, `epochs` times, each later epoch in a new order. Each
-    is made when it is asked for, after the optimizer steps on those before it.
-
-    `a` has its adaptive coefficients, `version` is that at the start of the step. `now` computes log-probs under the
-    weights of the moment; None: no optimizer step is taken in between.
-    """
+    is made when it is asked for, after the optimizer steps on those before it. `a` has its adaptive coefficients,
+    `version` is that at the start of the step. `now` computes log-probs under the weights of the moment; None: no
+    optimizer step is taken in between."""
     groups = [g for g in credit.groups if any(not e.dropped for e in g.episodes)]
     if not groups:
         return

@@ -31,10 +31,8 @@ class RevisitingTasks(Protocol):
 @dataclass
 class Prompts:
     """An endless iterator over the tasks of a source: a finite one is shuffled anew every epoch, generated tasks come
-    in order. `visit` counts how often a task was used before, a part of every random key of its episodes (law 8).
-
-    A curriculum leaves tasks out, or draws them in proportion to a weight. It reads raw outcomes only.
-    """
+    in order. `visit` counts how often a task was used before, a part of every random key of its episodes (law 8). A
+    curriculum leaves tasks out, or draws them in proportion to a weight. It reads raw outcomes only."""
 
     source: TaskSource
     seed: int

@@ -1,8 +1,6 @@
-"""ROLLOUT: samples episodes, has them judged, and keeps the log-prob of every sampled token.
-
-An episode is a coroutine over a `Transcript`; the engine batches the requests that are ready. A failed rollout is data:
-if the environment or a verifier breaks, the episode gets a `failed` verdict, never a reward of 0.
-"""
+"""ROLLOUT: samples episodes, has them judged, and keeps the log-prob of every sampled token. An episode is a coroutine
+over a `Transcript`; the engine batches the requests that are ready. A failed rollout is data: if the environment or a
+verifier breaks, the episode gets a `failed` verdict, never a reward of 0."""
 
 from __future__ import annotations
 
@@ -200,11 +198,9 @@ class Rollout:
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
         """Play all siblings of one prompt concurrently. With `request.shown` the last ones are demonstrations, with
-        `request.greedy` there is one argmax answer besides them.
-
-        With `request.extra`, that many more are started, and the rest aborted once the wanted number has ended. This
-        favours short answers; `Group.aborted` counts how many were lost to it.
-        """
+        `request.greedy` there is one argmax answer besides them. With `request.extra`, that many more are started, and
+        the rest aborted once the wanted number has ended. This favours short answers; `Group.aborted` counts how many
+        were lost to it."""
         shown, greedy = request.shown, request.greedy
         # 0 to started - 1 are sampled, and demonstrations come behind them: no two share random numbers, also where
         # some are aborted.
@@ -243,12 +239,10 @@ class Rollout:
         stream: str,
         seen: PassRate = PassRate(),
     ) -> tuple[tuple[Group, ...], tuple[bool, ...]]:
-        """Play groups until enough of them pass the filter. Returns them in prompt order, and which of them passed.
-
-        A wave's size follows from how many groups are missing and from the pass rate so far (`seen`: of earlier steps),
+        """Play groups until enough of them pass the filter. Returns them in prompt order, and which of them passed. A
+        wave's size follows from how many groups are missing and from the pass rate so far (`seen`: of earlier steps),
         never from time. Fewer waves leave the engine idle for less time. If more pass than are wanted, the first ones
-        are used (`Experience.groups`).
-        """
+        are used (`Experience.groups`)."""
         played, passed = list[Group](), list[bool]()
         most = request.most * request.groups
         while (missing := request.groups - sum(passed)) > 0 and len(played) < most:

@@ -1,8 +1,6 @@
-"""Ends a run early, after a signal or because the program's own `on_step` asks for it.
-
-After a signal the running step is finished and a checkpoint is written; a step that does not end in time after SIGTERM
-or SIGHUP is cancelled. Where `on_step` returns True, its stage is finished after that step.
-"""
+"""Ends a run early, after a signal or because the program's own `on_step` asks for it. After a signal the running step
+is finished and a checkpoint is written; a step that does not end in time after SIGTERM or SIGHUP is cancelled. Where
+`on_step` returns True, its stage is finished after that step."""
 
 from __future__ import annotations
 
@@ -80,11 +78,9 @@ class Stopper:
         return f"on_step ended the run at step {step.index}" if answer else ""
 
     async def ended(self, work: Coroutine[Any, Any, None], step: Callable[[], int]) -> bool:
-        """Do the work of a stage; returns False where it was cancelled because its step did not end in time.
-
-        After SIGTERM or SIGHUP the running step has `GRACE` seconds, or twice the longest step before it. After a first
-        Ctrl-C it has all the time it needs. `step` returns how many steps have ended.
-        """
+        """Do the work of a stage; returns False where it was cancelled because its step did not end in time. After
+        SIGTERM or SIGHUP the running step has `GRACE` seconds, or twice the longest step before it. After a first
+        Ctrl-C it has all the time it needs. `step` returns how many steps have ended."""
         # `deadline` is the time by which the running step must end. Without a signal it moves on at every look; after
         # SIGTERM or SIGHUP it stands still.
         task = asyncio.ensure_future(work)

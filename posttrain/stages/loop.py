@@ -1,8 +1,6 @@
-"""The loop over the steps of a stage, and what all kinds of stage share around it.
-
-A kind of stage has settings (`config.stages.stage.Stage`), a state (`StageState`) and a driver: a class derived from
-`Driver`, which says how the stage opens and takes one step. Defining the class enters it into `DRIVERS`.
-"""
+"""The loop over the steps of a stage, and what all kinds of stage share around it. A kind of stage has settings
+(`config.stages.stage.Stage`), a state (`StageState`) and a driver: a class derived from `Driver`, which says how the
+stage opens and takes one step. Defining the class enters it into `DRIVERS`."""
 
 from __future__ import annotations
 
@@ -96,11 +94,9 @@ class Driver(ABC, Generic[S, T, A]):
 
     @abstractmethod
     async def open(self, checkpoint: Path | None) -> AskAndLearn[A]:
-        """Called before the first step, when weights and optimizer are in place; returns (`ask`, `learn`).
-
-        `ask(index)` returns the data from which step `index` (from 1) learns. `learn(asked)` takes the step with
-        `self.trainer`, and returns its line of the record. `checkpoint` is where an interrupted stage goes on from.
-        """
+        """Called before the first step, when weights and optimizer are in place; returns (`ask`, `learn`). `ask(index)`
+        returns the data from which step `index` (from 1) learns. `learn(asked)` takes the step with `self.trainer`, and
+        returns its line of the record. `checkpoint` is where an interrupted stage goes on from."""
 
     def reads(self, packed: Packed) -> Reads:
         """Returns what the stage's loss reads of a forward pass over these sequences."""

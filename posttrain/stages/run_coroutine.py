@@ -1,8 +1,6 @@
-"""Runs a coroutine to its end from ordinary code, also where an event loop is already running (notebooks).
-
-There the work runs in a second thread. An interrupt reaches only the first thread, which passes it on: the run finishes
-its step, writes a checkpoint and ends. A second interrupt ends it at once.
-"""
+"""Runs a coroutine to its end from ordinary code, also where an event loop is already running (notebooks). There the
+work runs in a second thread. An interrupt reaches only the first thread, which passes it on: the run finishes its step,
+writes a checkpoint and ends. A second interrupt ends it at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Optimizer steps that are left out because their gradient is not finite (`Optimizer.skips`).
-
-Such a step changes neither weights nor optimizer. It is counted and noted, and its batch is kept in the run folder.
-"""
+"""Optimizer steps that are left out because their gradient is not finite (`Optimizer.skips`). Such a step changes
+neither weights nor optimizer. It is counted and noted, and its batch is kept in the run folder."""
 
 from __future__ import annotations
 

@@ -109,11 +109,9 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
 
 
 def is_recorded(driver: Driver[Any, Any, Any], judges: tuple[str, ...]) -> bool:
-    """Returns whether the record already has the evaluation of the stage's present weights.
-
-    A resumed run may evaluate weights again. A stage may also start from the weights with which the one before it
-    ended, and which were evaluated there in the same way.
-    """
+    """Returns whether the record already has the evaluation of the stage's present weights. A resumed run may evaluate
+    weights again. A stage may also start from the weights with which the one before it ended, and which were evaluated
+    there in the same way."""
     parts, stage, results = driver.parts, driver.stage, driver.progress.results
     if parts.book.holds_evaluation(stage.name, driver.state.step):
         return True

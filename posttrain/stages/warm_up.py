@@ -1,7 +1,5 @@
 """Runs the largest pass that a stage's settings allow before its first step, so too little memory is found in seconds.
-
-Gradients are thrown away, and weights, optimizer and random numbers stay as they were.
-"""
+Gradients are thrown away, and weights, optimizer and random numbers stay as they were."""
 
 from __future__ import annotations
 
@@ -21,11 +19,8 @@ from posttrain.role.trainer import Trainer
 
 def largest(stage: Stage, context: int, ids: np.ndarray) -> Packed:
     """The largest micro-batch: `micro_tokens` of text made up of `ids` in the longest sequences, of at most `context`
-    tokens.
-
-    A sequence is never cut, so one answer may be more than `micro_tokens`. Sequences that share a prompt may have more
-    together, but the prompt is computed once: no pass computes more positions than this one.
-    """
+    tokens. A sequence is never cut, so one answer may be more than `micro_tokens`. Sequences that share a prompt may
+    have more together, but the prompt is computed once: no pass computes more positions than this one."""
     longest_answer = 0 if stage.contract is None else stage.contract.max_tokens
     # Two tokens at least: the first of a sequence is never spoken.
     longest = max(2, min(context, max(stage.micro_tokens, longest_answer)))

@@ -1,8 +1,5 @@
 """Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer. All
-is computed by the library.
-
-Axis letters: P prompts, G siblings, E = P * G answers of T tokens each.
-"""
+is computed by the library. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ def _of_pattern(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[f
 
 def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     """Credit [P, G] of rewards [P, G], or [P, G, K] of K sources: one number an answer, all answers equally long.
-
     `credit_step` is called once for every different group of sorted rewards, since permuting siblings permutes credit
-    (law 4). Whitening over the step comes afterwards.
-    """
+    (law 4). Whitening over the step comes afterwards."""
     # These choices read more than one group, or more than rewards: the rewards of a group do not decide its credit.
     assert (
         not isinstance(a.baseline, Ema | Value)

@@ -1,4 +1,2 @@
-"""From rewards to credit: shaping, baselines, scale, whitening, values. numpy, float64.
-
-Begin with `step_credit`, which calls the others in order.
-"""
+"""From rewards to credit: shaping, baselines, scale, whitening, values. numpy, float64. Begin with `step_credit`, which
+calls the others in order."""

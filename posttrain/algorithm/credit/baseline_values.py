@@ -232,11 +232,9 @@ def _(b: pieces.EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCre
 
 @by_token.register
 def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Eq. 5 of 2502.01456: credit of the outcome, plus the sum to go of process rewards less the others' mean.
-
-    Outcomes 1, 0 and process rewards [.2, 0], [-.1]: the outcome credit is 1, -1; mean process rewards are .1, -.1. The
-    first answer's less -.1 are .3, .1, with sums to go .4, .1: credit 1.4, 1.1. The second's is -1 + (-.1 - .1) = -1.2.
-    """
+    """Eq. 5 of 2502.01456: credit of the outcome, plus the sum to go of process rewards less the others' mean. Outcomes
+    1, 0 and process rewards [.2, 0], [-.1]: the outcome credit is 1, -1; mean process rewards are .1, -.1. The first
+    answer's less -.1 are .3, .1, with sums to go .4, .1: credit 1.4, 1.1. The second's is -1 + (-.1 - .1) = -1.2."""
     rewards, noise = compared_rewards(a, samples)
     if not spread(rewards, noise):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)

@@ -1,8 +1,6 @@
 """Implicit process rewards (PRIME, 2502.01456): beta * (log phi - log ref) of each token, compared with the siblings'.
-
 The model phi learns outcomes alone: sigmoid(sum_t beta * log phi/ref) is the chance that an answer is right. So each
-token's term is what it adds to the log-odds of success.
-"""
+token's term is what it adds to the log-odds of success."""
 
 from __future__ import annotations
 

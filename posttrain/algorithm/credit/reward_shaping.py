@@ -1,7 +1,5 @@
-"""Shaping: changes of the raw outcome before rewards are compared. A piece may read all siblings of a prompt.
-
-Each is a type in `ladder.pieces.shape` and a case of `shape`, and of `grown` or `dropped` where it needs them.
-"""
+"""Shaping: changes of the raw outcome before rewards are compared. A piece may read all siblings of a prompt. Each is a
+type in `ladder.pieces.shape` and a case of `shape`, and of `grown` or `dropped` where it needs them."""
 
 from __future__ import annotations
 
@@ -171,11 +169,8 @@ def best_of(rewards: Array, k: int) -> Array:
 
 def best_gain(rewards: Array, k: int) -> Array:
     """For every sample i [G]: the mean, over the k-subsets that contain i, of how much i raises the best reward in the
-    subset (PKPO, Eq. 33).
-
-    It raises it by r_i - r_j where j, the best of the others, is worse: in C(rank(j), k - 2) of the subsets. [1, 0, 0]
-    with k=2 -> [1, 0, 0]. With k=1 it is the reward.
-    """
+    subset (PKPO, Eq. 33). It raises it by r_i - r_j where j, the best of the others, is worse: in C(rank(j), k - 2) of
+    the subsets. [1, 0, 0] with k=2 -> [1, 0, 0]. With k=1 it is the reward."""
     n, k = len(rewards), min(k, len(rewards))
     if k < 2:
         return rewards

@@ -1,8 +1,6 @@
-"""Mean and spread of a few rewards. Sums are exact, so permuting the siblings changes nothing.
-
-`noise` is the largest difference that counts as rounding (`core.measure.equal_numbers.rounding`). Differences are
-formed before they are summed, so nearly equal values lose no digits.
-"""
+"""Mean and spread of a few rewards. Sums are exact, so permuting the siblings changes nothing. `noise` is the largest
+difference that counts as rounding (`core.measure.equal_numbers.rounding`). Differences are formed before they are
+summed, so nearly equal values lose no digits."""
 
 from __future__ import annotations
 
@@ -51,12 +49,9 @@ def whitened(
     whiten: Whiten, credit: Sequence[Array], sources: Sequence[str], noise: Sequence[float] | None = None
 ) -> list[Array]:
     """Credit minus its mean, divided by its standard deviation (ddof 1), over the whole step; zeros where all are equal
-    up to rounding.
-
-    `token` counts every token once, `sample` every episode once, divided over its tokens, and `source` is `sample`
-    within the episodes of one source. `noise` is the size up to which an episode's credit counts as rounding; the
-    largest is used.
-    """
+    up to rounding. `token` counts every token once, `sample` every episode once, divided over its tokens, and `source`
+    is `sample` within the episodes of one source. `noise` is the size up to which an episode's credit counts as
+    rounding; the largest is used."""
     out = list(credit)
     noise = [0.0] * len(out) if noise is None else noise
     # None stands for all samples. `at` are the places of a source's samples, where its credit goes back to.

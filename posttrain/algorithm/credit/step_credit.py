@@ -48,11 +48,9 @@ def credit_step(
     ema: float,
     emas: Mapping[str, float] = MappingProxyType({}),
 ) -> Credit:
-    """Credit of every spoken token of a step, computed over whole groups.
-
-    `groups` have their judged episodes scored; a group may have none. `max_tokens` is that of the sampling contract.
-    `ema` and `emas` are the moving baselines before this step, of all tasks and by source (`Ema`, `SourceEma`).
-    """
+    """Credit of every spoken token of a step, computed over whole groups. `groups` have their judged episodes scored; a
+    group may have none. `max_tokens` is that of the sampling contract. `ema` and `emas` are the moving baselines before
+    this step, of all tasks and by source (`Ema`, `SourceEma`)."""
     # Shaping, baseline and scale look at one group, whitening at the whole step. A KL of single tokens comes after it:
     # divided by a deviation of rewards it would not be coef times a KL any more.
     samples_P = [_samples(a, g, max_tokens) for g in groups]
@@ -155,11 +153,8 @@ def _by_samples(
     a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], emas: Mapping[str, float]
 ) -> tuple[list[Array], list[bool], dict[str, float]]:
     """Credit [T] of every sample, from its reward and those of its siblings; which groups are silent; and the moving
-    baselines afterwards.
-
-    A KL in the reward is subtracted from the whole episode, or from each token "to go". The scale is of whole rewards,
-    and divides all of the credit.
-    """
+    baselines afterwards. A KL in the reward is subtracted from the whole episode, or from each token "to go". The scale
+    is of whole rewards, and divides all of the credit."""
     # First one number a sample: reward less baseline. Then it is spread over the tokens. Only that needs T.
     if a.rewards == "each":
         # `ladder.algorithm` refuses a KL in the reward, which has no source; one of single tokens follows whitening.

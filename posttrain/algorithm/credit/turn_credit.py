@@ -1,7 +1,5 @@
 """Turn-level credit: a turn's reward is compared with turns of the siblings, of the same number or from the same state.
-
-A turn is a run of spoken tokens. Positions count the spoken tokens of all segments, so observations are in no sum.
-"""
+A turn is a run of spoken tokens. Positions count the spoken tokens of all segments, so observations are in no sum."""
 
 from __future__ import annotations
 
@@ -68,11 +66,8 @@ def earned(episode: Episode) -> Array:
 
 def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
     """MT-GRPO (2505.11821, Eq. 7): a turn's reward compared with the same turn of the siblings, plus the credit of the
-    outcome in every turn.
-
-    `rewards` [G] are whole rewards, less those of turns before they are compared; `noise`, what counts as rounding of
-    them, is right for every part, because the rewards of turns are among its terms.
-    """
+    outcome in every turn. `rewards` [G] are whole rewards, less those of turns before they are compared; `noise`, what
+    counts as rounding of them, is right for every part, because the rewards of turns are among its terms."""
     # Else a turn's reward would count in its own term and in the outcome's.
     turns_G = [turns(e) for e in episodes]
     outcome = compared(

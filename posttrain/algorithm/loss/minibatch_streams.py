@@ -1,7 +1,5 @@
-"""Streams that are made over a whole minibatch before it is split, so that a split changes nothing.
-
-To add one, write its `Stream` and its `Maker` here, and put the maker into `WHOLE` (see `core/streams.py`).
-"""
+"""Streams that are made over a whole minibatch before it is split, so that a split changes nothing. To add one, write
+its `Stream` and its `Maker` here, and put the maker into `WHOLE` (see `core/streams.py`)."""
 
 from __future__ import annotations
 

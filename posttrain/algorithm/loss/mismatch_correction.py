@@ -1,9 +1,7 @@
 """Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). Each correction is a type in
-`ladder.pieces.correction` and a case of `factor`.
-
-The sampler drew from mu, but gradients are as if the learner's policy at the start of the step had. The raw ratio is
-unbiased; the used one is bounded to limit the variance. Both are returned, because their difference is the bias.
-"""
+`ladder.pieces.correction` and a case of `factor`. The sampler drew from mu, but gradients are as if the learner's
+policy at the start of the step had. The raw ratio is unbiased; the used one is bounded to limit the variance. Both are
+returned, because their difference is the bias."""
 
 from __future__ import annotations
 
@@ -46,11 +44,8 @@ class Mismatch:
 
 def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch: Streams) -> CorrectionFactor:
     """The correction of each token: the product over `pieces`. Tokens it masks stay in the denominator of the
-    aggregation.
-
-    start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0, .9, 1.5, 4,
-    0].
-    """
+    aggregation. start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0,
+    .9, 1.5, 4, 0]."""
     # start may be the current policy, which has a gradient; a correction is a constant factor.
     log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)

@@ -1,9 +1,6 @@
 """Trust regions: the factor of each token's policy gradient. Each is a type in `ladder.pieces.trust_region` and a case
-of `pushed`.
-
-A push multiplies A * grad log pi and is never differentiated. Law 1 tests that this equals the gradient of each
-published objective.
-"""
+of `pushed`. A push multiplies A * grad log pi and is never differentiated. Law 1 tests that this equals the gradient of
+each published objective."""
 
 from __future__ import annotations
 
@@ -58,11 +55,9 @@ class TrustInputs:
 
 def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
     """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. In sequence forms all tokens of an episode
-    have one.
-
-    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13), and so is `sequence_token`: pi_t / sg[pi_t] has
-    value 1, so its gradient differs only where credit varies. `sequence_product` is the likelihood ratio of the answer.
-    """
+    have one. `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13), and so is `sequence_token`: pi_t /
+    sg[pi_t] has value 1, so its gradient differs only where credit varies. `sequence_product` is the likelihood ratio
+    of the answer."""
     # Sums of logs and one exp: a product of a thousand ratios would overflow on the way.
     x_M = log_ratio_M.detach()
     match ratio:

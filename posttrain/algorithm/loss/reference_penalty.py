@@ -1,8 +1,6 @@
 """Estimators of KL(pi || reference) per token, and where each is applied. `ladder.pieces.pull.KL` has the legal pairs.
-
 In the reward, an estimate is spread by credit over the tokens that led to it. In the loss, it is differentiated through
-log pi at the token itself. Measured gradients of every pair: A34 and `tests/laws/test_kl.py`.
-"""
+log pi at the token itself. Measured gradients of every pair: A34 and `tests/laws/test_kl.py`."""
 
 from __future__ import annotations
 

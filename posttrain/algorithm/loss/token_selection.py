@@ -1,9 +1,7 @@
 """Chooses the tokens of a minibatch that have a policy gradient, over the whole of it before it is split: published
-code chooses inside each micro-batch, so that its result depends on memory settings.
-
-Each choice is a type in `ladder.pieces.token_choice` and a case of `choose`. It reads log-probs before the optimizer
-step: those of now where it asks for them, else those at the start of the batch, else the sampler's.
-"""
+code chooses inside each micro-batch, so that its result depends on memory settings. Each choice is a type in
+`ladder.pieces.token_choice` and a case of `choose`. It reads log-probs before the optimizer step: those of now where it
+asks for them, else those at the start of the batch, else the sampler's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Generative judges of finished episodes: a trained judge reads answers, writes its reasons and votes.
-
-It compares the answers of a group in pairs, each in both orders, or says of single answers whether each is good,
-`votes` times. The votes are in the verdict's `why`.
-"""
+"""Generative judges of finished episodes: a trained judge reads answers, writes its reasons and votes. It compares the
+answers of a group in pairs, each in both orders, or says of single answers whether each is good, `votes` times. The
+votes are in the verdict's `why`."""
 
 from __future__ import annotations
 
@@ -56,12 +54,9 @@ class Vote:
 
 @dataclass(eq=False)
 class GenerativeJudge:
-    """`core.ports.EpisodeJudge` of a policy that learned to judge.
-
-    The score of an answer is a mean over its votes. A vote counts 1 (won), 0 (lost) or 1/2 (tie); or its points, whose
-    mean ranks answers as their sum does (2504.02495); or, where one answer is judged alone, p(Yes). An answer that is
-    alone in its group is compared with itself.
-    """
+    """`core.ports.EpisodeJudge` of a policy that learned to judge. The score of an answer is a mean over its votes. A
+    vote counts 1 (won), 0 (lost) or 1/2 (tie); or its points, whose mean ranks answers as their sum does (2504.02495);
+    or, where one answer is judged alone, p(Yes). An answer that is alone in its group is compared with itself."""
 
     name: str
     weight: float
@@ -296,10 +291,8 @@ def labels(judging: Judging, each: JudgedTask) -> list[bool | None]:
 
 def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, str | bool]]:
     """Rows with prompt, completion and label, for a stage that trains a reward model with `judgement=label`. Left out
-    are judgements without a verdict, and tasks whose judgements are all right, or all wrong.
-
-    DataError where nothing is left, InvariantError where the labels are not those of the pairs.
-    """
+    are judgements without a verdict, and tasks whose judgements are all right, or all wrong. DataError where nothing is
+    left, InvariantError where the labels are not those of the pairs."""
     rows: list[dict[str, str | bool]] = []
     labelled = list[tuple[Task, Vote, bool]]()
     for each in judged:

@@ -1,8 +1,5 @@
-"""A process reward model that writes: a policy that learned to verify judges each step of an answer.
-
-It reads the answer up to the end of a step. The step's score is the chance of Yes after its reasoning (2504.16828,
-2504.00891).
-"""
+"""A process reward model that writes: a policy that learned to verify judges each step of an answer. It reads the
+answer up to the end of a step. The step's score is the chance of Yes after its reasoning (2504.16828, 2504.00891)."""
 
 from __future__ import annotations
 
@@ -39,11 +36,9 @@ class StepVotes:
 
 @dataclass(eq=False)
 class GenerativeStepJudge:
-    """`core.ports.EpisodeJudge` of a verifier that writes.
-
-    Every beginning of an answer that ends with a step is verified `votes` times; equal ones of siblings once. The
-    reward says what becomes of the scores, as for every process reward model.
-    """
+    """`core.ports.EpisodeJudge` of a verifier that writes. Every beginning of an answer that ends with a step is
+    verified `votes` times; equal ones of siblings once. The reward says what becomes of the scores, as for every
+    process reward model."""
 
     verifier: GenerativeJudge
     """The verifier: its engine, its form, its votes and its meta reward model."""

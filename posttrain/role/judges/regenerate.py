@@ -1,8 +1,6 @@
-"""Regeneration: a wrong answer is continued anew from the end of its last right step.
-
-The first wrong step is found by the scores that the steps have, or by completions, which halve the steps (2406.06592):
-a right completion keeps the steps before it, so they are right. L steps need log2 L such tests.
-"""
+"""Regeneration: a wrong answer is continued anew from the end of its last right step. The first wrong step is found by
+the scores that the steps have, or by completions, which halve the steps (2406.06592): a right completion keeps the
+steps before it, so they are right. L steps need log2 L such tests."""
 
 from __future__ import annotations
 

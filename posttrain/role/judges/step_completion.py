@@ -1,7 +1,5 @@
 """Labels of steps by completion: an answer is cut into steps, and the policy goes on from the end of each (2312.08935).
-
-The random numbers of a completion are those of (task, visit, sibling, step, number of the completion).
-"""
+The random numbers of a completion are those of (task, visit, sibling, step, number of the completion)."""
 
 from __future__ import annotations
 

@@ -49,11 +49,8 @@ def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
 
 def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, ends: TokenEnds) -> np.ndarray:
     """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere, and for a
-    neutral step (label 0).
-
-    DataError, with the row's place: another separator than the stage's, a step without a token of its own, missing
-    values, or no labelled step.
-    """
+    neutral step (label 0). DataError, with the row's place: another separator than the stage's, a step without a token
+    of its own, missing values, or no labelled step."""
     out = np.full(batch.spoken, math.nan)
     # Spoken tokens of segment s are first[s] to first[s + 1].
     first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S) + 1))

@@ -1,8 +1,6 @@
-"""Sequences for a teacher that is shown more than the policy: the same answers behind prompts with a hint.
-
-The policy was asked [p q] and said [A B]; the prompt with the hint is [p h q]. The teacher reads [p h q A B], and its
-log-probs of A and B stand beside the policy's.
-"""
+"""Sequences for a teacher that is shown more than the policy: the same answers behind prompts with a hint. The policy
+was asked [p q] and said [A B]; the prompt with the hint is [p h q]. The teacher reads [p h q A B], and its log-probs of
+A and B stand beside the policy's."""
 
 from __future__ import annotations
 

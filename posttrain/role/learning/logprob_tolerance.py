@@ -1,7 +1,5 @@
 """How far two correct computations of the same log-probs may differ, by dtype and by the learner's measured error.
-
-`allowed` is the bound for a difference of learner and sampler, `noise` one for a single log-prob.
-"""
+`allowed` is the bound for a difference of learner and sampler, `noise` one for a single log-prob."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Log-probs of a frozen reference, computed once for the completions of a stage; and the opponent of a policy.
-
-A stage that learns from data meets the same completions again. Their reference log-probs are computed before the first
-step and kept in the run folder, and no reference model is held in memory.
-"""
+"""Log-probs of a frozen reference, computed once for the completions of a stage; and the opponent of a policy. A stage
+that learns from data meets the same completions again. Their reference log-probs are computed before the first step and
+kept in the run folder, and no reference model is held in memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Weights and optimizer state on disk, which any number of processes write and read, and copies of weights in memory.
-
-A single process writes `weights.safetensors`, each of n its parts in a file such as
-`weights-00001-of-00004.safetensors`, whose metadata says where each part lies. A reader reads only the box of a tensor
-that it needs.
-"""
+"""Weights and optimizer state on disk, which any number of processes write and read, and copies of weights in memory. A
+single process writes `weights.safetensors`, each of n its parts in a file such as `weights-00001-of-00004.safetensors`,
+whose metadata says where each part lies. A reader reads only the box of a tensor that it needs."""
 
 from __future__ import annotations
 

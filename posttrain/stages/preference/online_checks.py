@@ -1,8 +1,6 @@
 """Checks that pairs of the policy's own samples are what was sampled and judged, and that an opponent samples right.
-
 Which completion is preferred is computed a second time, from the verdicts alone. An opponent must sample from the
-mixture of policy and reference that the settings name.
-"""
+mixture of policy and reference that the settings name."""
 
 from __future__ import annotations
 

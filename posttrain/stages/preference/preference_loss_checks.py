@@ -1,7 +1,5 @@
 """Checks that a preference loss has the gradient by each log-prob, and the shift, that its definition gives.
-
-`preference_gradient` computes the gradient a second time. The shift is subtracted from every reward.
-"""
+`preference_gradient` computes the gradient a second time. The shift is subtracted from every reward."""
 
 from __future__ import annotations
 

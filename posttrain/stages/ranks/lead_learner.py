@@ -28,11 +28,9 @@ from posttrain.system.machine import freed_at_once
 
 
 class OrderedLearner(HFLearner):
-    """A first base class for a learner of rank 0: it orders each method that reads whole weights of all ranks.
-
-    Derive `class LeadX(OrderedLearner, X)`, where `X` is the learner of one rank. A step of the trainer calls `forward`
-    and `parameters` on all ranks at once.
-    """
+    """A first base class for a learner of rank 0: it orders each method that reads whole weights of all ranks. Derive
+    `class LeadX(OrderedLearner, X)`, where `X` is the learner of one rank. A step of the trainer calls `forward` and
+    `parameters` on all ranks at once."""
 
     _lead: RankLead
     _ask: Callable[..., Any] = staticmethod(together.ask_learner)

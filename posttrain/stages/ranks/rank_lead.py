@@ -1,8 +1,6 @@
-"""Rank 0 of a run over ranks: how it orders work, and its optimizer, trainer and references.
-
-Each has the interface that it has in a run of one process, so the step, the stages and the checks need not know of
-ranks. A method that reads or changes whole weights is ordered of all other ranks and then done here too.
-"""
+"""Rank 0 of a run over ranks: how it orders work, and its optimizer, trainer and references. Each has the interface
+that it has in a run of one process, so the step, the stages and the checks need not know of ranks. A method that reads
+or changes whole weights is ordered of all other ranks and then done here too."""
 
 from __future__ import annotations
 

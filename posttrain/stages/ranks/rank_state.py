@@ -1,8 +1,5 @@
-"""The state of a rank, and the work that all ranks do together.
-
-Each function runs on every rank at once, with the state of that rank. Rank 0 orders it (`rank_lead`), and the others
-carry it out (`rank_worker`).
-"""
+"""The state of a rank, and the work that all ranks do together. Each function runs on every rank at once, with the
+state of that rank. Rank 0 orders it (`rank_lead`), and the others carry it out (`rank_worker`)."""
 
 from __future__ import annotations
 

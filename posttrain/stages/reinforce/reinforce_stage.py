@@ -1,7 +1,5 @@
-"""The stage that learns from reward: its driver, the start of its roles, and what it prints at the start.
-
-The step itself is `ask` and `learn` of `stages.training_step`.
-"""
+"""The stage that learns from reward: its driver, the start of its roles, and what it prints at the start. The step
+itself is `ask` and `learn` of `stages.training_step`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Checks that a rejection sampling stage imitates right answers, each once, under its own prompt, from the right
-weights.
-
-The kept candidates are compared with the episodes that were played, and selected a second time.
-"""
+weights. The kept candidates are compared with the episodes that were played, and selected a second time."""
 
 from __future__ import annotations
 
@@ -139,11 +136,9 @@ def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
 
 def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, asked: str, taken: int) -> None:
     """Checks that a round trains the weights that the method names: `start`, those of the stage's start with a new
-    optimizer, which has `taken` no step; `last`, those that sampled the round.
-
-    `now`, `start`, `asked`: fingerprints of the present weights, of those at the start of the stage, and of those that
-    sampled the round ('': it did not sample).
-    """
+    optimizer, which has `taken` no step; `last`, those that sampled the round. `now`, `start`, `asked`: fingerprints of
+    the present weights, of those at the start of the stage, and of those that sampled the round ('': it did not
+    sample)."""
     if stage.method.weights == "start" and (now != start or taken):
         trained = "other weights" if now != start else f"an optimizer that has taken {taken} steps"
         raise InvariantError(

@@ -1,8 +1,6 @@
-"""The rejection sampling stage: in rounds it samples, keeps the best samples, and imitates them.
-
-The first step of a round samples ("asks"), and each step imitates a part of what was kept. A round may also select
-again from the samples before, with another threshold (an improvement).
-"""
+"""The rejection sampling stage: in rounds it samples, keeps the best samples, and imitates them. The first step of a
+round samples ("asks"), and each step imitates a part of what was kept. A round may also select again from the samples
+before, with another threshold (an improvement)."""
 
 from __future__ import annotations
 

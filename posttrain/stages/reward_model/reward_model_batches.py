@@ -34,10 +34,8 @@ def reward_batch(
     ends: TokenEnds | None = None,
 ) -> Batch:
     """The minibatch of these judgements (`batch_of`), with each one's share as WEIGHT, and the streams RATING or STEP
-    where it needs them. `ends` finds the tokens at which steps end.
-
-    DataError where all have weight 0, one has no rating of the stage's attributes, or one is no class.
-    """
+    where it needs them. `ends` finds the tokens at which steps end. DataError where all have weight 0, one has no
+    rating of the stage's attributes, or one is no class."""
     batch = batch_of(judged, renderer, context)
     # first_S: the first spoken token [M] of each sequence. unit_S: its judgement. The total counts the weight of a
     # judgement once: at the first token of its first sequence.
@@ -104,12 +102,9 @@ def heldout_agreement(
     context: int,
     ends: TokenEnds | None = None,
 ) -> AgreementReport | None:
-    """Returns how well the scores order held-out judgements; None where these order nothing.
-
-    Each labelled right step is compared with all wrong steps, the chosen with the rejected completion, and a ranking
-    counts the mean over its pairs. Single completions (labels, ratings) are joined in random pairs, each in one at
-    most.
-    """
+    """Returns how well the scores order held-out judgements; None where these order nothing. Each labelled right step
+    is compared with all wrong steps, the chosen with the rejected completion, and a ranking counts the mean over its
+    pairs. Single completions (labels, ratings) are joined in random pairs, each in one at most."""
     score: list[float] = []
     worth: list[float] = []
     unit: list[int] = []

@@ -1,8 +1,6 @@
-"""Checks that a reward model is trained on what was judged.
-
-Its head gets a gradient and is read at the end of a sequence. The sides of a judgement have the same prompt, and end in
-one stop token each. The loss is that of its definition.
-"""
+"""Checks that a reward model is trained on what was judged. Its head gets a gradient and is read at the end of a
+sequence. The sides of a judgement have the same prompt, and end in one stop token each. The loss is that of its
+definition."""
 
 from __future__ import annotations
 
