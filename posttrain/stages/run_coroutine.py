@@ -59,9 +59,7 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
 
 
 def _watch(
-    done: threading.Event,
-    stopper: Stopper | None,
-    loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]],
+    done: threading.Event, stopper: Stopper | None, loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]
 ) -> None:
     """Wait until the work has ended. The first interrupt goes to the stopper; the next one cancels the work."""
     while not done.is_set():

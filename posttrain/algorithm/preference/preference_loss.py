@@ -19,14 +19,7 @@ from torch import Tensor
 
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.loss.torch_streams import Streams, streams
-from posttrain.algorithm.preference.preference_link import (
-    Completions,
-    Margins,
-    noisy,
-    owed,
-    side,
-    statistic,
-)
+from posttrain.algorithm.preference.preference_link import Completions, Margins, noisy, owed, side, statistic
 from posttrain.algorithm.preference.preference_minibatch import (
     LIKELIHOOD,
     MATCH,

@@ -165,10 +165,7 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
     each_E = np.repeat(weights, [len(p) for p in parts])
     flat = [s for p in parts for s in p]
     spoken = [s.spoken for s in flat]
-    streams = {
-        SIDE: np.repeat(np.array(sides, np.int32), spoken),
-        WEIGHT: np.repeat(each_E, spoken),
-    }
+    streams = {SIDE: np.repeat(np.array(sides, np.int32), spoken), WEIGHT: np.repeat(each_E, spoken)}
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
     # A stream needs a number for every token. Where a judgement has no margin, an algorithm that reads margins names
     # it.

@@ -64,11 +64,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         judgements = {"pair": "pairs", "label": "labelled completions"}.get(stage.judged, stage.judged)
         algorithm_words = f"{stage.algorithm.name} ({stage.algorithm.paper})"
         say_passes(self, source, f"{algorithm_words}; {stage.batch} {judgements} a step, {stage.steps} steps")
-        self.roles = PreferenceRoles(
-            **data_parts(self),
-            source=source,
-            reference=None,
-        )
+        self.roles = PreferenceRoles(**data_parts(self), source=source, reference=None)
         self._heldout = fitting(stage, heldout_judgements(setting.environment), render, context)
         with self.clock.of("score"):
             # Made after the roles: to compute log-probs ahead it reads the data that the roles have.

@@ -23,12 +23,7 @@ from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.ranks.rank_orders import RankLost, RankOrders, Store
 from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
-from posttrain.role.events import (
-    UNOBSERVED,
-    Event,
-    Observers,
-    PackedEvent,
-)
+from posttrain.role.events import UNOBSERVED, Event, Observers, PackedEvent
 from posttrain.role.learner_passes import Needs
 from posttrain.role.trainer import NonFiniteGradient, Trainer
 from posttrain.stages.ranks import rank_state as together

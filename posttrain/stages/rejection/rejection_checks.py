@@ -20,15 +20,7 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Gauges, Step
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import outcome
-from posttrain.role.events import (
-    Event,
-    KeptEvent,
-    Observer,
-    ObserverReport,
-    PackedEvent,
-    PlayedEvent,
-    RegeneratedEvent,
-)
+from posttrain.role.events import Event, KeptEvent, Observer, ObserverReport, PackedEvent, PlayedEvent, RegeneratedEvent
 from posttrain.role.learning.logprob_tolerance import as_sampled
 from posttrain.role.learning.rejection_selection import HINTED, Candidate
 from posttrain.role.roles import RejectionRoles

@@ -99,8 +99,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         parts, stage, s = self.parts, self.stage, self.state
         self._say()
         self.roles = RejectionRoles(
-            **data_parts(self) | sampling_parts(self, s.cursor),
-            regenerator=self._regenerator(),
+            **data_parts(self) | sampling_parts(self, s.cursor), regenerator=self._regenerator()
         )
         self._asked = RoundSamples((), 0, 0)
         self._kept: tuple[Candidate, ...] = ()

@@ -27,11 +27,7 @@ PART = 256
 
 
 def reward_batch(
-    judged: Sequence[Judgement],
-    stage: RewardModel,
-    renderer: PairRenderer,
-    context: int,
-    ends: TokenEnds | None = None,
+    judged: Sequence[Judgement], stage: RewardModel, renderer: PairRenderer, context: int, ends: TokenEnds | None = None
 ) -> Batch:
     """The minibatch of these judgements (`batch_of`), with each one's share as WEIGHT, and the streams RATING or STEP
     where it needs them. `ends` finds the tokens at which steps end. DataError where all have weight 0, one has no

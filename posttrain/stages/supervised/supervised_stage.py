@@ -33,9 +33,7 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
         wrong = f", {stage.wrong:.0%} of them wrong" if stage.wrong else ""
         source = self.setting.environment.train
         say_passes(self, source, f"imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {length}")
-        self.roles = SupervisedRoles(
-            **data_parts(self),
-        )
+        self.roles = SupervisedRoles(**data_parts(self))
         await self.watch.begin(self.roles)
         return self._ask, partial(learn_from, self.roles, loss=Likelihood(), called="demonstration")
 
