@@ -134,7 +134,6 @@ class SeatConversation:
         return allowed, reason
 
     def _record_turn(self, text: str, tokens: int) -> None:
-        """Record a turn that has ended."""
         raise NotImplementedError
 
 

@@ -269,7 +269,6 @@ class GroupQueue:
 
     @property
     def _ended(self) -> int:
-        """Number of groups in the queue that have ended."""
         return sum(a.group.done() for a in list(self._waiting))
 
     def row(self) -> RoleRow:
@@ -334,7 +333,6 @@ class GroupQueue:
         return min(bound, (most + self.staleness) * wanted - self._played - len(self._waiting))
 
     def _admit(self) -> None:
-        """Ask further groups as long as there is room."""
         while self._room() > 0:
             task, visit = next(self.prompts)
             self._ask(task, visit, self.prompts.index, self.prompts.cursor)

@@ -141,7 +141,6 @@ def _either(which_M: Tensor, yes: float, no: float, like_M: Tensor) -> Tensor:
 
 
 def _unmasked(push_M: Tensor) -> Push:
-    """A push that masks no token."""
     nothing_M = torch.zeros_like(push_M, dtype=torch.bool)
     return Push(push_M, nothing_M, nothing_M)
 

@@ -47,7 +47,6 @@ class Baseline(Piece, begin=True):
 
 
 def _of_tokens(b: Baseline, a: Algorithm) -> Iterator[str]:
-    """Refusals of baselines that compare single tokens."""
     # A deviation of whole answers is not the deviation of these differences, and divides none of them.
     if a.scale != "one":
         answer_scale = f"scale={a.scale} is one number for an answer"
@@ -55,7 +54,6 @@ def _of_tokens(b: Baseline, a: Algorithm) -> Iterator[str]:
 
 
 def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
-    """Refusals of baselines that compare turns."""
     # Other scales, and a KL in the reward, are one number for a whole answer, which belongs to no single turn.
     if a.scale not in ("one", "group_std") or a.charges_answers:
         yield (

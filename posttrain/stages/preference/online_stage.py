@@ -64,7 +64,6 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         return self._ask, self._learn
 
     async def _ask(self, index: int) -> Experience:
-        """Play and judge the groups of step `index`."""
         roles, stage, version = self.roles, self.stage, self.trainer.version
         request = RolloutRequest(
             groups=stage.prompts, siblings=stage.samples, at=StepNumber(index, stage.steps), most=1

@@ -114,7 +114,6 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             return heldout_order(self._heldout, a, roles.learner, roles.renderer, roles.context, self._reference_logp)
 
     def _judged(self, index: int) -> list[Judgement]:
-        """The judgements of step `index`, counted from 1."""
         stage, roles, seed = self.stage, self.roles, self.parts.run.seed
         tasks = walk(roles.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
         return drawn(roles.environment, tasks, stage.judged, seed=seed, stage=stage.name)

@@ -121,7 +121,6 @@ class RankLead:
     # --- who failed -------------------------------------------------------------------------------------------------
 
     def _cause(self, error: RuntimeError) -> str:
-        """Says in words which rank failed first."""
         where = f"in order {self._orders.number} ({self._open or 'go on'})"
         advice = "Nothing was written of this step. Go on from the last checkpoint with --resume"
         # When one rank fails, the exchanges of all break, and each leaves its reason in the store. One that begins with

@@ -138,7 +138,6 @@ def expected_loss(
 
 
 def _minus_log_sigmoid(x: float) -> float:
-    """-log sigmoid(x)"""
     # Stable for both signs: exp gets no positive number.
     return math.log1p(math.exp(-abs(x))) + max(-x, 0.0)
 
