@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +76,27 @@ def say_passes(driver: Driver[Any, Any, Any], source: TaskSource, begins: str) -
         )
 
 
-def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Reference:
-    """A frozen copy of the model with which the stage began, or of weights that were kept under `name`. `checkpoint`:
-    where the stage is resumed in its middle, and the kept weights are loaded for the copy."""
-    parts = driver.parts
+@contextmanager
+def start_weights(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Iterator[None]:
+    """Inside, the learner has the weights with which the stage began, or those that were kept under `name`.
+    `checkpoint`: where the stage is resumed in its middle; the learner has its weights, which come back at the end."""
     if checkpoint is None:
-        return same_reference(driver, parts.freeze())
-    # The learner has the checkpoint's weights. They are put aside while the kept weights are loaded and frozen.
+        yield
+        return
+    parts = driver.parts
     now = snapshot(parts.learner)
     try:
         load_kept(parts, driver.progress, name or starts(parts.run.stages, driver.stage))
-        reference = parts.freeze()
+        yield
     finally:
+        # Also after an error: the policy must not keep the weights of the reference.
         restore(parts.learner, now)
+
+
+def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Reference:
+    """A frozen copy of the weights of `start_weights`."""
+    with start_weights(driver, checkpoint, name):
+        reference = driver.parts.freeze()
     return same_reference(driver, reference)
 
 

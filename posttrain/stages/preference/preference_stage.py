@@ -11,7 +11,6 @@ import numpy as np
 from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import mismatched, prepared, scores_of
 from posttrain.config.stages.preference_settings import Preference
-from posttrain.config.stages.stage import starts
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Step
 from posttrain.core.judgements import Judgement, Label
@@ -21,7 +20,6 @@ from posttrain.core.types import Segment
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.role.learning.reference_scores import LogProbs, ReferenceScores
 from posttrain.role.roles import PreferenceRoles
-from posttrain.role.weights.saved_weights import restore, snapshot
 from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.preference.judged_batches import (
     AgreementReport,
@@ -35,8 +33,7 @@ from posttrain.stages.preference.judged_batches import (
     walk,
 )
 from posttrain.stages.progress import StageState
-from posttrain.stages.role_parts import data_parts, say_passes
-from posttrain.stages.run_parts import load_kept
+from posttrain.stages.role_parts import data_parts, say_passes, start_weights
 from posttrain.stages.training_step import DataBatch, learn_from
 from posttrain.system.errors import InvariantError
 
@@ -146,21 +143,13 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             scorer = parts.teacher(stage.reference)
             state.reference = self._same_fingerprint(scorer.fingerprint())
             return self._computed(scorer) if self._ahead() else scorer
-        # In a resumed stage the present weights are put aside while the reference is made of those of the start.
-        now = snapshot(parts.learner) if checkpoint is not None else None
-        if now is not None:
-            load_kept(parts, self.progress, starts(parts.run.stages, stage))
-        try:
+        with start_weights(self, checkpoint):
             if not self._ahead():
                 frozen = parts.freeze()
                 state.reference = self._same_fingerprint(frozen.digest)
                 return frozen
             state.reference = self._same_fingerprint(parts.learner.fingerprint())
             return self._computed(parts.learner)
-        finally:
-            if now is not None:
-                # Also after an error: the policy must not keep the weights of the reference.
-                restore(parts.learner, now)
 
     def _same_fingerprint(self, fingerprint: str) -> str:
         """Returns the fingerprint. InvariantError where the reference of a resumed run has another one than before."""
