@@ -1,9 +1,7 @@
 """The ladder: every algorithm is a patch of another one. A row has parent, name, paper, and the changed choices.
-
 docs/reference/algorithms.md has formulas, defaults and numeric cases; `ladder.algorithm_notes` says where papers and
 other libraries differ. If a new row needs a new piece, write its type in `ladder.pieces` and its mathematics in
-`posttrain.algorithm`.
-"""
+`posttrain.algorithm`."""
 
 from __future__ import annotations
 

@@ -70,9 +70,6 @@ class PassRate:
 
     def wave(self, missing: int) -> int:
         """Returns the number of groups to play so that on average `missing` of them pass; `missing` where none was
-        played.
-
-        32 missing, 20 of 50 passed -> 80. None of 50 passed counts as half a group, so that the wave is not infinite:
-        -> 3200.
-        """
+        played. 32 missing, 20 of 50 passed -> 80. None of 50 passed counts as half a group, so that the wave is not
+        infinite: -> 3200."""
         return missing if not self.played else max(missing, math.ceil(missing * self.played / max(self.passed, 0.5)))

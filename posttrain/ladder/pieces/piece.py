@@ -1,8 +1,6 @@
-"""The interface of every piece of an algorithm. No other code has to know a piece by name.
-
-Here, in the file of its choice, a piece is a frozen dataclass with its numbers and its formula; its mathematics is in
-`posttrain.algorithm`. It uses nothing outside the run.
-"""
+"""The interface of every piece of an algorithm. No other code has to know a piece by name. Here, in the file of its
+choice, a piece is a frozen dataclass with its numbers and its formula; its mathematics is in `posttrain.algorithm`. It
+uses nothing outside the run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Pieces of an algorithm whose class this program does not have, as a run folder records them.
-
-Reading a run executes no code of it. So a piece of the user's own file is read as its recorded numbers, as an instance
-of a stand-in class with its name. It can be printed and compared, and has no mathematics and no checks.
-"""
+"""Pieces of an algorithm whose class this program does not have, as a run folder records them. Reading a run executes
+no code of it. So a piece of the user's own file is read as its recorded numbers, as an instance of a stand-in class
+with its name. It can be printed and compared, and has no mathematics and no checks."""
 
 from __future__ import annotations
 
