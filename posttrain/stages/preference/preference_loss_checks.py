@@ -26,7 +26,7 @@ from posttrain.role.learning.logprob_tolerance import MARGIN as OF_ROUNDING
 from posttrain.role.roles import PreferenceRoles
 from posttrain.stages.preference.preference_data import judged_again, rows_of
 from posttrain.stages.preference.preference_gradient import JudgedRows, preference_demand, running_shift, unknown
-from posttrain.stages.preference.preference_shift import elsewhere
+from posttrain.stages.preference.preference_reference import elsewhere
 from posttrain.system.errors import InvariantError
 
 UNITS, TOKENS = 6, 12
