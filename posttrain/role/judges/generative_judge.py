@@ -104,7 +104,7 @@ class GenerativeJudge:
         compared = comparisons(len(episodes), self.judging.sides, self.rivals)
         votes = await together([self._votes(episodes, sides) for sides in compared])
         kept = [self.kept(each) for each in votes]
-        yes = await together([self._log_yes(each) for each in votes]) if self.judging.sides == 1 else []
+        yes = await together([self._yes(each) for each in votes]) if self.judging.sides == 1 else []
         out: list[Verdict] = []
         for i, episode in enumerate(episodes):
             its_comparisons = [n for n, sides in enumerate(compared) if i in sides]
@@ -152,7 +152,7 @@ class GenerativeJudge:
         assert drawn is not None
         return drawn
 
-    async def _log_yes(self, votes: Sequence[Vote]) -> list[float]:
+    async def _yes(self, votes: Sequence[Vote]) -> list[float]:
         """log p(Yes) of each vote about one answer, given its own reasoning; -inf where it has no verdict."""
 
         async def of(vote: Vote) -> float:
