@@ -1,6 +1,8 @@
 """The two ladders by the type of their algorithms: those that learn from reward, and those that learn from preferences.
+
 A stage has an algorithm of one ladder in its field `algorithm`. Code that reads or writes this field asks here which
-ladder it is."""
+ladder it is.
+"""
 
 from __future__ import annotations
 

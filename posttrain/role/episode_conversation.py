@@ -51,8 +51,12 @@ class SeatUsage:
 
 
 class SeatConversation:
-    """A seat (`core.ports.Seat`) with its transcript; several if a template rewrote the history. `spent`: of the whole
-    episode. `place`: maps the number of this seat's turn to the key of its random numbers."""
+    """A seat (`core.ports.Seat`) with its transcript. It has several if a template rewrote the history.
+
+    Args:
+        spent: of the whole episode, since its limits hold over all seats together.
+        place: maps the number of this seat's turn to the key of its random numbers.
+    """
 
     def __init__(self, player: Player, task: str, spent: SeatUsage, place: Callable[..., int]) -> None:
         self._sampler, self._dialogue, self._sampling = player.sampler, player.dialogue(task), player.sampling
@@ -155,9 +159,14 @@ class OtherSeat(SeatConversation):
 
 
 class Conversation(SeatConversation):
-    """The `core.ports.Talk` of an episode: the trained seat, with access to the other seats. Their `players`, by name,
-    are the policy where there are none. `place` maps the coordinates of a turn to the key of its random numbers: (turn)
-    for the trained seat, ("seat", name, turn) for another."""
+    """The `core.ports.Talk` of an episode: the trained seat, with access to the other seats.
+
+    Args:
+        policy: plays the trained seat. It plays the others too if there are no `players`.
+        place: maps the coordinates of a turn to the key of its random numbers. They are (turn) for the trained seat and
+            ("seat", name, turn) for another.
+        players: of the other seats, by name.
+    """
 
     def __init__(
         self,

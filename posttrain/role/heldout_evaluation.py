@@ -35,8 +35,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The result of one evaluation. Each score is over prompts. The outcome of an answer is what is paid; or what is
-    measured, where something is measured and not paid (`Episode.figure`)."""
+    """The result of one evaluation. Each score is over prompts.
+
+    The outcome of an answer is what is paid; or what is measured, where something is measured and not paid
+    (`Episode.figure`).
+    """
 
     accuracy: Score
     """Share of answers that are right, pass@1; without prompts where grades tell none (`core.measure.right`)."""

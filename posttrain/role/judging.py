@@ -57,7 +57,12 @@ def attempt_of(
     state: Any = None,
 ) -> Attempt:
     """The attempt. Where the prompt ends in a tag that opens a thought, each turn begins with it, so that a verifier
-    reads the whole thought. `text` decodes ids; `upto`: spoken tokens up to a character of the last turn."""
+    reads the whole thought.
+
+    Args:
+        text: decodes token ids.
+        upto: the number of spoken tokens up to a character of the last of `turns`.
+    """
     # The last turn begins at the last spoken token that follows a token which was not spoken.
     mask, ids = (segments[-1].mask, segments[-1].ids) if segments else (np.zeros(0, bool), np.zeros(0, np.int32))
     begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)

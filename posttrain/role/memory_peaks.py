@@ -22,7 +22,11 @@ RESIDENT_PEAK = "5"
 
 
 class PeakMemory:
-    """The most bytes that were in use since the last `reset`. `device`: of the model, as torch names it."""
+    """The most bytes that were in use since the last `reset`.
+
+    Args:
+        device: of the model, as torch names it.
+    """
 
     def __init__(self, device: str = "cpu") -> None:
         kind = device.partition(":")[0]

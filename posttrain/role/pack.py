@@ -48,10 +48,16 @@ def pack(
     version: int = 0,
     now: Callable[[Packed], np.ndarray] | None = None,
 ) -> Iterator[Minibatch]:
-    """Cut the step's groups into `minibatches` of whole groups, `epochs` times, each later epoch in a new order. Each
-    is made when it is asked for, after the optimizer steps on those before it. `a` has its adaptive coefficients,
-    `version` is that at the start of the step. `now` computes log-probs under the weights of the moment; None: no
-    optimizer step is taken in between."""
+    """Cut the step's groups into `minibatches` of whole groups, `epochs` times. Each later epoch has a new order.
+
+    A minibatch is made when it is asked for, after the optimizer steps on those before it.
+
+    Args:
+        a: the stage's algorithm with its adaptive coefficients as they are now.
+        version: of the weights at the start of the step.
+        now: computes log-probs under the learner's weights of the moment, for choices of tokens that read them. None:
+            no optimizer step is taken between the minibatches.
+    """
     groups = [g for g in credit.groups if any(not e.dropped for e in g.episodes)]
     if not groups:
         return

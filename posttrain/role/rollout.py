@@ -86,8 +86,11 @@ class Rollout:
         judging: SiblingVerdicts | None = None,
     ) -> Episode:
         """Play and judge one episode. Broken invariants and wrong configs are raised; other failures become data.
-        `talks` gets its conversation under its sibling number, so that aborted ones can be counted. `judging` shares
-        verdicts between equal siblings."""
+
+        Args:
+            talks: gets the episode's conversation under its sibling number, so that aborted ones can be counted.
+            judging: judges all siblings, and shares verdicts between equal ones.
+        """
 
         # Law 8: the key of a turn's random numbers. Nothing in it depends on who else is playing.
         def place(*turn: seeds.Coordinate) -> int:

@@ -137,10 +137,18 @@ class WeightOptimizer(Protocol):
         at: int | None = None,
         share: float = 1.0,
     ) -> ExpectedUpdate:
-        """Returns the update that the next step must make to parameter `name`, and changes nothing. It follows the
-        optimizer's definition, from the stage's config, the steps taken and the state, and uses nothing that the step
-        itself computes or the optimizer was built with, since these are checked. `gradient` is before any clip, `norm`
-        that of all. `at`: an index of the flattened parameter, whose update alone is returned."""
+        """Returns the update that the next step must make to parameter `name`. It is called before the step, and
+        changes nothing.
+
+        It follows the optimizer's definition, from the stage's config, the number of steps taken and the state so far.
+        It uses nothing that the step itself computes and nothing the optimizer was built with, since these are checked.
+
+        Args:
+            gradient: of the parameter, before any clip.
+            norm: of all gradients together.
+            at: an index of the flattened parameter; then only this element's update is returned.
+            share: as in `step`.
+        """
         ...
 
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -175,9 +183,16 @@ class Trainer:
         self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False
     ) -> Gauges:
         """One optimizer step on one minibatch. Splitting it into micro-batches and ranks does not change the gradient.
-        Observers get PackedEvent before the first forward pass, DifferentiatedEvent before the optimizer steps, and
-        LearnedEvent after it. `first`: whether it is the first minibatch of the stage's step `index`. With
-        NonFiniteGradient the weights were left as they were."""
+
+        Args:
+            watch: the observers. They get PackedEvent before the first forward pass, DifferentiatedEvent before the
+                optimizer steps, and LearnedEvent after it.
+            index: the stage's step that the minibatch belongs to.
+            first: whether it is the first minibatch of that step.
+
+        Raises:
+            NonFiniteGradient: the gradient is not finite. The weights were left as they were.
+        """
         packed = PackedEvent(index, batch, first, self.version)
         watch.emit(packed)
         # The step changes both numbers. Observers are told the values that it used.

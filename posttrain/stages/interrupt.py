@@ -78,9 +78,15 @@ class Stopper:
         return f"on_step ended the run at step {step.index}" if answer else ""
 
     async def ended(self, work: Coroutine[Any, Any, None], step: Callable[[], int]) -> bool:
-        """Do the work of a stage; returns False where it was cancelled because its step did not end in time. After
-        SIGTERM or SIGHUP the running step has `GRACE` seconds, or twice the longest step before it. After a first
-        Ctrl-C it has all the time it needs. `step` returns how many steps have ended."""
+        """Do the work of a stage; returns False where it was cancelled because its step did not end in time.
+
+        After SIGTERM or SIGHUP the running step has `GRACE` seconds, or twice the time of the longest step before it,
+        if that is more. After a first Ctrl-C a step has all the time it needs, since the user can press Ctrl-C again.
+
+        Args:
+            work: all steps of the stage.
+            step: returns how many steps have ended.
+        """
         # `deadline` is the time by which the running step must end. Without a signal it moves on at every look; after
         # SIGTERM or SIGHUP it stands still.
         task = asyncio.ensure_future(work)

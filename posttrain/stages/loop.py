@@ -403,8 +403,10 @@ class Driver(ABC, Generic[S, T, A]):
         )
 
     def _checkpoint(self, metric: float | None) -> None:
-        """Writes a checkpoint: all that the run needs to go on from here. It contains the optimizer in the middle of a
-        stage, and at the end of the last stage, which may be made longer."""
+        """Writes a checkpoint: all that the run needs to go on from here.
+
+        It contains the optimizer in the middle of a stage, and at the end of the last stage, which may be made longer.
+        """
         p, parts, s = self.progress, self.parts, self.progress.running
         write_files_of_kind = self._note_state()
 

@@ -31,8 +31,15 @@ STREAM = "stream."
 
 
 def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantError) -> tuple[Gauges, str]:
-    """Gauges and note of a step that is left out. `error` names the episodes whose gradient is not finite; it is raised
-    where no further step in a row may be left out."""
+    """Gauges and note of a step that is left out.
+
+    Args:
+        index: the stage's step that the batch belongs to.
+        error: names the episodes whose gradient is not finite.
+
+    Raises:
+        InvariantError: no further step in a row may be left out. Where the setting is 0, it is `error` itself.
+    """
     stage, trainer = roles.stage, roles.trainer
     if not stage.optimizer.skips:
         raise error

@@ -212,10 +212,18 @@ async def learn_from(
     sampled: Gauges | None = None,
     first: bool | None = None,
 ) -> Step:
-    """Take one step on a batch of data; returns its line of the record. `called`: what an episode of the batch is
-    called in messages. `sampled`: gauges of the rollouts that made the batch. `first`: whether it has the sampler's
-    log-probs, drawn with the present weights; None: if `sampled` is given. A gradient that is not finite raises
-    InvariantError, which names the episodes and is noted in the record."""
+    """Take one step on a batch of data; returns its line of the record.
+
+    Args:
+        called: what an episode of the batch is called in messages, such as `demonstration`.
+        sampled: gauges of the rollouts that made the batch, where the policy sampled it.
+        first: whether the batch has the sampler's log-probs, drawn with the present weights. None: True if `sampled` is
+            given.
+
+    Raises:
+        InvariantError: the gradient is not finite. The message names the episodes that make it so, and the record's
+            line has it as a note.
+    """
     index, batch, fresh = work.index, work.batch, sampled is not None if first is None else first
     with roles.clock.of("learn"):
         try:

@@ -40,8 +40,10 @@ def responses(vocabulary: int = 3, longest: int = 4, eos: int = 0) -> list[Respo
 
 
 class PrefixPolicy:
-    """A separate softmax after every prefix: `logits` [states, vocabulary], float64, drawn from N(0, scale). Axis
-    letters: R responses, S states. `all` [R] are the responses, `states` [S] the prefixes that are not complete."""
+    """A separate softmax after every prefix: `logits` [states, vocabulary], float64, drawn from N(0, scale).
+
+    Axis letters: R responses, S states. `all` [R] are the responses, `states` [S] the prefixes that are not complete.
+    """
 
     def __init__(self, seed: int, scale: float = 0.7, *, vocabulary: int = 3, longest: int = 4, eos: int = 0) -> None:
         self.eos, self.sampling = eos, Sampling(max_tokens=longest, stop_ids=(eos,))
@@ -128,8 +130,10 @@ def answer_kl(policy: PrefixPolicy, reference: PrefixPolicy) -> Tensor:
 
 
 def state_kl(policy: PrefixPolicy, reference: PrefixPolicy, visits_S: Tensor, *, forward: bool = False) -> Tensor:
-    """KL(policy || reference) of the next token, summed over states with the weights `visits_S` (constants). With
-    `forward` it is KL(reference || policy). Differentiable in the policy."""
+    """KL(policy || reference) of the next token, summed over states with the weights `visits_S` (constants).
+
+    With `forward` it is KL(reference || policy). Differentiable in the policy.
+    """
     table, ref = torch.log_softmax(policy.logits, -1), torch.log_softmax(reference.logits, -1).detach()
     each_S = (ref.exp() * (ref - table)).sum(-1) if forward else (table.exp() * (table - ref)).sum(-1)
     return (visits_S * each_S).sum()

@@ -26,8 +26,11 @@ SAMPLING = Sampling(max_tokens=20, stop_ids=(0,))
 
 @dataclass
 class PlainEpisode:
-    """One episode in plain numbers. Arrays have one entry for each spoken token, over all segments. `turns` lists
-    spoken tokens per (segment, turn): [[3, 2], [4]] is two segments, the first with an observation inside."""
+    """One episode in plain numbers. Arrays have one entry for each spoken token, over all segments.
+
+    `turns` lists spoken tokens per (segment, turn): [[3, 2], [4]] is two segments, the first with an observation
+    inside.
+    """
 
     reward: float | None
     """None: its verifier failed, so the episode is not judged."""
@@ -114,8 +117,14 @@ def _scored(episode: Episode, plain: PlainEpisode) -> Scored:
 def scored_group(
     name: str, plain: Sequence[PlainEpisode], greedy: float | None = None, info: Mapping[str, Any] | None = None
 ) -> ScoredGroup:
-    """A prompt's siblings, scored; those without a reward are in the group and not among the scored. `greedy`: the
-    reward of the prompt's argmax answer. `info`: further columns of the task."""
+    """A prompt's siblings, scored.
+
+    Args:
+        name: id of the task.
+        plain: the siblings in order. Those without a reward are in the group and not among the scored.
+        greedy: the reward of the prompt's argmax answer, where there is one.
+        info: further columns of the task.
+    """
     task = Task(name, "?", info=info or {})
     episodes = [episode_of(task, i, p) for i, p in enumerate(plain)]
     # The argmax answer is judged beside the siblings, and is no sibling itself.

@@ -1,5 +1,7 @@
-"""Policies over answers of one length, to many prompts at once: a table, and a network that shares its weights. Axis
-letters: P prompts, E answers of T tokens each, V vocabulary."""
+"""Policies over answers of one length, to many prompts at once: a table, and a network that shares its weights.
+
+Axis letters: P prompts, E answers of T tokens each, V vocabulary.
+"""
 
 from __future__ import annotations
 

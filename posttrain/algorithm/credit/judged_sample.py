@@ -78,8 +78,10 @@ def penalty(a: Algorithm, scored: Scored) -> Array:
 
 
 def early_weight(early: float, gap_T: Array) -> Array:
-    """1 + early * (share of the response's |log pi - log ref| that lies at a token or after it) [T] (IW-OPD). Gaps .2,
-    -.1, .1 and early .5: shares 1, .5, .25, weights 1.5, 1.25, 1.125."""
+    """1 + early * (share of the response's |log pi - log ref| that lies at a token or after it) [T] (IW-OPD).
+
+    Gaps .2, -.1, .1 and early .5: shares 1, .5, .25, weights 1.5, 1.25, 1.125.
+    """
     size_T = np.abs(gap_T)
     total = math.fsum(size_T)
     if not early or total <= 0:

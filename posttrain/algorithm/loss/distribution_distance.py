@@ -21,8 +21,11 @@ TINY = 1e-12
 def distance(
     region: Divergence, logq_M: Tensor, logp_M: Tensor, batch: Streams, candidates_MK: Tensor | None
 ) -> Tensor:
-    """Distance [M] between P (log-probs logp_M of the sampled tokens) and the policy Q (A18). mu .99, pi .8: TV .19, KL
-    .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL .0207."""
+    """Distance [M] between P (log-probs logp_M of the sampled tokens) and the policy Q (A18).
+
+    mu .99, pi .8: TV .19, KL .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL
+    .0207.
+    """
     # [M, K]: the candidates as columns. The distances below add all other tokens as one more outcome.
     p, q = logp_M[:, None], logq_M[:, None]
     if region.top:
@@ -64,9 +67,11 @@ def binary_kl(logp_M: Tensor, logq_M: Tensor) -> Tensor:
 
 
 def jensen_shannon(teacher_MK: Tensor, student_MK: Tensor, beta: float) -> Tensor:
-    """Generalised JSD [M] over the candidates and the rest, differentiable in the student (GKD, A30). beta * KL(T || M)
-    + (1 - beta) * KL(S || M), M = beta T + (1 - beta) S; beta 0 is KL(T || S), beta 1 KL(S || T). T (.8, .2), S (.5,
-    .5): KL(S || T) .223144, KL(T || S) .192745, JSD_.5 .050672."""
+    """Generalised JSD [M] over the candidates and the rest, differentiable in the student (GKD, A30).
+
+    beta * KL(T || M) + (1 - beta) * KL(S || M), M = beta T + (1 - beta) S; beta 0 is KL(T || S), beta 1 KL(S || T).
+    T (.8, .2), S (.5, .5): KL(S || T) .223144, KL(T || S) .192745, JSD_.5 .050672.
+    """
     # All other tokens are one more column. Gradients flow through the student's rest too.
     t = torch.cat([teacher_MK, rest(teacher_MK)[:, None].log()], 1)
     s = torch.cat([student_MK, rest(student_MK)[:, None].log()], 1)

@@ -44,8 +44,15 @@ class Mismatch:
 
 def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch: Streams) -> CorrectionFactor:
     """The correction of each token: the product over `pieces`. Tokens it masks stay in the denominator of the
-    aggregation. start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0,
-    .9, 1.5, 4, 0]."""
+    aggregation.
+
+    start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0, .9, 1.5, 4,
+    0].
+
+    Args:
+        start_M: log-probs of the learner at the start of the step.
+        now_M: log-probs of the current policy.
+    """
     # start may be the current policy, which has a gradient; a correction is a constant factor.
     log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)

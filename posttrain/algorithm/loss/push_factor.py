@@ -152,7 +152,9 @@ def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
 
 def future(region: regions.FutureKL, inputs: TrustInputs) -> Tensor:
     """FIPO's factor [M]: > 1 where this token and those after it became more likely since the anchor, < 1 where less.
-    Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29)."""
+
+    Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
+    """
     # Else one token with a huge ratio would decide the factor of all tokens before it.
     counted_M = inputs.log_ratio_M.masked_fill(inputs.ratio_M > region.ignore, 0.0)
     factor_M = bounded_exp(inputs.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))

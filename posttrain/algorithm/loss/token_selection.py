@@ -67,8 +67,10 @@ def _before(batch: Batch) -> Array:
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:
-    """(A_t - mean A) * (logp_t - mean logp) (A33): p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831,
-    .1277]."""
+    """(A_t - mean A) * (logp_t - mean logp) (A33).
+
+    p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277].
+    """
     return (advantage_M - advantage_M.mean()) * (logp_M - logp_M.mean())
 
 
@@ -82,7 +84,10 @@ def largest(x_M: Array, share: float) -> NDArray[np.bool_]:
 
 def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
     """M2PO: which tokens are kept when the largest |log-ratio| are masked until the mean square of the rest is at most
-    `limit` (A26). [.1, -.2, .5] has mean square .1; at limit .04 the token with .5 is masked."""
+    `limit` (A26).
+
+    [.1, -.2, .5] has mean square .1; at limit .04 the token with .5 is masked.
+    """
     # Sorted by size, the running mean of squares never falls: bisection finds the longest allowed prefix.
     order = np.argsort(np.abs(log_ratio_M), kind="stable")
     means = np.cumsum(log_ratio_M[order] ** 2) / np.arange(1, len(order) + 1)
@@ -93,7 +98,9 @@ def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
 
 def mixing(version_M: np.ndarray, start: int, making: int) -> Array:
     """A-3PO's alpha per token: (start - version) / (making - version), so 0 for a token of the current weights (A26).
-    Sampled by version 3, step started at 6, making 7: .75."""
+
+    Sampled by version 3, step started at 6, making 7: .75.
+    """
     # A turn of newer weights counts as sampled at the start. making > start, so nothing is divided by 0.
     said_M = np.minimum(version_M, start)
     return (start - said_M) / (making - said_M)

@@ -21,9 +21,17 @@ def weigh(
     aggregate: Aggregate, tokens_per_episode: Sequence[int], group_of_episode: Sequence[int], max_tokens: int
 ) -> NDArray[np.float64]:
     """The weight of each token in each episode, float64 [E]. The loss is then a plain weighted sum over tokens.
-    `prompt_mean` is a token mean inside each group, then a mean over groups (DAPO as published, ScaleRL); `constant`
-    divides each episode's sum by `max_tokens` (Dr.GRPO). InvariantError where lengths disagree, or an episode has no
-    spoken token (`credit_step` drops these)."""
+
+    Args:
+        aggregate: how tokens are averaged (A35). `prompt_mean` is a token mean inside each group, then a mean over
+            groups (DAPO as published, ScaleRL); `constant` divides each episode's sum by `max_tokens` (Dr.GRPO).
+        tokens_per_episode: spoken tokens of each episode of the minibatch, all >= 1.
+        group_of_episode: a label of the group each episode belongs to.
+        max_tokens: L_max of the sampling contract.
+
+    Raises:
+        InvariantError: lengths disagree, or an episode has no spoken token (`credit_step` drops such episodes).
+    """
     tokens_E = np.asarray(tokens_per_episode, np.float64)
     groups_E = np.asarray(group_of_episode)
     if tokens_E.shape != groups_E.shape or tokens_E.ndim != 1:

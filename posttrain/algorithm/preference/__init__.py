@@ -1,2 +1,4 @@
-"""The losses of judged completions: links of a margin, pairs and rankings, reward models. Begin with
-`preference_loss`."""
+"""The losses of judged completions: links of a margin, pairs and rankings, reward models.
+
+Begin with `preference_loss`.
+"""

@@ -204,9 +204,14 @@ def prepared(
     running: Mapping[str, float] | None = None,
     mismatched_E: np.ndarray | None = None,
 ) -> tuple[Batch, dict[str, float]]:
-    """A minibatch with the streams that are made over all of it, and what is remembered after it (`running` at the next
-    call). `mismatched_E`: log-ratios of policy to reference, summed over each completion of `mismatched`, where
-    `a.reads_mismatched`."""
+    """A minibatch with the streams that are made over all of it, and what is remembered after it.
+
+    Args:
+        batch: with SIDE, with what `a.reads` names, and with WEIGHT where rows weigh differently.
+        running: what the call before it returned; none at the beginning of a stage.
+        mismatched_E: log-ratios of policy to reference, summed over each completion of `mismatched`, where
+            `a.reads_mismatched`.
+    """
     # The layout is checked first, and weights are normalised before the makers run, since they read WEIGHT.
     sides_of(a, batch)
     batch = batch.having({WEIGHT: _normalised(batch)})

@@ -78,9 +78,11 @@ class Zero(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class ToGo(Baseline):
-    """No baseline, and a token's credit counts only what follows it: the reward, minus the KL from it on (A02). Rewards
-    of earlier turns are left out too. A scale divides all of that. It is the scale of whole rewards, so that an
-    answer's first token has the same credit as under `Zero`."""
+    """No baseline, and a token's credit counts only what follows it: the reward, minus the KL from it on (A02).
+
+    Rewards of earlier turns are left out too. A scale divides all of that. It is the scale of whole rewards, so that an
+    answer's first token has the same credit as under `Zero`.
+    """
 
     to_go = True
     earns_to_go = True
@@ -136,10 +138,12 @@ class LengthMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyMean(Baseline):
-    """Per token t: mean reward of the siblings that have a token t, weighted by their energy up to t (OTB, A04). The
-    energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the step.
-    It measures what the token adds to the gradient's variance. Where only one sibling has a token t, there is nothing
-    to compare with, and credit is 0."""
+    """Per token t: mean reward of the siblings that have a token t, weighted by their energy up to t (OTB, A04).
+
+    The energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the
+    step. It measures what the token adds to the gradient's variance. Where only one sibling has a token t, there is
+    nothing to compare with, and credit is 0.
+    """
 
     relative = True
     per_token = True
@@ -200,8 +204,10 @@ class SecondBest(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class Greedy(Baseline):
-    """Reward of the prompt's greedy answer, sampled beside the siblings and never learned from (ReMax, A03). As in
-    `ToGo`, a token's credit counts only the KL from it on."""
+    """Reward of the prompt's greedy answer, sampled beside the siblings and never learned from (ReMax, A03).
+
+    As in `ToGo`, a token's credit counts only the KL from it on.
+    """
 
     to_go = True
     greedy = True
@@ -217,9 +223,11 @@ class Greedy(Baseline):
 @dataclass(frozen=True, kw_only=True)
 class StepMean(Baseline):
     """Mean over all judged steps of all siblings (A07, process form). A token's credit is the sum over the steps that
-    end at it or after it. Steps are verdicts about a part of an episode (`Judged.end`). In a group without steps the
-    outcomes are compared, each at the end of its answer. A sibling without steps, in a group that has some, has no
-    credit."""
+    end at it or after it.
+
+    Steps are verdicts about a part of an episode (`Judged.end`). In a group without steps the outcomes are compared,
+    each at the end of its answer. A sibling without steps, in a group that has some, has no credit.
+    """
 
     relative = True
     per_token = True

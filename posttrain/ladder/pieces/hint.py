@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Hint(Piece):
-    """The teacher scores the same answer behind another prompt, one with a hint (SDFT 2601.19897, SDPO 2601.20802). The
-    environment writes that prompt (`core.abilities.Abilities.hint`). The policy is never asked with it, and learns
-    under its own prompt. An answer for which there is no hint has no gradient and is in no batch, as in SDPO."""
+    """The teacher scores the same answer behind another prompt, one with a hint (SDFT 2601.19897, SDPO 2601.20802).
+
+    The environment writes that prompt (`core.abilities.Abilities.hint`). The policy is never asked with it, and learns
+    under its own prompt. An answer for which there is no hint has no gradient and is in no batch, as in SDPO.
+    """
 
     of: Literal["sibling", "answer"] = "sibling"
     """The content of the hint. sibling: the first other answer of the group that was judged right (SDPO). answer: the

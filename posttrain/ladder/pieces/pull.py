@@ -71,9 +71,11 @@ class Pull(Piece, begin=True):
 
 @dataclass(frozen=True, kw_only=True)
 class KL(Pull):
-    """A KL to the reference. `truth` is whether its gradient is that of KL(pi || ref) (A34). d = logp - logp_ref; k1 =
-    d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3. In rk3 the ratio is that of the token, differentiated,
-    whatever ratio the push uses (docs/design/algorithms-notes.md says where TRL differs)."""
+    """A KL to the reference. `truth` is whether its gradient is that of KL(pi || ref) (A34).
+
+    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3. In rk3 the ratio is that of the
+    token, differentiated, whatever ratio the push uses (docs/design/algorithms-notes.md says where TRL differs).
+    """
 
     coef: float = 0.04
     """Weight of the KL."""

@@ -30,8 +30,10 @@ class Signed(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong(Shaping):
-    """Soft overlong penalty, DAPO Eq. 13: 0 up to L_max - cache spoken tokens, then linearly down to -1 at L_max. L_max
-    is the sampling's max_tokens. `cache` is a share of it."""
+    """Soft overlong penalty, DAPO Eq. 13: 0 up to L_max - cache spoken tokens, then linearly down to -1 at L_max.
+
+    L_max is the sampling's max_tokens. `cache` is a share of it.
+    """
 
     cache: float = 0.2
     """Share of max_tokens over which the penalty grows to 1."""
@@ -56,8 +58,10 @@ class DropTruncated(Shaping):
 @dataclass(frozen=True, kw_only=True)
 class BestOf(Shaping):
     """reward -> k * mean, over the k-subsets of siblings that contain this one, of the best reward in the subset (A32).
+
     The group's mean of credit * grad log pi is then an unbiased gradient of the expected best of k (PKPO); for outcomes
-    of {0, 1} that is pass@k. Fewer than k siblings count as one subset of all of them."""
+    of {0, 1} that is pass@k. Fewer than k siblings count as one subset of all of them.
+    """
 
     k: int = 4
     """Size of the subsets: the k of the best of k."""
@@ -103,8 +107,11 @@ class RankLength(Shaping):
 @dataclass(frozen=True, kw_only=True)
 class TargetLength(Shaping):
     """L1 (2503.04697, C04). exact: reward - alpha * |target - |y||; most: reward * clip(alpha * (target - |y|) + .5, 0,
-    1). alpha is that of the paper; its code halves it in the second form. The target is the task's `n_gold` where it
-    has one."""
+    1).
+
+    alpha is that of the paper; its code halves it in the second form. The target is the task's `n_gold` where it has
+    one.
+    """
 
     target: int = 32
     """Wanted length in tokens."""
@@ -177,8 +184,10 @@ class Repetition(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Shaping):
-    """reward -> `otherwise` where the reward source `source` gave less than 1. A right format adds nothing (C03). With
-    weight 0, that source is judged and recorded but is no part of the outcome."""
+    """reward -> `otherwise` where the reward source `source` gave less than 1. A right format adds nothing (C03).
+
+    With weight 0, that source is judged and recorded but is no part of the outcome.
+    """
 
     formula = "r where source {source} gave 1, else {otherwise:g}"
 
@@ -194,8 +203,11 @@ class Gate(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeLength(Shaping):
-    """reward -> L_ref / |y| - 1 + coef * (reward - A_ref) (O1-Pruner 2501.12570, C04). L_ref and A_ref are the task's
-    `reference_length` and `reference_accuracy`, means over the reference policy's samples."""
+    """reward -> L_ref / |y| - 1 + coef * (reward - A_ref) (O1-Pruner 2501.12570, C04).
+
+    L_ref and A_ref are the task's `reference_length` and `reference_accuracy`, means over the reference policy's
+    samples.
+    """
 
     formula = "reference_length / |y| - 1 + {coef:g} (r - reference_accuracy)"
 

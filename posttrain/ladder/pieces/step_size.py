@@ -14,14 +14,19 @@ if TYPE_CHECKING:
 
 class StepScale(Piece, begin=True):
     """The share of the learning rate that one optimizer step uses. Its mathematics is in `algorithm.loss.step_scale`.
-    It is not a factor of the loss: an optimizer that divides by its own moments does not see such a factor."""
+
+    It is not a factor of the loss: an optimizer that divides by its own moments does not see such a factor.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveSize(StepScale):
-    """sqrt(min(1, ESS / base)) with ESS = (sum w)^2 / (n sum w^2) over the n responses of the minibatch, where w =
-    pi(y)/mu(y) is not bounded (VCPO, 2602.17616). A few stale responses with large ratios make a small effective sample
-    size, and then a small step. The square root is the authors' rule for AdamW."""
+    """sqrt(min(1, ESS / base)) with ESS = (sum w)^2 / (n sum w^2) over the n responses of the minibatch, where
+    w = pi(y)/mu(y) is not bounded (VCPO, 2602.17616).
+
+    A few stale responses with large ratios make a small effective sample size, and then a small step. The square root
+    is the authors' rule for AdamW.
+    """
 
     reads_silent = True  # a response without credit counts as one of the n
 

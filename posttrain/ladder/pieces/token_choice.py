@@ -28,9 +28,12 @@ class Tokens(Piece, begin=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(Tokens):
-    """Masks `share` of the tokens, rounded down, at random among those with low < cov < high (A33, 2505.22617). At the
-    paper's share no token is masked in a minibatch below 5,000 tokens. cov_t = (A_t - mean A) * (logp_t - mean logp)
-    over the minibatch, with the log-probs before it."""
+    """Masks `share` of the tokens, rounded down, at random among those with low < cov < high (A33, 2505.22617).
+
+    At the paper's share no token is masked in a minibatch below 5,000 tokens.
+
+    cov_t = (A_t - mean A) * (logp_t - mean logp) over the minibatch, with the log-probs before it.
+    """
 
     formula = (
         "{share:g} of the tokens, drawn among those with {low:g} < cov < {high:g}, are silent; cov = (A - mean)(log"
@@ -91,7 +94,9 @@ class TopEntropy(Tokens):
 @dataclass(frozen=True, kw_only=True)
 class SecondMoment(Tokens):
     """Masks the tokens with the largest |log pi/mu| until the mean square of the rest is at most `limit` (M2PO, A26).
-    pi is the policy before the optimizer step. The mask is made again for each step of a batch."""
+
+    pi is the policy before the optimizer step. The mask is made again for each step of a batch.
+    """
 
     reads_now = True
 
@@ -145,9 +150,11 @@ class EntropyBonus(Piece):
 @dataclass(frozen=True, kw_only=True)
 class Imitate(Piece):
     """-coef * mean log-prob of some tokens of the minibatch, equally weighted (A19 positive NLL; A24 CHORD; ECHO).
+
     `solved`: what the policy said in episodes that are right (`Episode.solved`). `shown`: tokens of the group's
     demonstrations. `heard`: what the policy was told after its first turn, such as results of tools. Nobody drew these,
-    so they are scored at temperature 1, and they are in no other term."""
+    so they are scored at temperature 1, and they are in no other term.
+    """
 
     reads_silent = True
 
@@ -175,9 +182,11 @@ class Imitate(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Shown(Piece):
-    """Siblings that are demonstrations, in the same group and baseline (LUFFY, A24). The push of their tokens is the
-    gradient of f(p) = p / (p + gamma), never clipped. gamma=none: they have no policy gradient (CHORD imitates them
-    instead)."""
+    """Siblings that are demonstrations, in the same group and baseline (LUFFY, A24).
+
+    The push of their tokens is the gradient of f(p) = p / (p + gamma), never clipped. gamma=none: they have no policy
+    gradient (CHORD imitates them instead).
+    """
 
     siblings: int = 1
     """How many of the group's siblings are demonstrations."""
@@ -222,10 +231,12 @@ class Shown(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Distill(Piece):
-    """coef * generalised JSD_beta(teacher || policy) of the whole next-token distribution (GKD, A30). beta * KL(teacher
-    || M) + (1 - beta) * KL(policy || M) with M = beta * teacher + (1 - beta) * policy; beta 0 and 1 are the limits
-    KL(teacher || policy) and KL(policy || teacher). It is computed over the teacher's `top` most probable tokens, with
-    all others as one; top=0 reads all tokens. The teacher is the stage's reference."""
+    """coef * generalised JSD_beta(teacher || policy) of the whole next-token distribution (GKD, A30).
+
+    beta * KL(teacher || M) + (1 - beta) * KL(policy || M) with M = beta * teacher + (1 - beta) * policy; beta 0 and 1
+    are the limits KL(teacher || policy) and KL(policy || teacher). It is computed over the teacher's `top` most
+    probable tokens, with all others as one; top=0 reads all tokens. The teacher is the stage's reference.
+    """
 
     reads_silent = True
 

@@ -35,9 +35,11 @@ class TrustRegion(Piece, begin=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(TrustRegion):
-    """PPO's clip: a token is masked once its ratio has left [1 - low, 1 + high] in the direction of its credit. `cap`
-    is the dual clip of 1912.09729 (there 3) and the two-sided clip of INTELLECT-2 (there 4): a token with A < 0 is also
-    masked where its ratio exceeds cap. The forms of both papers have this gradient (A06)."""
+    """PPO's clip: a token is masked once its ratio has left [1 - low, 1 + high] in the direction of its credit.
+
+    `cap` is the dual clip of 1912.09729 (there 3) and the two-sided clip of INTELLECT-2 (there 4): a token with A < 0
+    is also masked where its ratio exceeds cap. The forms of both papers have this gradient (A06).
+    """
 
     silences = True
 
@@ -116,7 +118,10 @@ class Soft(TrustRegion):
 @dataclass(frozen=True, kw_only=True)
 class Geometric(TrustRegion):
     """One weight per episode: exp of the mean log-ratio, with each token's log-ratio clipped to +-low/high in the
-    direction of its credit (GMPO, A14). A clipped token is masked. The push of the others is the episode's weight."""
+    direction of its credit (GMPO, A14).
+
+    A clipped token is masked. The push of the others is the episode's weight.
+    """
 
     per_token = True
     silences = True
@@ -138,8 +143,10 @@ class Geometric(TrustRegion):
 @dataclass(frozen=True, kw_only=True)
 class Divergence(TrustRegion):
     """Masks a token where policy and anchor are further apart than delta and its credit leads further away (DPPO, A18).
+
     The distance at one position is the total variation or KL(anchor || pi). With `top` = 0 its outcomes are the sampled
-    token and all others. Else they are the sampler's `top` most probable tokens, the sampled one, and all others."""
+    token and all others. Else they are the sampler's `top` most probable tokens, the sampled one, and all others.
+    """
 
     per_token = True
     silences = True
@@ -195,8 +202,10 @@ class Divergence(TrustRegion):
 @dataclass(frozen=True, kw_only=True)
 class FutureKL(TrustRegion):
     """PPO's clip times f_t = exp(sum_{k >= t} 2^(-(k-t)/half_life) * log-ratio_k) within 1 +- band (FIPO, A29).
+
     Log-ratios of tokens with a ratio above `ignore` do not count. For a token with A < 0 and a ratio above `loud`, f_t
-    is at most 1."""
+    is at most 1.
+    """
 
     per_token = True
     silences = True

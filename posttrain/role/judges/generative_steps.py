@@ -138,8 +138,12 @@ class GenerativeStepJudge:
 
 
 def reads_to_the_step(text: str, before: str, upto: str, step: str) -> None:
-    """InvariantError where the text that is verified does not end in the step's last token: it lies between what was
-    said `before` that token and `upto` it."""
+    """InvariantError where the text that is verified does not end in the step's last token.
+
+    Args:
+        before: what was said up to that token, without it.
+        upto: the same with it.
+    """
     # Without U+FFFD, which stands for the bytes of a character that the step's last token completes.
     if not (upto.startswith(text) and text.startswith(before.rstrip("\ufffd"))):
         raise InvariantError(

@@ -91,7 +91,11 @@ async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Epis
 
 @dataclass
 class Regenerator:
-    """Says the wrong answers of groups anew. `labeler` completes answers from the end of a step."""
+    """Says the wrong answers of groups anew.
+
+    Args:
+        labeler: completes answers from the end of a step.
+    """
 
     labeler: StepLabeler
     how: Regenerate

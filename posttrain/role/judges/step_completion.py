@@ -29,7 +29,11 @@ ENDED = (Stop.SAID, Stop.STRING)
 
 @dataclass
 class TokenEnds:
-    """A finder of the tokens that end the steps of some text. `text` decodes token ids, without the stop token."""
+    """A finder of the tokens that end the steps of some text.
+
+    Args:
+        text: decodes token ids, without the stop token.
+    """
 
     text: Callable[[np.ndarray], str]
     _widths: dict[int, int] = field(default_factory=dict[int, int])
@@ -141,8 +145,12 @@ class LabelledAnswer:
 
 @dataclass
 class StepLabeler:
-    """Labels the answers of groups by completing them. `ends` is of the policy's tokenizer, `stream` the random stream
-    of the answers."""
+    """Labels the answers of groups by completing them.
+
+    Args:
+        ends: of the policy's tokenizer.
+        stream: name of the random stream of the answers.
+    """
 
     rollout: Rollout
     stage: StepLabeling

@@ -143,7 +143,11 @@ class StepJudge:
 
 
 def step_tokens(name: str, e: Episode, ends: TokenEnds, separator: str) -> tuple[int, ...]:
-    """The number of spoken tokens up to the end of each step; ConfigError where the episode has several turns."""
+    """The number of spoken tokens up to the end of each step.
+
+    Raises:
+        ConfigError: the episode has several turns.
+    """
     if len(e.turns) > 1:
         raise ConfigError(
             f"reward model {name} scores the steps of an answer, and an answer to task {e.task.id!r} has"

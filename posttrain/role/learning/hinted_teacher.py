@@ -42,8 +42,11 @@ class Hints:
         return {"now": learner, "average": self.average, "start": reference}[self.how.weights]
 
     def of(self, group: Group) -> tuple[HintedEpisode, ...]:
-        """The judged episodes of a group, in order. ConfigError where the environment asked with more than the task's
-        prompt, or its hint ignores what it is given."""
+        """The judged episodes of a group, in order.
+
+        Raises:
+            ConfigError: the environment asked with more than the task's prompt, or its hint ignores what it is given.
+        """
         return tuple(self._hinted(group, e) for e in group.judged)
 
     def _hinted(self, group: Group, e: Episode) -> HintedEpisode:

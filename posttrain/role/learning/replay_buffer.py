@@ -25,8 +25,10 @@ class BufferedGroup:
 
 @dataclass
 class ReplayBuffer:
-    """Holds groups, gives some of them to each step, and counts those that leave and why. What a step gets is a
-    function of the seed, the step and what the buffer holds."""
+    """Holds groups, gives some of them to each step, and counts those that leave and why.
+
+    What a step gets is a function of the seed, the step and what the buffer holds.
+    """
 
     config: Replay
     seed: int
@@ -36,8 +38,11 @@ class ReplayBuffer:
     _gauges: Gauges = field(default_factory=Gauges)
 
     def draw(self, step: int, apart: Callable[[Group], float]) -> tuple[Group, ...]:
-        """The groups that a step learns from again, each with the discount of its age. `apart`: the mean of |log(policy
-        / sampler)| over a group's tokens, now."""
+        """The groups that a step learns from again, each with the discount of its age.
+
+        Args:
+            apart: the mean of |log(policy / sampler)| over a group's tokens, now.
+        """
         count_by_reason = Counter[str]()
         # Age costs nothing. The ratio needs a forward pass for each group that is tested, so only until enough are
         # chosen.

@@ -171,8 +171,11 @@ def load_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
 
 
 def load_average(folder: Path, learner: Learner) -> None:
-    """Load the weights of a checkpoint, and over them the moving averages that its optimizer kept (`Optimizer.ema`);
-    RunFolderError where it has none."""
+    """Load the weights of a checkpoint, and over them the moving averages that its optimizer kept (`Optimizer.ema`).
+
+    Raises:
+        RunFolderError: it has none.
+    """
     load_weights(folder, learner)
     state = _load(folder / OPTIMIZER) if part_files(folder / OPTIMIZER) else {}
     averages = {n.removeprefix(AVERAGE): t for n, t in state.items() if n.startswith(AVERAGE)}

@@ -63,13 +63,20 @@ class SampledPairs:
 
 
 def rejection_sampled(rewards: np.ndarray, keep: int, temperature: float, rng: np.random.Generator) -> list[int]:
-    """The places of the candidates [C] that are kept, in the order in which they pass (2309.06657, algorithm 1);
-    min(keep, C).
+    """The candidates that are kept, in the order in which they pass (2309.06657, algorithm 1).
 
-    A round keeps each candidate that is left with probability exp((R - max R) / temperature), so the best always
-    passes. If the best answer that the reference can give is among them, those of the first round are distributed as
-    ref * exp(R / temperature). The paper's program joins equal texts; here each sample counts, as this distribution
-    needs. `rng` draws C uniforms in each round: a candidate's number depends on its place alone.
+    A round keeps each candidate that is left with probability exp((R - max R) / temperature), where max R is the
+    largest reward of the candidates left. The best of them always passes, so `keep` rounds are enough. If the best
+    answer that the reference can give is among the candidates, those that the first round keeps are distributed as ref
+    * exp(R / temperature). The paper's program joins equal texts. Here each sample counts, as this distribution needs.
+
+    Args:
+        rewards: float64 [C], of candidates drawn from the reference.
+        rng: draws C uniforms in each round, one for each candidate, kept or not. So a candidate's number depends on its
+            place alone.
+
+    Returns:
+        min(keep, C) places among the candidates.
     """
     left, kept = list(range(len(rewards))), list[int]()
     while left and len(kept) < keep:

@@ -77,9 +77,16 @@ class RankLead:
 
     @contextmanager
     def ordered(self, what: str, order: Any, meanwhile: bool = False) -> Iterator[None]:
-        """Send an order to the other ranks: (function, its arguments after the state), or a `StepOrder`. Inside the
-        block rank 0 does its own part. `what`: the order in words. `meanwhile`: whether other orders may follow inside.
-        RankLost where a rank is lost."""
+        """Send an order to the other ranks. Inside the block rank 0 does its own part.
+
+        Args:
+            what: the order in words, for messages.
+            order: (function, its arguments after the state), or a `StepOrder`.
+            meanwhile: whether other orders may follow inside the block.
+
+        Raises:
+            RankLost: a rank is lost.
+        """
         # An order may be sent inside another one (`meanwhile`). At its end the outer one is again the open order.
         outer, self._open = self._open, what
         with self.failures_explained():

@@ -36,8 +36,12 @@ SCORED = 4096
 
 
 def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement: int) -> bool | None:
-    """Returns whether the rule `keep` may keep a completion with this reward, among those of its prompt; None for a
-    rule that is not shipped. `improvement`: how many earlier rounds imitated from the same candidates."""
+    """Returns whether the rule `keep` may keep a completion with this reward; None for a rule that is not shipped.
+
+    Args:
+        others: the rewards of all completions of its prompt, its own included.
+        improvement: how many earlier rounds imitated from the same candidates.
+    """
     # A reward that misses the threshold only by rounding passes.
     slack = 1e-6 * max(1.0, abs(reward))
     match keep:
@@ -127,10 +131,16 @@ def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
 
 
 def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, asked: str, taken: int) -> None:
-    """Checks that a round trains the weights that the method names: `start`, those of the stage's start with a new
-    optimizer, which has `taken` no step; `last`, those that sampled the round. `now`, `start`, `asked`: fingerprints of
-    the present weights, of those at the start of the stage, and of those that sampled the round ('': it did not
-    sample)."""
+    """Checks that a round trains the weights that the method names.
+
+    With `weights=start` these are the weights with which the stage started, with a new optimizer. With `weights=last`
+    they are the weights that sampled the round.
+
+    Args:
+        now, start, asked: fingerprints of the present weights, of those at the start of the stage, and of those that
+            sampled the round ('': the round did not sample).
+        taken: steps that the optimizer has taken.
+    """
     if stage.method.weights == "start" and (now != start or taken):
         trained = "other weights" if now != start else f"an optimizer that has taken {taken} steps"
         raise InvariantError(
@@ -146,8 +156,13 @@ def begins_with_its_weights(stage: Rejection, round: int, now: str, start: str, 
 
 
 def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejection, text: Any) -> None:
-    """Checks that a minibatch has kept completions, each under the prompt of its task, and then demonstrations. `rows`:
-    how often each sequence may be in it. `kept`: how many completions the round kept."""
+    """Checks that a minibatch has kept completions, each under the prompt of its task, and then demonstrations.
+
+    Args:
+        rows: how often each sequence may be in the minibatch.
+        kept: how many completions the round kept. They are divided into steps of nearly equal size.
+        text: decodes token ids.
+    """
     if batch.sampling.temperature != 1 or batch.sampling.truncated:
         raise InvariantError(
             f"kept completions are imitated at temperature {batch.sampling.temperature:g}"
