@@ -1,7 +1,9 @@
-"""The mathematics of a piece is a case of the function of its choice. A piece from elsewhere registers its own:
-`@pushed.register` above `def _(region: MyRegion, inputs: TrustInputs) -> Push`. These functions are
-`functools.singledispatch` on their first argument. A derived type uses the mathematics of its base until it registers
-its own. A type without any is an error that names where to register it."""
+"""The mathematics of a piece is a function registered for its type: `@pushed.register` above
+`def _(region: Clip, inputs: TrustInputs) -> Push`.
+
+These functions are `functools.singledispatch` on their first argument. A derived type uses the mathematics of its base
+until it registers its own. A type without a function is an error that names where to register one.
+"""
 
 from __future__ import annotations
 

@@ -194,7 +194,8 @@ class Algorithm:
 
     @property
     def reads_silent_tokens(self) -> bool:
-        """True where a token with zero credit still has a gradient, and so must stay in the batch."""
+        """True where a token with zero credit still has a gradient (from pull, entropy, value or imitation), and so
+        must stay in the batch."""
         return any(p.reads_silent for p in self.pieces)
 
     @property
@@ -274,7 +275,8 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         )
     if a.whiten is not None and a.scale == "batch_std":
         yield "whiten already divides by a standard deviation of the step. Set scale=one, or whiten=none"
-    # Each source is compared on its own, so what works on the whole reward does not fit.
+    # Each source is compared on its own. So choices that work on the whole reward do
+    # not fit: shaping, a KL in the reward, a scale of the sum.
     whole_rewards = a.scale not in ("one", "group_std") or a.shape or a.charges_answers
     if a.rewards == "each" and (whole_rewards or not a.baseline.of_sources):
         yield (

@@ -68,10 +68,21 @@ def cost(a: Algorithm) -> Cost:
         late.append("the policy at the start of the step, where a step takes several optimizer steps")
     if a.tokens is not None and a.tokens.reads_now:
         late.append("the policy before every optimizer step of a batch but the first")
-    generation = [text for p in a.pieces if (text := p.samples())]
-    generation += ["groups asked again until the step is full"] if a.filter is not None else []
+    return Cost(len(passes), len(late), (*passes, *late), tuple(_generation(a)), tuple(_memory(a)))
+
+
+def _generation(a: Algorithm) -> list[str]:
+    """What the algorithm costs while sampling, in words."""
+    of_pieces = [text for p in a.pieces if (text := p.samples())]
+    return of_pieces + (["groups asked again until the step is full"] if a.filter is not None else [])
+
+
+def _memory(a: Algorithm) -> list[str]:
+    """What the algorithm keeps in memory, in words."""
+    out: list[str] = []
     # A teacher that has the policy's present weights, or averages that the optimizer keeps anyway, needs no copy.
-    memory = ["a copy of the weights"] if a.reads & {"reference", "teacher"} and not a.own_teacher else []
-    memory += ["a value head"] if "values" in a.reads else []
-    memory += [text for p in a.pieces if (text := p.memory())]
-    return Cost(len(passes), len(late), (*passes, *late), tuple(generation), tuple(memory))
+    if a.reads & {"reference", "teacher"} and not a.own_teacher:
+        out.append("a copy of the weights")
+    if "values" in a.reads:
+        out.append("a value head")
+    return out + [text for p in a.pieces if (text := p.memory())]

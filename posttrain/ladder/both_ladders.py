@@ -71,7 +71,8 @@ def named_algorithm(kind: type[Any], name: str) -> Any:
 
 def any_named(name: str) -> AnyAlgorithm:
     """The algorithm of that name on either ladder, or ConfigError with the nearest one."""
-    known = {n: a for rows in LADDERS.values() for n, a in rows.items()}
-    if name in known:
-        return known[name]
+    for rows in LADDERS.values():
+        if name in rows:
+            return rows[name]
+    known = [n for rows in LADDERS.values() for n in rows]
     raise ConfigError(f"algorithm={name}: no such algorithm; {nearest(name, known)}")

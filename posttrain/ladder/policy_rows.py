@@ -1,7 +1,9 @@
 """The ladder: every algorithm is a patch of another one. A row has parent, name, paper, and the changed choices.
-docs/reference/algorithms.md has formulas, defaults and numeric cases; `ladder.algorithm_notes` says where papers and
-other libraries differ. If a new row needs a new piece, write its type in `ladder.pieces` and its mathematics in
-`posttrain.algorithm`."""
+
+docs/reference/algorithms.md has formulas, defaults and numeric cases. `ladder.algorithm_notes` says where papers and
+other libraries differ. To add an algorithm, write a row here. If it needs a new piece, also write one type in
+`ladder.pieces` and one function of its mathematics in `posttrain.algorithm`.
+"""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def ask(policy: ToyPolicy, prompt_E: Tensor, generator: torch.Generator, disturb
     for t in range(policy.length):
         logits_EV = policy.at(prompt_E, tokens_ET, t)
         logp_EV = torch.log_softmax(logits_EV if disturb is None else disturb(logits_EV), -1)
-        # The index of the drawn token is the number of tokens whose cumulative probability is below the uniform number.
-        # The clamp is for a sum that rounds to less than 1.
+        # Inverse of the cumulative distribution: the index of the drawn token is the number of tokens whose
+        # cumulative probability is below the uniform number. The clamp is for a sum that rounds to less than 1.
         below_EV = torch.cumsum(logp_EV.exp(), -1) < torch.rand(
             len(prompt_E), 1, generator=generator, dtype=torch.float64
         )

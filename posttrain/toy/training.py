@@ -136,8 +136,11 @@ class ToyTrainer:
         self.rng = np.random.default_rng([self.seed, 7])
 
     def step(self, answers: Answers, credit: np.ndarray, reference_ET: Tensor | None = None) -> Gauges:
-        """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges. As in
-        `role.pack`, answers without credit are left out of the forward pass and stay in the denominators."""
+        """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges.
+
+        As in `role.pack`, answers without credit are left out of the forward pass and stay in the denominators. A
+        minibatch that has only such answers changes no weight.
+        """
         groups = len(answers.prompt_E) // self.g
         flat = credit.reshape(len(answers.prompt_E), -1)
         start_ET = logp_of(self.policy, answers)

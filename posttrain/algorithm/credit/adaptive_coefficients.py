@@ -61,8 +61,14 @@ def of_step(a: Algorithm, state: AdaptiveState, index: int) -> tuple[Algorithm, 
 def remember(
     a: Algorithm, state: AdaptiveState, gauges: Mapping[str, Gauge], *, episodes: int, asked: PassRate = PassRate()
 ) -> AdaptiveState:
-    """The state after a step with these gauges, by the rules of `KL.target` (A05) and `EntropyBonus.target` (A33). `a`
-    is the algorithm as configured, not the result of `steered`. `asked` counts the step's groups."""
+    """The state after a step with these gauges. `a` is the algorithm as configured, not the result of `steered`.
+    `asked` counts the step's groups.
+
+    KL (A05): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. Entropy (A33): coef rises by delta
+    below the target and falls by it above, not below 0; at or above the target it is not applied.
+    """
+    # Halving before adding weighs step k back by 2^-k: the pass rate
+    # follows the policy, and one step with few groups does not decide it.
     if a.filter is not None:
         rate = state.rate.halved().and_then(asked.played, asked.passed)
         state = replace(state, played=rate.played, passed=rate.passed)

@@ -1,5 +1,7 @@
-"""Baselines: what a reward is compared with. Each is a type in `ladder.pieces.baseline`, and a case of `centred` where
-it gives one number per sample, or a function registered with `by_token` where it gives several.
+"""Baselines: what a reward is compared with. Each is a type in `ladder.pieces.baseline` and a function here, registered
+for that type.
+
+A baseline that gives one number per sample registers with `centred`. One that gives several registers with `by_token`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,28 @@ from posttrain.core.measure.equal_numbers import rounding, spread
 from posttrain.core.scored import Scored
 from posttrain.core.streams import ENERGY, START, VALUE
 from posttrain.ladder.algorithm import Algorithm
-from posttrain.ladder.pieces import baseline as pieces
-from posttrain.ladder.pieces.baseline import Baseline
+from posttrain.ladder.pieces.baseline import (
+    AnchorMean,
+    Baseline,
+    Ema,
+    EnergyMean,
+    Greedy,
+    GroupMean,
+    LengthMean,
+    OffPolicyMean,
+    Others,
+    SecondBest,
+    SoftMean,
+    StepMean,
+    ToGo,
+    TurnMean,
+    Value,
+    Zero,
+)
 from posttrain.ladder.pieces.implicit import ImplicitOthers
+from posttrain.ladder.pieces.source_ema import SourceEma
+
+# --- one number per sample -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,69 +67,98 @@ class Siblings:
 
 @singledispatch
 def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
-    """(reward minus baseline [G] of one prompt, the moving baseline afterwards). Means are exact sums of differences
-    from the lowest reward (`over`): permuting siblings changes nothing, and nearly equal rewards are still centred."""
-    match b:
-        case pieces.Zero() | pieces.ToGo():
-            # `step_credit._over_tokens` takes off what was earned before a token, where it only answers for the rest.
-            return siblings.rewards, siblings.ema
-        case pieces.Ema():
-            return _after_each(b.decay, siblings)
-        case pieces.Greedy():
-            return siblings.rewards - siblings.greedy, siblings.ema
-        case pieces.GroupMean():
-            over = from_lowest(siblings.rewards)
-            return over - mean(over), siblings.ema
-        case pieces.Others():
-            over = from_lowest(siblings.rewards)
-            # The sum of the others. There are at least two siblings: without spread nobody calls this.
-            return over - (math.fsum(over) - over) / (len(over) - 1), siblings.ema
-        case pieces.LengthMean():
-            # b = sum |y| R / sum |y|. A shift of all rewards shifts b by as much, so differences may be used.
-            over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
-            return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
-        case pieces.OffPolicyMean():
-            return _off_policy(siblings), siblings.ema
-        case pieces.SoftMean():
-            # R - tau log mean exp(R / tau) is the same for R - max R, and there every exponent is at most 0.
-            under = siblings.rewards - siblings.rewards.max()
-            return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), siblings.ema
-        case pieces.SecondBest():
-            r = siblings.rewards
-            # Where two siblings have the best reward, the second best is equal to it, and no sibling has credit.
-            order = np.argsort(r, kind="stable")
-            lead_G = np.zeros_like(r)
-            lead_G[order[-1]] = r[order[-1]] - r[order[-2]]
-            return lead_G, siblings.ema
-        case _:
-            raise missing(b, centred)
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards).
+
+    Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
+    reward, so that rewards which are nearly equal are still centred.
+    """
+    raise missing(b, centred)
 
 
-def _after_each(decay: float, siblings: Siblings) -> tuple[Array, float]:
-    """`centred` by a moving average."""
+@centred.register(Zero)
+@centred.register(ToGo)
+def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
+    # `Zero` has no baseline. `ToGo` has none here either: `step_credit._over_tokens` takes off, token by token, what
+    # was earned before the token.
+    return siblings.rewards, siblings.ema
+
+
+@centred.register(Ema)
+@centred.register(SourceEma)
+def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
     if siblings.again:
         return siblings.rewards - siblings.ema, siblings.ema
-    # b_i must not depend on R_i: then E[b_i * grad log pi(y_i)] = 0 and the baseline adds no bias.
+    # b_i must not depend on R_i: then E[b_i * grad log pi(y_i)] = 0 and the baseline adds
+    # no bias. So each sample is compared with the average as the samples before it left it.
     before: list[float] = []
     ema = siblings.ema
     for x in siblings.rewards:
         before.append(ema)
-        ema = decay * ema + (1 - decay) * float(x)
+        ema = b.decay * ema + (1 - b.decay) * float(x)
     return siblings.rewards - np.array(before), ema
 
 
-def _off_policy(siblings: Siblings) -> Array:
+@centred.register
+def _(b: GroupMean, siblings: Siblings) -> tuple[Array, float]:
+    over = from_lowest(siblings.rewards)
+    return over - mean(over), siblings.ema
+
+
+@centred.register
+def _(b: Others, siblings: Siblings) -> tuple[Array, float]:
+    over = from_lowest(siblings.rewards)
+    # The sum less its own term is the sum of the others. There
+    # are at least two siblings: without spread nobody calls this.
+    return over - (math.fsum(over) - over) / (len(over) - 1), siblings.ema
+
+
+@centred.register
+def _(b: LengthMean, siblings: Siblings) -> tuple[Array, float]:
+    # b = sum |y| R / sum |y|. A shift of all rewards shifts b by as much, so differences from the lowest may be used.
+    over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
+    return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
+
+
+@centred.register
+def _(b: OffPolicyMean, siblings: Siblings) -> tuple[Array, float]:
     """Rewards 1, 0, 0 with log w = log 2, 0, 0 and energies 1, 1, 2: weights 4, 1, 2, baseline 4/7."""
-    # The constant that makes E[w^2 |g|^2 (R - b)^2] least, where W stands for |g|^2, the squared gradient norm.
+    # b = sum w^2 W R / sum w^2 W is the constant that makes E[w^2 |g|^2 (R - b)^2]
+    # least, where W stands for |g|^2, the squared norm of a response's gradient.
     over = from_lowest(siblings.rewards)
     energy = np.array([math.fsum(joined(s[ENERGY])) for s in siblings.scored])
     log_w = np.array([math.fsum(joined(s[START]) - said_logp(s)) for s in siblings.scored])
     if not np.any(energy > 0):  # nobody has a gradient, so no baseline is better than another
-        return over - mean(over)
-    # A response without a gradient has no part in b, nor in the scale. `minimum` keeps its exp finite.
+        return over - mean(over), siblings.ema
+    # A response without a gradient has no part in b, so it does not set the scale either: its
+    # w may be larger than all others. `minimum` keeps its exp finite; its weight is 0 anyway.
     log_w -= log_w[energy > 0].max()  # so that the largest weight is not 0 nor inf
     weight = np.where(energy > 0, np.exp(2 * np.minimum(log_w, 0.0)) * energy, 0.0)
-    return over - math.fsum(weight * over) / math.fsum(weight)
+    return over - math.fsum(weight * over) / math.fsum(weight), siblings.ema
+
+
+@centred.register
+def _(b: SoftMean, siblings: Siblings) -> tuple[Array, float]:
+    # log-sum-exp: R - tau log mean exp(R / tau) is the same for R - max R, and there every exponent is at most 0.
+    under = siblings.rewards - siblings.rewards.max()
+    return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), siblings.ema
+
+
+@centred.register
+def _(b: SecondBest, siblings: Siblings) -> tuple[Array, float]:
+    r = siblings.rewards
+    # Where two siblings have the best reward, the second best is equal to it, and no sibling has credit.
+    order = np.argsort(r, kind="stable")
+    lead_G = np.zeros_like(r)
+    lead_G[order[-1]] = r[order[-1]] - r[order[-2]]
+    return lead_G, siblings.ema
+
+
+@centred.register
+def _(b: Greedy, siblings: Siblings) -> tuple[Array, float]:
+    return siblings.rewards - siblings.greedy, siblings.ema
+
+
+# --- several numbers per sample ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,14 +180,17 @@ def by_token(b: Baseline, a: Algorithm, samples: Sequence[Sample]) -> TokenCredi
 
 
 @by_token.register
-def _(b: pieces.Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     pairs = [_with_values(b, s) for s in samples]
     return TokenCredit([advantage_T for advantage_T, _ in pairs], returns=[return_T for _, return_T in pairs])
 
 
-def _with_values(value: pieces.Value, s: Sample) -> tuple[Array, Array]:
-    """(advantage [T], return [T]) of one sample, from its rewards per token (A05): a turn's reward stands at its last
-    token, the rest of the shaped reward at the last spoken one, each token's KL at the token itself."""
+def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
+    """(advantage [T], return [T]) of one sample, from its rewards per token (A05).
+
+    A turn's reward stands at the last token of the turn. The rest of the shaped reward stands at the last spoken token.
+    Each token's KL stands at the token itself.
+    """
     values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
@@ -150,23 +203,25 @@ def _with_values(value: pieces.Value, s: Sample) -> tuple[Array, Array]:
             values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace
         )
     advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
-    # Decoupled: credit may have a longer memory than the targets, and so less bias.
+    # Decoupled: values learn from targets with `gae_lambda`, while credit may
+    # have a longer memory and so less bias. The values V_t are the same in both.
     lambda_of_credit = credit_lambda(value, s.spoken)
     if lambda_of_credit != value.gae_lambda:
         advantage_T, _ = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=lambda_of_credit)
     return advantage_T, return_T
 
 
-def credit_lambda(value: pieces.Value, length: int) -> float:
-    """Lambda of an answer's credit: `credit_lambda`, `gae_lambda`, or 1 - 1 / (alpha * length), at least 0 (A19)."""
+def credit_lambda(value: Value, length: int) -> float:
+    """Lambda of the credit of an answer of `length` tokens: `credit_lambda`, `gae_lambda`, or 1 - 1 / (alpha * length),
+    not below 0 (A19)."""
     if value.length_alpha is not None:
         return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
     return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
 
 
 @by_token.register
-def _(b: pieces.StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Process-supervised credit (A07): steps are normalised over all steps of the group, and a token's credit is the
+def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Process-supervised credit (A07). Steps are normalised over all steps of the group. The credit of a token is the
     sum over the steps that end at it or after it."""
     steps = [_steps(s) for s in samples]
     # Where no step was judged, each answer counts as one step. The rule is then that of outcomes.
@@ -176,7 +231,8 @@ def _(b: pieces.StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredi
     else:
         noise = rounding([abs(v) for each in steps for _, v in each], max(s.resolution for s in samples))
     values = np.array([v for each in steps for _, v in each], np.float64)
-    # One mean and one deviation compares all steps of all siblings.
+    # All steps of all siblings lie in one flat array, since one mean and
+    # one deviation compares them. They are handed back in the same order.
     credits = iter(compared(values, noise, scaled=a.scale == "group_std").tolist())
     raw: list[Array] = []
     for s, each in zip(samples, steps, strict=True):
@@ -185,7 +241,8 @@ def _(b: pieces.StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredi
         for (end, _), x in zip(each, credits, strict=False):
             if 0 < end <= s.spoken:
                 ends_T[end - 1] += x
-        # A token answers for the steps that end at it or later, never for one that was over before.
+        # Sum to go: a token answers for the steps that end at it or
+        # later, never for one that was over before it was said.
         raw.append(np.cumsum(ends_T[::-1])[::-1].copy())
     return TokenCredit(raw, not spread(values, noise))
 
@@ -201,7 +258,7 @@ def _steps(s: Sample) -> list[tuple[int, float]]:
 
 
 @by_token.register
-def _(b: pieces.EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Reward minus the mean over the siblings that have a token t, weighted by their energy W_t up to t (OTB, A04).
 
         sibling   reward   energies      W               credit
@@ -213,7 +270,8 @@ def _(b: pieces.EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCre
     rewards, noise = compared_rewards(a, samples)
     if not spread(rewards, noise):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
-    # [G, T] with W_t in the row of each sibling, and 0 behind its end: there it has no part in the mean.
+    # [G, T] with W_t in the row of each sibling. Behind the sibling's
+    # end the row stays 0: a sibling without a token t has no part in the mean at t.
     weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
     for row_T, s in zip(weight_GT, samples, strict=True):
         row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
@@ -222,7 +280,8 @@ def _(b: pieces.EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCre
     total_T = np.array([math.fsum(w) for w in weight_GT.T])
     earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
     speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
-    # A sibling left alone would be compared with itself, and without energy there is no gradient to weigh.
+    # A sibling that is left alone would be compared with itself.
+    # Where all energies are 0 there is no gradient to weigh.
     compared_T = (speaking_T > 1) & (total_T > 0)
     mean_T = np.divide(earned_T, total_T, out=np.zeros_like(total_T), where=compared_T)
     return TokenCredit(
@@ -232,23 +291,27 @@ def _(b: pieces.EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCre
 
 @by_token.register
 def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Eq. 5 of 2502.01456: credit of the outcome, plus the sum to go of process rewards less the others' mean. Outcomes
-    1, 0 and process rewards [.2, 0], [-.1]: the outcome credit is 1, -1; mean process rewards are .1, -.1. The first
-    answer's less -.1 are .3, .1, with sums to go .4, .1: credit 1.4, 1.1. The second's is -1 + (-.1 - .1) = -1.2."""
+    """Eq. 5 of 2502.01456: credit of the outcome, plus the sum to go of process rewards less the others' mean.
+
+    Outcomes 1, 0 and process rewards [.2, 0], [-.1]. The outcome credit is 1, -1; mean process rewards are .1, -.1.
+    The first answer's process rewards less -.1 are .3, .1. Their sums to go are .4, .1, so its credit is 1.4, 1.1.
+    The second answer's credit is -1 + (-.1 - .1) = -1.2.
+    """
     rewards, noise = compared_rewards(a, samples)
     if not spread(rewards, noise):
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
-    # The two parts are centred apart, since process rewards are in units of their own.
-    outcome, _ = centred(pieces.Others(), Siblings(rewards, np.array([s.spoken for s in samples], np.float64)))
+    # A_t = (R - mean R of the others) + sum_{k >= t} (p_k - mean p of the others). The
+    # two parts are centred apart, since process rewards are in units of their own.
+    outcome, _ = centred(Others(), Siblings(rewards, np.array([s.spoken for s in samples], np.float64)))
     process = process_rewards(b.beta, samples)
     return TokenCredit([x + to_go(p_T) for x, p_T in zip(outcome, process, strict=True)])
 
 
-@by_token.register(pieces.TurnMean)
-@by_token.register(pieces.AnchorMean)
-def _(b: pieces.TurnMean | pieces.AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+@by_token.register(TurnMean)
+@by_token.register(AnchorMean)
+def _(b: TurnMean | AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     (rewards, noise), scaled = compared_rewards(a, samples), a.scale == "group_std"
     them = ([s.scored.episode for s in samples], rewards, noise)
-    credit = by_turn(b, *them, scaled=scaled) if isinstance(b, pieces.TurnMean) else by_state(b, *them, scaled=scaled)
+    credit = by_turn(b, *them, scaled=scaled) if isinstance(b, TurnMean) else by_state(b, *them, scaled=scaled)
     # Whether the group is silent is read from the credit: turns may differ where the outcomes do not.
     return TokenCredit(credit, not any(np.any(x) for x in credit))

@@ -59,7 +59,8 @@ def compared_rewards(a: Algorithm, samples: Sequence[Sample]) -> tuple[Array, fl
     """(rewards [G] by which siblings are compared, the largest difference of these that counts as rounding)."""
     # A KL that each token is charged alone is subtracted from the credit later, and belongs to no reward.
     rewards = np.array([s.shaped - (s.charged if a.charges_answers else 0.0) for s in samples], np.float64)
-    # What counts as rounding comes from the sizes of the terms: their sum may be a small number.
+    # A sum of large terms may be a small number, and its rounding error is that of the terms. So what counts as
+    # rounding comes from the sizes of the terms, not from the rewards.
     sizes = [s.charged_size if a.charges_answers else s.size for s in samples]
     return rewards, rounding(sizes, max((s.resolution for s in samples), default=0.0))
 
@@ -69,7 +70,8 @@ def penalty(a: Algorithm, scored: Scored) -> Array:
     pull = a.kl_in_credit
     if pull is None:
         return np.zeros(scored.episode.spoken)
-    # With anchor=start the KL is the learner's, else the sampler's own log-probs are taken, which cost no forward pass.
+    # The KL compares the policy that drew the tokens with the reference. With anchor=start that is the learner
+    # at the start of the step. Otherwise the sampler's own log-probs are taken, which cost no forward pass.
     drawn_T = joined(scored[START]) if a.anchor == "start" else said_logp(scored)
     gap_T = drawn_T - joined(scored[REFERENCE])
     # The loss differentiates the same function, so both placements have one formula. Credit is numpy in float64.
@@ -86,7 +88,8 @@ def early_weight(early: float, gap_T: Array) -> Array:
     total = math.fsum(size_T)
     if not early or total <= 0:
         return np.ones_like(gap_T)
-    # cumsum - size is the sum before the token; what it leaves of the total lies at the token or after it.
+    # cumsum - size is the sum before the token. Divided by the total and subtracted from 1,
+    # it is the share that lies at the token or after it.
     return 1 + early * (1 - (np.cumsum(size_T) - size_T) / total)
 
 
@@ -97,4 +100,5 @@ def said_logp(scored: Scored) -> Array:
 
 def joined(parts: tuple[np.ndarray, ...]) -> Array:
     """Per-segment arrays as one [T] over the episode's spoken tokens."""
+    # The empty array first, so that an episode without segments gives [0] and not an error.
     return np.concatenate([np.zeros(0), *parts]).astype(np.float64)

@@ -24,7 +24,8 @@ from posttrain.core.streams import IMPLICIT, OUTCOME, REFERENCE, WEIGHT
 
 
 def process_rewards(beta: float, samples: Sequence[Sample]) -> list[Array]:
-    """[T] of each of at least two siblings: each token's process reward, minus the mean of the others' means."""
+    """[T] of each of at least two siblings: the process reward of each token, minus the average over the other siblings
+    of their mean process reward (leave one out)."""
     rewards = [beta * (joined(s.scored[IMPLICIT]) - joined(s.scored[REFERENCE])) for s in samples]
     # A mean of means: every answer counts once among the others, however long it is.
     means = [math.fsum(r_T) / len(r_T) if len(r_T) else 0.0 for r_T in rewards]
@@ -39,8 +40,10 @@ def to_go(x_T: Array) -> Array:
 
 @dataclass(frozen=True)
 class OutcomeLoss:
-    """Cross entropy of sigmoid(beta * sum_t log phi/ref) and the outcome of each answer, a sum with weights. OUTCOME
-    and WEIGHT are equal on all tokens of an answer."""
+    """Cross entropy of sigmoid(beta * sum_t log phi/ref) and the outcome of each answer, a sum with weights.
+
+    It reads REFERENCE, OUTCOME and WEIGHT; the last two are equal on all tokens of an answer.
+    """
 
     beta: float
 
@@ -55,7 +58,8 @@ class OutcomeLoss:
         # Both are the same on all tokens of an answer, so its first token is read. `sequence_M` ascends.
         first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
         outcome_E, weight_E = held[OUTCOME][first_E], held[WEIGHT][first_E]
-        # -y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)) = log(1 + e^z) - y z, which is finite for every z.
+        # -y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)) = log(1 + e^z) - y z:
+        # finite for every z, and right for an outcome between 0 and 1 too.
         each_E = softplus(odds_E) - outcome_E * odds_E
         agrees = ((odds_E > 0) == (outcome_E > 0.5)).sum()
         return Terms((weight_E * each_E).sum(), {"implicit/agrees": Gauge(float(agrees), held.episodes)})

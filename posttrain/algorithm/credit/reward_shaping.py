@@ -1,5 +1,8 @@
-"""Shaping: changes of the raw outcome before rewards are compared. A piece may read all siblings of a prompt. Each is a
-type in `ladder.pieces.shape` and a case of `shape`, and of `grown` or `dropped` where it needs them."""
+"""Shaping: changes of the raw outcome before rewards are compared. A piece may read all siblings of a prompt.
+
+Each is a type in `ladder.pieces.shape` and functions here, registered for that type: `shape`, and `grown` or `dropped`
+where it needs them. Filters, pass rates and difficulty read the raw outcome, never the shaped reward.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,20 @@ from numpy.typing import NDArray
 from posttrain.algorithm.register import missing
 from posttrain.core.types import Episode
 from posttrain.core.verdict import SOLVED
-from posttrain.ladder.pieces import shape as pieces
-from posttrain.ladder.pieces.shape import Shaping
+from posttrain.ladder.pieces.shape import (
+    BestOf,
+    Cosine,
+    DropTruncated,
+    Gate,
+    Overlong,
+    RankLength,
+    RateLength,
+    RelativeLength,
+    Repetition,
+    Shaping,
+    Signed,
+    TargetLength,
+)
 from posttrain.system.errors import DataError
 
 Array = NDArray[np.float64]
@@ -36,8 +51,10 @@ def shaped(
 def sizes(
     pieces: Sequence[Shaping], rewards: Array, terms: Array, episodes: Sequence[Episode], max_tokens: int
 ) -> Array:
-    """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`. For .1 + .2 -
-    .3 they are .6. `Signed` makes them 2 * .6 + 1 = 2.2, so rounding is 2.2 times the resolution."""
+    """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`.
+
+    For .1 + .2 - .3 the terms are .6. `Signed` makes them 2 * .6 + 1 = 2.2, so rounding is 2.2 times the resolution.
+    """
     # The pieces are applied once more, because `grown` needs the rewards before and after each of them.
     for piece in pieces:
         after = shape(piece, rewards, episodes, max_tokens)
@@ -46,87 +63,147 @@ def sizes(
     return terms
 
 
+# --- the functions of a piece ----------------------------------------------------------------------------------------
+
+
 @singledispatch
 def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     """Rewards [G] after one piece. Numeric cases: A10, A32, C04."""
-    match piece:
-        case pieces.Signed():
-            return 2 * rewards - 1
-        case pieces.Overlong():
-            # DAPO Eq. 13, clamped: L_max 100, cache 20: 80 tokens -> 0, 85 -> -.25, 90 -> -.5, 100 and above -> -1.
-            cache = piece.cache * max_tokens
-            return rewards + np.clip((max_tokens - cache - _length(episodes)) / cache, -1.0, 0.0)
-        case pieces.DropTruncated():
-            return rewards
-        case pieces.BestOf():
-            # A sample is in k / G of all k-subsets. With the factor k the group's mean of credit * grad log pi is the
-            # gradient of the mean best reward over all of them.
-            best = best_gain(rewards, piece.k) if piece.gain else best_of(rewards, piece.k)
-            return min(piece.k, len(rewards)) * best
-        case pieces.RankLength():
-            length = _length(episodes)
-            width = np.ptp(length) if len(length) else 0.0
-            # A wrong answer may lose by its length, but it gains nothing by being short.
-            bonus = 0.5 - (length - length.min()) / width if width > 0 else np.zeros_like(length)
-            return rewards + piece.coef * np.where(_solved(episodes), bonus, np.minimum(0.0, bonus))
-        case pieces.TargetLength():
-            # exact: R - alpha * |target - length|. most: R * clip(alpha * (target - length) + .5, 0, 1).
-            gap = np.array([_column("targetlength", e, "n_gold", piece.target) for e in episodes]) - _length(episodes)
-            if piece.form == "exact":
-                return rewards - piece.alpha * np.abs(gap)
-            return rewards * np.clip(piece.alpha * gap + 0.5, 0.0, 1.0)
-        case pieces.RateLength():
-            solved = _solved(episodes)
-            rate = float(solved.mean()) if len(solved) else 0.0
-            # Length has a price also where no sibling solved the prompt: the rate is then 1 / G, as with one.
-            return rewards - piece.beta * max(rate, 1 / max(1, len(solved))) * _length(episodes)
-        case pieces.Cosine():
-            # From 1 at length 0 to 0 at max_tokens. Several turns may have more tokens, so the share is bounded.
-            swing = (1 + np.cos(np.pi * np.minimum(_length(episodes) / max_tokens, 1.0))) / 2
-            right = piece.solved_long + (piece.solved_short - piece.solved_long) * swing
-            wrong = piece.wrong_long + (piece.wrong_short - piece.wrong_long) * swing
-            return np.where([cut_off(e) for e in episodes], piece.exceeded, np.where(_solved(episodes), right, wrong))
-        case pieces.Repetition():
-            spoken_ids = [[int(i) for s in e.segments for i in s.ids[s.mask]] for e in episodes]
-            return rewards - piece.penalty * np.array([repeated(ids, piece.n) for ids in spoken_ids])
-        case pieces.Gate():
-            return np.where([_full_score(e, piece.source) for e in episodes], rewards, piece.otherwise)
-        case pieces.RelativeLength():
-            # length_ref / length - 1 + coef * (R - R_ref), with the reference policy's means on the same task.
-            means_G2 = _references(episodes)
-            # An episode that said nothing has length 0. It is dropped (`shaped`); its reward must still be a number.
-            return means_G2[:, 0] / np.maximum(_length(episodes), 1.0) - 1 + piece.coef * (rewards - means_G2[:, 1])
-        case _:
-            raise missing(piece, shape)
+    raise missing(piece, shape)
 
 
 @singledispatch
 def grown(piece: Shaping, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
-    """Sums of absolute terms [G] of the rewards `after` one piece, from those of the `rewards` before it (`terms`). By
-    default the change of a reward counts as one more term."""
-    match piece:
-        case pieces.Signed():
-            return 2 * terms + 1
-        case pieces.BestOf():
-            # A result may hold any sibling's reward, so the largest sum bounds all; `gain` subtracts a second one.
-            return np.full(len(terms), min(piece.k, len(terms)) * (1 + piece.gain) * np.max(terms, initial=0.0))
-        case pieces.TargetLength(form="most"):
-            # The reward is multiplied by a number of [0, 1], so its terms do not grow.
-            return terms
-        case pieces.Cosine() | pieces.Gate():
-            # The result is the reward as it was, or a number of the piece itself: the larger size is safe for both.
-            return np.maximum(terms, np.abs(after))
-        case pieces.RelativeLength():
-            means_G2 = _references(episodes)
-            return means_G2[:, 0] + 1 + piece.coef * (terms + np.abs(means_G2[:, 1]))
-        case _:
-            return terms + np.abs(after - rewards)
+    """Sums of absolute terms [G] of the rewards `after` one piece, from the sums `terms` of the `rewards` before it.
+
+    By default the change of a reward counts as one more term.
+    """
+    return terms + np.abs(after - rewards)
 
 
 @singledispatch
 def dropped(piece: Shaping, episode: Episode) -> str:
     """Returns the reason why an episode may have no gradient; '' where it may have one."""
-    return "truncated" if isinstance(piece, pieces.DropTruncated) and cut_off(episode) else ""
+    return ""
+
+
+@shape.register
+def _(piece: Signed, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return 2 * rewards - 1
+
+
+@grown.register
+def _(piece: Signed, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    return 2 * terms + 1
+
+
+@shape.register
+def _(piece: Overlong, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    """DAPO Eq. 13, clamped: L_max 100, cache 20: 80 tokens -> 0, 85 -> -.25, 90 -> -.5, 100 and above -> -1."""
+    cache = piece.cache * max_tokens
+    return rewards + np.clip((max_tokens - cache - _length(episodes)) / cache, -1.0, 0.0)
+
+
+@shape.register
+def _(piece: DropTruncated, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return rewards
+
+
+@dropped.register
+def _(piece: DropTruncated, episode: Episode) -> str:
+    return "truncated" if cut_off(episode) else ""
+
+
+@shape.register
+def _(piece: BestOf, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    # A sample is in k / G of all k-subsets. With the factor k the group's mean of
+    # credit * grad log pi is the gradient of the mean, over all k-subsets, of the best reward.
+    best = best_gain(rewards, piece.k) if piece.gain else best_of(rewards, piece.k)
+    return min(piece.k, len(rewards)) * best
+
+
+@grown.register
+def _(piece: BestOf, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    # Every result may hold any sibling's reward, so the largest sum
+    # of terms bounds all of them; `gain` subtracts a second one.
+    return np.full(len(terms), min(piece.k, len(terms)) * (1 + piece.gain) * np.max(terms, initial=0.0))
+
+
+@shape.register
+def _(piece: RankLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    length = _length(episodes)
+    width = np.ptp(length) if len(length) else 0.0
+    # A wrong answer may lose by its length, but it gains nothing by being short.
+    bonus = 0.5 - (length - length.min()) / width if width > 0 else np.zeros_like(length)
+    return rewards + piece.coef * np.where(_solved(episodes), bonus, np.minimum(0.0, bonus))
+
+
+@shape.register
+def _(piece: TargetLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    """exact: R - alpha * |target - length|. most: R * clip(alpha * (target - length) + .5, 0, 1)."""
+    gap = np.array([_column("targetlength", e, "n_gold", piece.target) for e in episodes]) - _length(episodes)
+    if piece.form == "exact":
+        return rewards - piece.alpha * np.abs(gap)
+    return rewards * np.clip(piece.alpha * gap + 0.5, 0.0, 1.0)
+
+
+@grown.register
+def _(piece: TargetLength, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    # The form "most" multiplies the reward by a number of [0, 1], so its terms do not grow.
+    return terms if piece.form == "most" else terms + np.abs(after - rewards)
+
+
+@shape.register
+def _(piece: RateLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    solved = _solved(episodes)
+    rate = float(solved.mean()) if len(solved) else 0.0
+    # Length has a price also where no sibling solved the prompt: the rate is then 1 / G, as with one solved sibling.
+    return rewards - piece.beta * max(rate, 1 / max(1, len(solved))) * _length(episodes)
+
+
+@shape.register
+def _(piece: Cosine, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    # swing falls from 1 at length 0 to 0 at max_tokens. Several turns may
+    # have more tokens than one turn's limit, so the share is bounded.
+    swing = (1 + np.cos(np.pi * np.minimum(_length(episodes) / max_tokens, 1.0))) / 2
+    right = piece.solved_long + (piece.solved_short - piece.solved_long) * swing
+    wrong = piece.wrong_long + (piece.wrong_short - piece.wrong_long) * swing
+    return np.where([cut_off(e) for e in episodes], piece.exceeded, np.where(_solved(episodes), right, wrong))
+
+
+@grown.register(Cosine)
+@grown.register(Gate)
+def _(piece: Cosine | Gate, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    # The result is either the reward as it was, or a number of
+    # the piece itself: the larger of both sizes is safe for each.
+    return np.maximum(terms, np.abs(after))
+
+
+@shape.register
+def _(piece: Repetition, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return rewards - piece.penalty * np.array([repeated(_spoken_ids(e), piece.n) for e in episodes])
+
+
+@shape.register
+def _(piece: Gate, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return np.where([_full_score(e, piece.source) for e in episodes], rewards, piece.otherwise)
+
+
+@shape.register
+def _(piece: RelativeLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    """length_ref / length - 1 + coef * (R - R_ref), with the reference policy's means on the same task."""
+    means_G2 = _references(episodes)
+    # An episode that said nothing has length 0. It is dropped (`shaped`), and its reward must still be a number.
+    return means_G2[:, 0] / np.maximum(_length(episodes), 1.0) - 1 + piece.coef * (rewards - means_G2[:, 1])
+
+
+@grown.register
+def _(piece: RelativeLength, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    means_G2 = _references(episodes)
+    return means_G2[:, 0] + 1 + piece.coef * (terms + np.abs(means_G2[:, 1]))
+
+
+# --- shared parts ----------------------------------------------------------------------------------------------------
 
 
 def cut_off(episode: Episode) -> bool:
@@ -144,9 +221,13 @@ def _solved(episodes: Sequence[Episode]) -> NDArray[np.bool_]:
 
 
 def best_of(rewards: Array, k: int) -> Array:
-    """For every sample i [G]: the mean, over the k-subsets with i, of the subset's best reward. For outcomes of {0, 1}:
-    1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples are one subset."""
-    # Rank j means j samples are no better: each sum over subsets becomes one over the rank of the best.
+    """For every sample i [G]: the mean, over the k-subsets that contain i, of the best reward in the subset.
+
+    For outcomes of {0, 1}: 1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples
+    count as one subset of all of them.
+    """
+    # Sorted ascending, so that rank j means j samples are no better.
+    # Each sum over subsets becomes a sum over the rank of the best.
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return rewards
@@ -155,7 +236,8 @@ def best_of(rewards: Array, k: int) -> Array:
     total = math.comb(n - 1, k - 1)
     # Of the subsets that contain i, the sample at rank j > rank(i) is the best in C(j - 1, k - 2).
     above = np.array([math.comb(j - 1, k - 2) if k >= 2 and j >= 1 else 0 for j in range(n)], np.float64) * low_to_high
-    # Subsets in which a better sample than i is best; and those where i is best, with k - 1 of the j below it.
+    # `better_is_best`: subsets in which a better sample than i is best.
+    # `as_best`: subsets in which i is best, with k - 1 others from the j samples below it.
     better_is_best = np.concatenate([np.cumsum(above[::-1])[::-1][1:], [0.0]])
     as_best = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) * low_to_high
     out = np.empty(n)
@@ -169,8 +251,12 @@ def best_of(rewards: Array, k: int) -> Array:
 
 def best_gain(rewards: Array, k: int) -> Array:
     """For every sample i [G]: the mean, over the k-subsets that contain i, of how much i raises the best reward in the
-    subset (PKPO, Eq. 33). It raises it by r_i - r_j where j, the best of the others, is worse: in C(rank(j), k - 2) of
-    the subsets. [1, 0, 0] with k=2 -> [1, 0, 0]. With k=1 it is the reward."""
+    subset (PKPO, Eq. 33).
+
+    It raises the best reward by r_i - r_j where j, the best of the others, is worse than i. That is so in
+    C(rank(j), k - 2) of the subsets. [1, 0, 0] with k=2 -> [1, 0, 0]. With k=1 there are no others, and the result is
+    the reward.
+    """
     n, k = len(rewards), min(k, len(rewards))
     if k < 2:
         return rewards
@@ -196,6 +282,11 @@ def repeated(ids: Sequence[int] | NDArray[np.int32], n: int) -> float:
     """Share of n-grams that occurred before: [5, 5, 5, 5, 5] with n=2 -> .75; fewer than n tokens -> 0."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _spoken_ids(episode: Episode) -> list[int]:
+    """The spoken token ids of all segments."""
+    return [int(i) for s in episode.segments for i in s.ids[s.mask]]
 
 
 def _full_score(episode: Episode, source: str) -> bool:

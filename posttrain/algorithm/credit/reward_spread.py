@@ -30,7 +30,8 @@ def std(x: Array, noise: float) -> float:
     """Standard deviation, ddof 1; exactly 0 without spread. In units of max - min, so that no square underflows."""
     if not spread(x, noise):
         return 0.0
-    # Of rewards that differ by 1e-200 the squares would be 0, and the division by the deviation would fail.
+    # std(x) = width * std(y) for y = (x - min) / width in [0, 1]. Of rewards that differ
+    # by 1e-200 the squares would be 0, and the division by the deviation would fail.
     y = from_lowest(x)
     width = float(y.max())
     y = y / width
@@ -48,13 +49,17 @@ def compared(x: Array, noise: float, *, scaled: bool) -> Array:
 def whitened(
     whiten: Whiten, credit: Sequence[Array], sources: Sequence[str], noise: Sequence[float] | None = None
 ) -> list[Array]:
-    """Credit minus its mean, divided by its standard deviation (ddof 1), over the whole step; zeros where all are equal
-    up to rounding. `token` counts every token once, `sample` every episode once, divided over its tokens, and `source`
-    is `sample` within the episodes of one source. `noise` is the size up to which an episode's credit counts as
-    rounding; the largest is used."""
+    """Credit minus its mean, divided by its standard deviation (ddof 1); zeros where all are equal up to rounding.
+
+    Mean and deviation are over the whole step. `token` counts every token once, so long episodes weigh more. `sample`
+    counts every episode once, and divides that count over its tokens. `source` is `sample` within the episodes of one
+    source. `noise` is, for each episode, the size up to which its credit counts as rounding. The largest one of those
+    compared is used.
+    """
     out = list(credit)
     noise = [0.0] * len(out) if noise is None else noise
-    # None stands for all samples. `at` are the places of a source's samples, where its credit goes back to.
+    # None stands for all samples. Each source is whitened alone; `at`
+    # are the places of its samples, where its credit goes back to.
     for source in dict.fromkeys(sources) if whiten == "source" else [None]:
         at = [i for i, s in enumerate(sources) if source in (None, s)]
         widest = max((noise[i] for i in at), default=0.0)

@@ -48,10 +48,20 @@ def credit_step(
     ema: float,
     emas: Mapping[str, float] = MappingProxyType({}),
 ) -> Credit:
-    """Credit of every spoken token of a step, computed over whole groups. `groups` have their judged episodes scored; a
-    group may have none. `max_tokens` is that of the sampling contract. `ema` and `emas` are the moving baselines before
-    this step, of all tasks and by source (`Ema`, `SourceEma`)."""
-    # Shaping, baseline and scale look at one group, whitening at the whole step. A KL of single tokens comes after it:
+    """Credit of every spoken token of a step, computed over whole groups.
+
+    Args:
+        a: the algorithm; only its baseline, scale, rewards, whiten, shape, and a KL in the credit are read.
+        groups: groups with their judged episodes scored; a group may have none.
+        max_tokens: L_max of the sampling contract (`Overlong`, `Cosine`).
+        ema: the moving baseline before this step (`Ema`); other baselines return it unchanged.
+        emas: the moving baselines of single sources of tasks, by source (`SourceEma`); empty for other baselines.
+
+    Raises:
+        InvariantError: a stream that the algorithm reads is missing.
+    """
+    # Shaping, baseline and scale look at one group; whitening looks at the whole step, so
+    # all groups are centred before it begins. A KL of single tokens comes after whitening:
     # divided by a deviation of rewards it would not be coef times a KL any more.
     samples_P = [_samples(a, g, max_tokens) for g in groups]
     returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
@@ -116,7 +126,8 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     # The policy learns from the shaped reward. The raw outcome stays in the episode, for filters and pass rates.
     rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
     terms = sizes(a.shape, raw, terms, episodes, max_tokens)
-    # Without its baseline the reward of this prompt would count in full, so nothing is learned from it.
+    # Without its baseline the reward of this prompt would count in full, while those of
+    # other prompts count as differences. So nothing is learned from the prompt.
     if a.baseline.greedy and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
     # `unhinted`: the teacher was to see a hint and saw none, so it is the policy itself and teaches nothing.
@@ -132,9 +143,12 @@ def _source(s: Sample) -> str:
 
 
 def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
-    """Size up to which a sample's credit counts as rounding, for whitening; 0 where siblings were compared, because
-    equal ones have credit 0 already."""
-    # Divided by its deviation, equal credit would turn rounding into credit of size 1. Rounding grows with the terms:
+    """Size up to which a sample's credit counts as rounding, for whitening.
+
+    It is 0 where siblings were compared, because equal siblings have credit 0 already.
+    """
+    # Whitening divides by the deviation. Where all credit is equal up to rounding, the division would
+    # turn this rounding into credit of size 1. Rounding grows with the terms that credit is computed from:
     # the reward, the baseline (no larger than reward and credit together), and the values V_t and V_{t+1}.
     if a.group_relative:
         return 0.0
@@ -153,11 +167,16 @@ def _by_samples(
     a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], emas: Mapping[str, float]
 ) -> tuple[list[Array], list[bool], dict[str, float]]:
     """Credit [T] of every sample, from its reward and those of its siblings; which groups are silent; and the moving
-    baselines afterwards. A KL in the reward is subtracted from the whole episode, or from each token "to go". The scale
-    is of whole rewards, and divides all of the credit."""
+    baselines afterwards.
+
+    A KL in the reward is subtracted from the whole episode, or from each token as the sum from this token on ("to
+    go"). The scale is computed from whole rewards. It divides all of the credit, also the KL to go and the rewards of
+    turns.
+    """
     # First one number a sample: reward less baseline. Then it is spread over the tokens. Only that needs T.
     if a.rewards == "each":
-        # `ladder.algorithm` refuses a KL in the reward, which has no source; one of single tokens follows whitening.
+        # Each source has a baseline and a scale of its own. No KL is subtracted here: one in the reward belongs to no
+        # source, so `ladder.algorithm` refuses it with rewards=each, and one of single tokens comes after whitening.
         centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P, divisors, moving = [not np.any(c) for c in centred_P], [1.0] * len(samples_P), dict(emas)
     else:
@@ -171,7 +190,8 @@ def _whole_rewards(
     a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], emas: Mapping[str, float]
 ) -> tuple[list[Array], list[bool], list[float], dict[str, float]]:
     """(reward minus baseline [G] of each prompt, which prompts are silent, their scales, the moving baselines)."""
-    # Less the whole KL, also where each token pays its KL to go.
+    # Rewards less the whole KL. Spread, noise and scale are computed
+    # from these numbers, also where each token pays its KL to go.
     moving, compared_P = dict(emas), [compared_rewards(a, samples) for samples in samples_P]
     rewards_P, noise_P = [r for r, _ in compared_P], [noise for _, noise in compared_P]
     # Silent: siblings are compared and agree, so nobody has credit.
@@ -183,7 +203,8 @@ def _whole_rewards(
         uncharged = np.array([s.shaped for s in samples]) if a.baseline.to_go else r
         # All siblings have one task, and so one source.
         source = _source(samples[0]) if samples and a.baseline.each_source else ALL
-        # A silent group keeps zeros. A moving baseline compares no siblings, so it sees every reward.
+        # A silent group keeps zeros. A moving baseline is never silent,
+        # since it compares no siblings, so it sees every reward.
         centred_G, after = np.zeros_like(r), moving.get(source, 0.0)
         if not silent:
             centred_G, after = _centred(a, uncharged, lengths, group, after)
@@ -200,7 +221,8 @@ def _over_tokens(a: Algorithm, s: Sample, centred: float, divisor: float) -> Arr
         # Reversed cumulative sum: token t pays sum_{k >= t} coef * KL_k.
         x_T = x_T - np.cumsum(s.penalty_T[::-1])[::-1]
     if a.baseline.earns_to_go:
-        # What was paid before token t is not owed to it; its own turn's reward, at the end of the turn, stays.
+        # `centred` holds the rewards of all turns. What was paid before token t is not
+        # owed to it; its own turn's reward, at the end of the turn, stays.
         x_T = x_T - (np.cumsum(s.paid_T) - s.paid_T)
     # No epsilon: where there is no scale, there was no spread, and 0 is exact.
     return x_T / divisor if divisor > 0 else np.zeros_like(x_T)
@@ -269,16 +291,19 @@ def _scales(
         case "group_std":
             return [_std(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
         case "batch_std":
-            # Groups without spread count too: their reward may differ from that of other groups.
+            # One deviation for the whole step. Groups without spread count in it
+            # too: their reward may differ from that of other groups.
             return [_std(np.concatenate([np.zeros(0), *rewards_P]), max(noise_P, default=0.0))] * len(rewards_P)
         case "group_mean":
             means = [_mean(r) if len(r) else 0.0 for r in rewards_P]
-            # For rewards of at least 0 only: with a mean of 0, up to rounding, no sibling succeeded.
+            # For rewards of at least 0 only. A mean of 0, up to rounding, means that
+            # no sibling succeeded: then there is no credit to divide.
             return [m if m > noise else 0.0 for m, noise in zip(means, noise_P, strict=True)]
         case "best_std":
             assert a.best_of is not None  # `ladder.algorithm` refuses best_std without it
             k = a.best_of.k
-            # By k, with which `BestOf` multiplied the rewards, and by the deviation of the best raw outcome of k.
+            # Credit is divided by k, with which `BestOf` multiplied the rewards,
+            # and by the deviation of the best raw outcome of k siblings.
             outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
             return [
                 min(k, len(r)) * best_spread(r, k) if spread(r, n) else 0.0
@@ -286,7 +311,8 @@ def _scales(
             ]
         case "mixed_share":
             rewards_count = sum(len(r) for r in rewards_P)
-            # Groups without spread count in the denominator of the loss, for which this makes up (GPG, 2504.02546).
+            # Groups without spread have credit 0 and still count in the denominator of the
+            # loss. Dividing by the share of the others makes up for them (GPG, 2504.02546).
             rewards_with_spread = sum(len(r) for r, noise in zip(rewards_P, noise_P, strict=True) if spread(r, noise))
             return [rewards_with_spread / rewards_count if rewards_count else 0.0] * len(rewards_P)
 

@@ -35,7 +35,8 @@ def turns(episode: Episode) -> list[Turn]:
     out: list[Turn] = []
     spoken = 0
     for s in episode.segments:
-        # The mask rises at the first token of each run and falls behind its last: the places alternate begin, end.
+        # With a 0 before and behind it, the mask rises at the first token of
+        # each run and falls behind its last: the places alternate begin, end.
         edges = np.flatnonzero(np.diff(s.mask.astype(np.int8), prepend=0, append=0))
         last = 0
         for begin, end in edges.reshape(-1, 2).tolist():
@@ -66,9 +67,14 @@ def earned(episode: Episode) -> Array:
 
 def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
     """MT-GRPO (2505.11821, Eq. 7): a turn's reward compared with the same turn of the siblings, plus the credit of the
-    outcome in every turn. `rewards` [G] are whole rewards, less those of turns before they are compared; `noise`, what
-    counts as rounding of them, is right for every part, because the rewards of turns are among its terms."""
-    # Else a turn's reward would count in its own term and in the outcome's.
+    outcome in every turn.
+
+    `rewards` [G] are the siblings' whole rewards, `noise` the largest difference of these that counts as rounding. The
+    rewards of turns are subtracted from them before they are compared. `noise` is right for every part of a reward,
+    because the rewards of turns are among its terms.
+    """
+    # A_k = outcome * A(R) + A(paid_k), where R is the reward less the rewards of all turns:
+    # else a turn's reward would count in its own term and in the outcome's.
     turns_G = [turns(e) for e in episodes]
     outcome = compared(
         np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, turns_G, strict=True)]),
@@ -86,18 +92,23 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
 
 
 def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
-    """GiGPO (2505.10978): the episode's credit, plus that of each turn's return compared with all turns from the same
-    state. A return is discounted once per turn. The reward that no turn was paid counts at the last one."""
+    """GiGPO (2505.10978): the episode's credit, plus that of each turn compared with all turns from the same state.
+
+    A turn's return is the sum of the rewards from this turn on, discounted once per turn. The part of the reward that
+    was not paid for a turn counts at the last turn.
+    """
     turns_G = [turns(e) for e in episodes]
     out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
-    # First every turn's return g_k = r_k + gamma g_{k+1}, from the last turn backwards, then one group of each state.
+    # First every turn gets its return g_k = r_k + gamma g_{k+1}, from the last turn backwards. Then all
+    # turns from equal states are compared as one group, whatever their sibling and their number.
     by_key: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
     for i, (ts, reward) in enumerate(zip(turns_G, rewards, strict=True)):
         to_go = 0.0
         unpaid = reward - math.fsum(t.paid for t in ts)
         for t in reversed(ts):
             to_go = t.paid + unpaid + b.gamma * to_go
-            # Earned at the end of the episode: the first turn of this walk takes it, and no other.
+            # What was paid for no turn is earned at the end of the episode:
+            # the first turn of this walk takes it, and no other.
             unpaid = 0.0
             by_key[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
     for members in by_key.values():

@@ -63,7 +63,8 @@ def v_trace(
         # One bounded ratio serves as rho and, times lambda, as c: the paper's rho-bar and c-bar are both `cap` here.
         rho = min(cap, float(ratio_T[t]))
         delta = rewards_T[t] + gamma * value_next - values_T[t]
-        # The corrected target of the next token, not its value: q_t = r_t + gamma * v_{t+1} in the paper.
+        # The advantage reads the corrected target of the next token, not its
+        # value: q_t = r_t + gamma * v_{t+1} in the paper, where v is the target.
         advantage_T[t] = rewards_T[t] + gamma * return_next - values_T[t]
         return_T[t] = values_T[t] + rho * delta + gamma * gae_lambda * rho * (return_next - value_next)
         value_next, return_next = values_T[t], return_T[t]
@@ -80,6 +81,7 @@ def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: fl
         raise InvariantError(
             "a clipped value loss compares with the values at the start of the step, which are missing"
         )
-    # Where the clipped value is the worse one, its gradient is 0 beyond the bound: moving further gains nothing.
+    # The larger of both losses. Where the clipped value is the worse one, its gradient is 0 beyond
+    # the bound: a value that has moved far since the step began gains nothing by moving further.
     near_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return 0.5 * torch.maximum(plain_M, (near_M - return_M).square())

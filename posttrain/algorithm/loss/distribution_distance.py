@@ -26,7 +26,8 @@ def distance(
     mu .99, pi .8: TV .19, KL .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL
     .0207.
     """
-    # [M, K]: the candidates as columns. The distances below add all other tokens as one more outcome.
+    # [M, K]: the candidates as columns. All other tokens together are one
+    # more outcome, of probability 1 - sum: the distances below add it.
     p, q = logp_M[:, None], logq_M[:, None]
     if region.top:
         ids_MK = batch[TOP_IDS]
@@ -72,10 +73,12 @@ def jensen_shannon(teacher_MK: Tensor, student_MK: Tensor, beta: float) -> Tenso
     beta * KL(T || M) + (1 - beta) * KL(S || M), M = beta T + (1 - beta) S; beta 0 is KL(T || S), beta 1 KL(S || T).
     T (.8, .2), S (.5, .5): KL(S || T) .223144, KL(T || S) .192745, JSD_.5 .050672.
     """
-    # All other tokens are one more column. Gradients flow through the student's rest too.
+    # [M, K + 1] log-probs that sum to 1: the candidates, and all other
+    # tokens as one. Gradients flow through the student's rest too.
     t = torch.cat([teacher_MK, rest(teacher_MK)[:, None].log()], 1)
     s = torch.cat([student_MK, rest(student_MK)[:, None].log()], 1)
-    # The formula gives 0 for these; as in GKD they stand for the limits of JSD / beta and JSD / (1 - beta).
+    # For beta 0 and 1 the mixture M is one of the two distributions, and the formula gives 0. As
+    # in GKD these values stand for the limits of JSD / beta and JSD / (1 - beta).
     if beta in (0, 1):
         a, b = (t, s) if beta == 0 else (s, t)
         return (a.exp() * (a - b)).sum(1)

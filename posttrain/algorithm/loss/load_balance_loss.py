@@ -1,8 +1,11 @@
 """The load-balance loss of a mixture of experts: experts * sum_i f_i P_i (GShard 2006.16668, Switch 2101.03961).
 
-f_i is how often expert i was chosen for a token, P_i its mean probability, over tokens and layers, as in transformers.
-With equal shares the loss is least: K, the experts chosen for a token. f is counted over the whole minibatch and has no
-gradient. So the loss is a sum over tokens, and a split of the batch changes nothing.
+f_i is how often expert i was chosen for a token, P_i its mean probability, both over tokens and layers, as transformers
+has it. The loss is least where every expert has the same share. There it equals K, the number of experts chosen for a
+token.
+
+f is counted from the choices that the batch holds, over the whole minibatch. It is a number without a gradient. So the
+loss is a sum over tokens, linear in the routers' probabilities, and a split of the batch changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ def balance_weights(routed_N: np.ndarray, experts: int) -> np.ndarray:
     known = routed_N[known_rows(routed_N)]
     rows = known.shape[0] * known.shape[1]
     count = np.bincount(known.ravel().astype(np.int64), minlength=experts).astype(np.float64)
-    # Divided by rows = tokens * layers for f_i, and for the mean P_i of the sum that each pass forms.
+    # Divided twice by rows = tokens * layers: once makes f_i of the
+    # count, once makes the mean P_i of the sum that each pass forms.
     return experts * count / max(rows, 1) / max(rows, 1)
 
 

@@ -33,7 +33,8 @@ class Loss(Protocol):
         ...
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
-        """Gauges of the whole minibatch, from its micro-batches. The step uses the share `STEP_SHARE`, if any."""
+        """Gauges of the whole minibatch, from its micro-batches in order. With `STEP_SHARE` among them, the optimizer
+        step uses that share of the learning rate."""
         ...
 
 
@@ -47,7 +48,8 @@ class PolicyLoss:
     def reads(self, micro: Batch) -> Reads:
         a = self.algorithm
         entropy, heard = a.entropy is not None, a.hears
-        # With `warming` the gradient stops at the head: else it would change the layers below, and so the policy.
+        # During the warm-up of values their gradient stops at the head:
+        # else it would change the layers below, and so the policy.
         return Reads(entropy, a.learns_values is not None, micro.find(TOP_IDS), self.warming, heard=heard)
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:

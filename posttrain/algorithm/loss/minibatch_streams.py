@@ -66,7 +66,8 @@ def _chosen(w: MinibatchContext) -> np.ndarray:
     """The tokens that `Algorithm.tokens` chooses, by the weights before this optimizer step."""
     tokens, batch = w.algorithm.tokens, w.batch
     assert tokens is not None
-    # Under the weights of now. NOW is for this choice alone and is not kept in the batch.
+    # One more forward pass, under the weights that earlier minibatches of this
+    # step have made. NOW is for this choice alone and is not kept in the batch.
     if tokens.reads_now and w.now is not None:
         batch = batch.having({NOW: w.now(batch)})
     return choose(tokens, batch, batch.find(ENTROPY), w.rng)
@@ -75,7 +76,8 @@ def _chosen(w: MinibatchContext) -> np.ndarray:
 def _imitated(w: MinibatchContext) -> np.ndarray:
     """Equal weights for the shown tokens, or for the policy's own tokens in solved episodes."""
     assert w.algorithm.imitate is not None
-    # [E], spread to tokens by `sequence_M`. The policy did not write demonstrations.
+    # [E], spread to tokens by `sequence_M`. A demonstration does not count as a
+    # solved episode here, because the policy did not write it.
     solved = np.array([e.episode.solved for e in w.credits])
     wanted = w.shown_M if w.algorithm.imitate.of == "shown" else solved[w.batch.sequence_M] & ~w.shown_M
     # With nothing to imitate all weights are 0, and the term is 0.

@@ -2,8 +2,8 @@
 
     loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t - coef_H * H_t + coef_V * value_loss_t )
 
-The weights were normalised over the whole minibatch, so micro-batches and ranks add up. The printed loss is a
-surrogate; only its gradient has a meaning, and it equals that of the published objective (law 1).
+It is a plain weighted sum. The weights were normalised over the whole minibatch, so micro-batches and ranks add up. The
+printed loss is a surrogate; only its gradient has a meaning, and it equals that of the published objective (law 1).
 """
 
 from __future__ import annotations
@@ -39,9 +39,19 @@ class Terms:
 
 
 def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
-    """Loss and gauges of one micro-batch of whole episodes; those of a minibatch are their sums. `scores` has the
-    log-prob [M] of each spoken token, with the rest that `a` reads; InvariantError where one is missing."""
-    # Each part multiplies a factor that is not differentiated; only log pi and the further terms have a gradient.
+    """Loss and gauges of one micro-batch of whole episodes. Those of a minibatch are the sums over its micro-batches.
+
+    Args:
+        a: the algorithm; all its choices are read, except those of credit and rollout.
+        batch: streams [M], on the device of the scores.
+        scores: differentiable log-prob [M] of each spoken token, with entropy, value and candidates where `a` reads
+            them.
+
+    Raises:
+        InvariantError: a stream or score that the algorithm reads is missing.
+    """
+    # Order: what the ratio is taken against, the ratio, the trust region's factor, the correction, the choice of
+    # tokens. Each multiplies a factor that is not differentiated; only log pi and the further terms have a gradient.
     logp_M: Tensor = scores.logp
     start_M = _start(a, logp_M.detach(), batch)
     # The log-ratio keeps its gradient, for pulls that are functions of it. `importance` detaches the ratio itself.
@@ -53,16 +63,19 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
             ratio_M, log_ratio_M.detach(), batch[ADVANTAGE], logp_M.detach(), batch, _detached(scores.candidates)
         ),
     )
-    # The trust region must bound what the updates did, not what sampler and learner disagree about.
+    # start/mu is apart from pi/anchor: the trust region must bound what
+    # the updates did, not what sampler and learner disagree about.
     corrected = correct(a.correction, start_M, logp_M, batch) if a.correction else None
     factor_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
-    # Last, so that it replaces the factor of a shown token, whose ratio and correction have no meaning.
+    # Last, so that it replaces the factor of a shown token. A demonstration has no sampler,
+    # so its ratio, trust region and correction have no meaning.
     factor_M = _chosen(a, factor_M, logp_M.detach(), batch)
     # Every published objective has the gradient -factor * A * grad log pi for some factor (law 1), so none is
     # differentiated through its min, clip or ratio.
     term_M = -(factor_M * batch[ADVANTAGE]).detach() * logp_M + _further_terms(a, log_ratio_M, logp_M, batch, scores)
     gauge_sums = _GaugeSums(batch)
-    # Under the policy's weights: values keep silent tokens in the batch, which have value error too.
+    # Under the policy's weights: a silent token has value error
+    # too, which is why values keep silent tokens in the batch.
     if (value := a.learns_values) is not None:
         value_M, return_M = _present(scores.value, "value", a), batch[RETURN]
         each_M = value_loss(value_M, batch.find(VALUE), return_M, value.clip)
@@ -95,7 +108,8 @@ def _start(a: Algorithm, now_M: Tensor, batch: Streams) -> Tensor:
     # log prox = (1 - alpha) log mu + alpha log pi. pi enters as a number: the anchor has no gradient.
     if a.anchor == "proximal":
         return batch[MU] + batch[MIX] * (now_M - batch[MU])
-    # Without START this is the first optimizer step: log pi - sg[log pi] is 0 with the gradient of log pi.
+    # Without START this is the first optimizer step, and pi is its own start:
+    # log pi - sg[log pi] is 0 with the gradient of log pi, so the ratio is exactly 1.
     known_M = batch.find(START)
     return now_M if known_M is None else known_M
 
@@ -112,7 +126,8 @@ def _chosen(a: Algorithm, factor_M: Tensor, now_M: Tensor, batch: Streams) -> Te
 
 def shown_push(logp_M: Tensor, gamma: float) -> Tensor:
     """d f(p) / d log p of f(p) = p / (p + gamma): gamma .1 and p .01, .1, .5, .9 -> .0826, .25, .1389, .09 (A24)."""
-    # df/d log p = p f'(p), largest at p = gamma: a token that is known or far out of reach teaches little.
+    # df/d log p = p f'(p). It is largest at p = gamma and falls on both sides: a token
+    # that the policy knows, or that is far out of its reach, is learned from little.
     p_M = logp_M.exp()
     return gamma * p_M / (p_M + gamma).square()
 
@@ -136,7 +151,8 @@ def _further_terms(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Str
 def imitation(a: Algorithm, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
     """-coef * weighted log-prob of the imitated tokens; the weights sum to 1 over the minibatch (A19, A24, ECHO)."""
     assert a.imitate is not None
-    # HEARD holds the same weight everywhere, so its first entry is that of each told token [H].
+    # [H] log-probs of told tokens, or [M] of spoken ones. HEARD holds the
+    # same weight everywhere, so its first entry is that of each told token.
     logp_of_imitated: Tensor = _present(scores.heard, "heard", a) if a.hears else logp_M
     weight = batch[HEARD][0] if a.hears else batch[IMITATE]
     if a.imitate.unsure:
@@ -197,13 +213,17 @@ class _GaugeSums:
     def drift(
         self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool
     ) -> None:
-        """Distances per token: to the start of the step, the anchor and the reference (k3), and of start (else pi) to
-        the sampler, which shown tokens have not."""
+        """Distances per token: to the start of the step, the anchor and the reference (k3), and to the sampler.
+
+        The mismatch is between start and mu. Where the start was not scored, the current policy is used instead. Shown
+        tokens have no sampler, so they have no mismatch.
+        """
         now_M, b = logp_M.detach(), self._batch
         # A stored log-prob of 0 stands for a demonstration's unknown one, and would be a large mismatch.
         mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]
-        # k3(gap) with gap = log p - log q estimates KL(p || q) from tokens drawn from p. So p is the sampler, or the
-        # policy nearest to it: start and anchor against pi, mu against start. Towards the reference, p is pi.
+        # k3(gap) = exp(-gap) - 1 + gap with gap = log p - log q estimates KL(p || q) from tokens
+        # drawn from p. So p is the sampler, or the policy nearest to it: start and anchor
+        # against pi, mu against start. Towards the reference, p is pi.
         if knows_start:
             self._add("policy/kl_start", reference_penalty.estimate("k3", start_M - now_M))
         self._add("policy/kl_anchor", reference_penalty.estimate("k3", -log_ratio_M.detach()))
@@ -232,9 +252,11 @@ class _GaugeSums:
         self._add("correction/silenced", corrected.used_M == 0)
 
     def answers(self, now_M: Tensor) -> None:
-        """pi(y)/mu(y) of every response, not bounded by any trust region."""
+        """pi(y)/mu(y) of every response, not bounded by any trust region. Each token has its share of the response's
+        number, so that the sum over tokens is that over responses."""
         b = self._batch
-        # Divided over its tokens, so that a sum counts each response once. The sum of 1 / |y| counts the responses.
+        # A response's number divided over its tokens: a sum over tokens then
+        # counts each response once, and the sum of 1 / |y| counts the responses.
         ratio_M, length_M = bounded_exp(b.episode_sum(now_M - b[MU])), b.episode_length()
         self._add(ANSWER_RATIO, ratio_M / length_M)
         self._add(ANSWER_RATIO_SQUARE, ratio_M.square() / length_M)

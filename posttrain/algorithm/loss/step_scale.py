@@ -1,4 +1,5 @@
-"""The share of the learning rate that an optimizer step uses, by the type of the piece (`ladder.pieces.step_size`)."""
+"""The share of the learning rate that an optimizer step uses. Each rule is a type in `ladder.pieces.step_size` and a
+function here, registered for that type."""
 
 from __future__ import annotations
 
@@ -27,5 +28,6 @@ def _(scale: EffectiveSize, gauges: Gauges) -> float:
     if ANSWER_RATIO not in gauges:
         raise InvariantError(f"step_scale=effectivesize reads the gauge {ANSWER_RATIO}, and the loss gave none")
     share = effective_share(gauges[ANSWER_RATIO], gauges[ANSWER_RATIO_SQUARE])
-    # The usual rule by which an Adam-like learning rate follows the size of its batch, here the effective one.
+    # The square root is the usual rule by which the learning rate of an
+    # Adam-like optimizer follows the size of its batch, here the effective one.
     return math.sqrt(min(1.0, share / scale.base))

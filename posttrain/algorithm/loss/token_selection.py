@@ -1,7 +1,10 @@
-"""Chooses the tokens of a minibatch that have a policy gradient, over the whole of it before it is split: published
-code chooses inside each micro-batch, so that its result depends on memory settings. Each choice is a type in
-`ladder.pieces.token_choice` and a case of `choose`. It reads log-probs before the optimizer step: those of now where it
-asks for them, else those at the start of the batch, else the sampler's."""
+"""Chooses the tokens of a minibatch that have a policy gradient. They are chosen over the whole minibatch before it is
+split, so that a split changes nothing.
+
+Each choice is a type in `ladder.pieces.token_choice` and functions here, registered for that type. Tokens are chosen by
+log-probs before the optimizer step: those of now where the choice reads them, else those at the start of the batch,
+else the sampler's. Published code chooses inside each micro-batch, so that its result depends on memory settings.
+"""
 
 from __future__ import annotations
 
@@ -22,43 +25,62 @@ Array = NDArray[np.float64]
 
 @singledispatch
 def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
-    """bool [M]: the tokens that keep their policy gradient, or where the piece masks none, those with a `paid` term.
-    InvariantError where a stream was not scored."""
-    match tokens:
-        case ClipCov():
-            if rng is None:
-                raise InvariantError("clip-cov draws tokens at random, and no generator was given")
-            # Their update lowers the entropy most: likely tokens that are rewarded, unlikely ones that are punished.
-            cov_M = covariance(batch[ADVANTAGE], _before(batch))
-            within = np.flatnonzero((cov_M > tokens.low) & (cov_M < tokens.high))
-            # `share` counts all tokens of the minibatch, not only those within the bounds.
-            count = min(len(within), int(tokens.share * len(cov_M)))
-            silent = rng.choice(within, count, replace=False) if count else within[:0]
-            return ~np.isin(np.arange(len(cov_M)), silent)
-        case KlCov():
-            return largest(covariance(batch[ADVANTAGE], _before(batch)), tokens.share)
-        case TopEntropy():
-            if entropy_M is None:
-                raise InvariantError(
-                    "tokens=topentropy reads the entropy at the start of the step, which was not scored"
-                )
-            return largest(np.asarray(entropy_M, np.float64), tokens.share)
-        case SecondMoment():
-            gap_M = _before(batch) - batch[MU]
-            # sign(A) * log(pi/mu) > 0: the token has moved the way that its credit pushes it, further from mu.
-            counts_M = np.sign(batch[ADVANTAGE]) * gap_M > 0 if tokens.of == "outward" else np.ones(len(gap_M), bool)
-            out = np.ones(len(gap_M), bool)
-            out[counts_M] = within_moment(gap_M[counts_M], tokens.limit)
-            return out
-        case _:
-            raise missing(tokens, choose)
+    """bool [M]: the tokens that keep their policy gradient. Where the piece masks none, the tokens with a `paid` term.
+
+    Raises:
+        InvariantError: a stream that the choice reads was not scored.
+    """
+    raise missing(tokens, choose)
 
 
 @singledispatch
 def paid(tokens: Tokens, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
     """A further loss term [M] of the chosen tokens, differentiable; None for choices that only mask."""
-    # These tokens are also pulled towards the anchor. Where the ratio is exactly 1, the gradient of |x| is 0 in torch.
-    return tokens.coef * chosen_M * log_ratio_M.abs() if isinstance(tokens, KlCov) else None
+    return None
+
+
+@choose.register
+def _(tokens: ClipCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    if rng is None:
+        raise InvariantError("clip-cov draws tokens at random, and no generator was given")
+    # Tokens with a large covariance are those whose update lowers the entropy most: likely ones
+    # that are rewarded, unlikely ones that are punished. A few of them, by chance, are left out.
+    cov_M = covariance(batch[ADVANTAGE], _before(batch))
+    within = np.flatnonzero((cov_M > tokens.low) & (cov_M < tokens.high))
+    # `share` counts all tokens of the minibatch, not only those within the bounds.
+    count = min(len(within), int(tokens.share * len(cov_M)))
+    silent = rng.choice(within, count, replace=False) if count else within[:0]
+    return ~np.isin(np.arange(len(cov_M)), silent)
+
+
+@choose.register
+def _(tokens: KlCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    return largest(covariance(batch[ADVANTAGE], _before(batch)), tokens.share)
+
+
+@paid.register
+def _(tokens: KlCov, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
+    # The chosen tokens keep their policy gradient. This term also pulls them towards
+    # the anchor. Where the ratio is exactly 1, the gradient of |x| is 0 in torch.
+    return tokens.coef * chosen_M * log_ratio_M.abs()
+
+
+@choose.register
+def _(tokens: TopEntropy, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    if entropy_M is None:
+        raise InvariantError("tokens=topentropy reads the entropy at the start of the step, which was not scored")
+    return largest(np.asarray(entropy_M, np.float64), tokens.share)
+
+
+@choose.register
+def _(tokens: SecondMoment, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    gap_M = _before(batch) - batch[MU]
+    # sign(A) * log(pi/mu) > 0: the token has moved the way that
+    # its credit pushes it, so the push leads further from mu.
+    counts_M = np.sign(batch[ADVANTAGE]) * gap_M > 0 if tokens.of == "outward" else np.ones(len(gap_M), bool)
+    out = np.ones(len(gap_M), bool)
+    out[counts_M] = within_moment(gap_M[counts_M], tokens.limit)
+    return out
 
 
 def _before(batch: Batch) -> Array:
@@ -88,7 +110,8 @@ def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
 
     [.1, -.2, .5] has mean square .1; at limit .04 the token with .5 is masked.
     """
-    # Sorted by size, the running mean of squares never falls: bisection finds the longest allowed prefix.
+    # Sorted by size, the running mean of squares never falls. So the longest allowed prefix is
+    # found by bisection, and masking the largest ones first is the same as keeping the smallest.
     order = np.argsort(np.abs(log_ratio_M), kind="stable")
     means = np.cumsum(log_ratio_M[order] ** 2) / np.arange(1, len(order) + 1)
     out = np.zeros(len(order), bool)

@@ -44,7 +44,8 @@ class Streams(Streamed[Tensor]):
 
 def discounted(x_M: Tensor, sequence_M: Tensor, discount: float) -> Tensor:
     """Discounted sums to the end of each run of equal `sequence_M`, by doubling: log2(longest) vector operations."""
-    # After round j, out_t = sum_{k < 2^j} d^k x_{t+k}: adding d^{2^j} * out_{t + 2^j} doubles the reach in its run.
+    # After round j, out_t = sum_{k < 2^j} d^k x_{t+k}. Adding d^{2^j} * out_{t + 2^j} doubles
+    # the reach. Episodes are runs of equal `sequence_M`: a neighbour of another run adds 0.
     out_M, step, factor = x_M, 1, discount
     while step < len(out_M) and factor > 0:
         same = sequence_M[:-step] == sequence_M[step:]

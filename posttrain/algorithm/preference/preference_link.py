@@ -1,5 +1,6 @@
 """The mathematics of preference pieces: statistics of completions, divergences, links, margins, label noise. Each is a
-type in `ladder.pieces.link` or `ladder.pieces.preference_pieces` and a case here."""
+type in `ladder.pieces.link` or `ladder.pieces.preference_pieces` and a function here, registered for that type.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,42 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.algorithm.register import missing
-from posttrain.ladder.pieces import link as links
-from posttrain.ladder.pieces import preference_pieces as pieces
-from posttrain.ladder.pieces.link import Link, SidedLink
+from posttrain.ladder.pieces.link import (
+    AnchoredDown,
+    AnchoredZero,
+    Binary,
+    Discovered,
+    Exact,
+    Hinge,
+    Link,
+    LogSigmoid,
+    NoiseContrast,
+    Prospect,
+    SelfPlay,
+    SidedLink,
+    Square,
+)
+from posttrain.ladder.pieces.preference_pieces import (
+    AlphaDivergence,
+    Average,
+    Conservative,
+    DataMargin,
+    Desensitized,
+    FDivergence,
+    FixedMargin,
+    ForwardKL,
+    JensenShannon,
+    LabelNoise,
+    LogOdds,
+    MarginTerm,
+    RatioMargin,
+    ReverseKL,
+    Robust,
+    Statistic,
+    Total,
+)
+
+# --- the score of a completion ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,23 +75,34 @@ class Completions:
 
 
 @singledispatch
-def statistic(kind: pieces.Statistic, of: Completions) -> Tensor:
+def statistic(kind: Statistic, of: Completions) -> Tensor:
     """[E]: the log-probs of each completion as one number."""
-    match kind:
-        case pieces.Total():
-            return of.sum(of.l_M)
-        case pieces.Average():
-            return of.mean(of.l_M)
-        case pieces.Desensitized():
-            # Tokens beyond the shorter length would decide by length alone, so they count with the factor alpha.
-            tail_M = of.position_M >= of.shared_E[of.sequence_M]
-            return of.sum(torch.where(tail_M, kind.alpha * of.l_M, of.l_M))
-        case pieces.LogOdds():
-            mean_E = of.mean(of.l_M)
-            # log odds = log p - log(1 - p) with log p = mean of l.
-            return mean_E - log1mexp(mean_E)
-        case _:
-            raise missing(kind, statistic)
+    raise missing(kind, statistic)
+
+
+@statistic.register
+def _(kind: Total, of: Completions) -> Tensor:
+    return of.sum(of.l_M)
+
+
+@statistic.register
+def _(kind: Average, of: Completions) -> Tensor:
+    return of.mean(of.l_M)
+
+
+@statistic.register
+def _(kind: Desensitized, of: Completions) -> Tensor:
+    # Up to the shorter length both sides have the same number of terms. The tokens after
+    # it would decide by length alone, so they count with the factor alpha.
+    tail_M = of.position_M >= of.shared_E[of.sequence_M]
+    return of.sum(torch.where(tail_M, kind.alpha * of.l_M, of.l_M))
+
+
+@statistic.register
+def _(kind: LogOdds, of: Completions) -> Tensor:
+    mean_E = of.mean(of.l_M)
+    # log odds = log p - log(1 - p) with log p = mean of l.
+    return mean_E - log1mexp(mean_E)
 
 
 def log1mexp(x: Tensor) -> Tensor:
@@ -65,10 +110,10 @@ def log1mexp(x: Tensor) -> Tensor:
     # At x = 0 the log would be of 0.
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -math.log(2)
-    # For x near 0 expm1 keeps the digits, far from 0 log1p does. Each reads -1 where the other one is taken: `where`
-    # multiplies its gradient by 0, and 0 * inf would be NaN.
     return torch.where(
         near,
+        # For x near 0 expm1 keeps the digits of 1 - e^x; far from 0 log1p keeps those of the logarithm. Each form
+        # reads -1 where the other one is taken: `where` multiplies its gradient by 0, and 0 * inf would be NaN.
         torch.log(-torch.expm1(torch.where(near, x, torch.full_like(x, -1.0)))),
         torch.log1p(-torch.exp(torch.where(near, torch.full_like(x, -1.0), x))),
     )
@@ -79,25 +124,38 @@ LARGEST_EXPONENT = 80.0
 
 
 @singledispatch
-def divergence(kind: pieces.FDivergence, log_ratio_E: Tensor) -> Tensor:
+def divergence(kind: FDivergence, log_ratio_E: Tensor) -> Tensor:
     """[E]: f'(t) for the log t of each completion."""
-    # Constants cancel in a difference of two scores, so they are left out.
-    match kind:
-        case pieces.ReverseKL():
-            # f(t) = t log t, f'(t) = log t + 1.
-            return log_ratio_E
-        case pieces.ForwardKL():
-            # f(t) = -log t, f'(t) = -1 / t.
-            return 1 - torch.exp((-log_ratio_E).clamp(max=LARGEST_EXPONENT))
-        case pieces.JensenShannon():
-            # log(2 t / (1 + t)) = log 2 + log sigmoid(log t).
-            return math.log(2) + logsigmoid(log_ratio_E)
-        case pieces.AlphaDivergence():
-            power = kind.alpha - 1
-            # expm1 goes to power * log t for a small power: alpha = 1 is approached without cancellation.
-            return torch.expm1((power * log_ratio_E).clamp(max=LARGEST_EXPONENT)) / power
-        case _:
-            raise missing(kind, divergence)
+    raise missing(kind, divergence)
+
+
+@divergence.register
+def _(kind: ReverseKL, log_ratio_E: Tensor) -> Tensor:
+    # f(t) = t log t, f'(t) = log t + 1. Constants cancel in a
+    # difference of two scores, so they are left out, here and below.
+    return log_ratio_E
+
+
+@divergence.register
+def _(kind: ForwardKL, log_ratio_E: Tensor) -> Tensor:
+    # f(t) = -log t, f'(t) = -1 / t.
+    return 1 - torch.exp((-log_ratio_E).clamp(max=LARGEST_EXPONENT))
+
+
+@divergence.register
+def _(kind: JensenShannon, log_ratio_E: Tensor) -> Tensor:
+    # log(2 t / (1 + t)) = log 2 + log sigmoid(log t).
+    return math.log(2) + logsigmoid(log_ratio_E)
+
+
+@divergence.register
+def _(kind: AlphaDivergence, log_ratio_E: Tensor) -> Tensor:
+    power = kind.alpha - 1
+    # expm1 goes to power * log t for a small power, so the limit at alpha = 1 is approached without cancellation.
+    return torch.expm1((power * log_ratio_E).clamp(max=LARGEST_EXPONENT)) / power
+
+
+# --- the link ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,49 +175,56 @@ class Margins:
 @singledispatch
 def link(kind: Link, of: Margins) -> Tensor:
     """[U]: the loss of each pair."""
-    match kind:
-        case links.LogSigmoid():
-            return -logsigmoid(of.x_U)
-        case links.Hinge():
-            return torch.relu(kind.delta - of.x_U)
-        case links.Square():
-            # x holds beta already: (x - 1/2) / beta = (h_c - h_r) - 1 / (2 beta).
-            return ((of.x_U - 0.5) / of.beta) ** 2
-        case links.Exact():
-            # log q and log(1 - q) by logsigmoid: q rounds to 0 or 1 for a large margin, and its log would be infinite.
-            up, down = logsigmoid(of.x_U), logsigmoid(-of.x_U)
-            return up.exp() * (up - math.log1p(-kind.rate)) + down.exp() * (down - math.log(kind.rate))
-        case links.Discovered():
-            # m is differentiated too, as in the paper.
-            m = torch.sigmoid(of.x_U / kind.tau)
-            return -(1 - m) * logsigmoid(of.x_U) + m * torch.exp((-of.x_U).clamp(max=LARGEST_EXPONENT))
-        case links.AnchoredDown():
-            # 1 - sigmoid(u_c - u_r) = sigmoid(u_r - u_c), without a difference from 1.
-            return torch.sigmoid(of.chosen_U) + torch.sigmoid(of.rejected_U - of.chosen_U)
-        case SidedLink():
-            # A pair is two labels: the chosen completion good, the rejected one bad.
-            good = torch.ones_like(of.x_U, dtype=torch.bool)
-            return side(kind, of.chosen_U, good, of.beta) + side(kind, of.rejected_U, ~good, of.beta)
-        case _:
-            raise missing(kind, link)
+    raise missing(kind, link)
 
 
 @singledispatch
 def side(kind: Link, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
     """[E]: the loss of each completion alone, for links of sides. `good` is bool [E]."""
-    match kind:
-        case links.NoiseContrast():
-            # The first term is the chosen side's alone, the second is both sides', with one half each.
-            return -torch.where(good, logsigmoid(u_E), torch.zeros_like(u_E)) - 0.5 * logsigmoid(-u_E)
-        case links.Binary():
-            return -logsigmoid(_signed(u_E, good))
-        case links.SelfPlay():
-            return ((_signed(u_E, good) - 0.5) / beta) ** 2
-        case links.AnchoredZero() | links.Prospect():
-            # 1 - sigmoid(z) = sigmoid(-z): no gradient is lost where sigmoid(z) rounds to 1.
-            return torch.sigmoid(-_signed(u_E, good))
-        case _:
-            raise missing(kind, side)
+    raise missing(kind, side)
+
+
+@link.register
+def _(kind: LogSigmoid, of: Margins) -> Tensor:
+    return -logsigmoid(of.x_U)
+
+
+@link.register
+def _(kind: Hinge, of: Margins) -> Tensor:
+    return torch.relu(kind.delta - of.x_U)
+
+
+@link.register
+def _(kind: Square, of: Margins) -> Tensor:
+    # x holds beta already: (x - 1/2) / beta = (h_c - h_r) - 1 / (2 beta).
+    return ((of.x_U - 0.5) / of.beta) ** 2
+
+
+@link.register
+def _(kind: Exact, of: Margins) -> Tensor:
+    # log q and log(1 - q) by logsigmoid: q itself rounds to 0 or 1 for a large margin, and its log would be infinite.
+    up, down = logsigmoid(of.x_U), logsigmoid(-of.x_U)
+    return up.exp() * (up - math.log1p(-kind.rate)) + down.exp() * (down - math.log(kind.rate))
+
+
+@link.register
+def _(kind: Discovered, of: Margins) -> Tensor:
+    # m is differentiated too, as in the paper.
+    m = torch.sigmoid(of.x_U / kind.tau)
+    return -(1 - m) * logsigmoid(of.x_U) + m * torch.exp((-of.x_U).clamp(max=LARGEST_EXPONENT))
+
+
+@link.register
+def _(kind: AnchoredDown, of: Margins) -> Tensor:
+    # 1 - sigmoid(u_c - u_r) = sigmoid(u_r - u_c), without a difference from 1.
+    return torch.sigmoid(of.chosen_U) + torch.sigmoid(of.rejected_U - of.chosen_U)
+
+
+@link.register
+def _(kind: SidedLink, of: Margins) -> Tensor:
+    # A pair is two labels: the chosen completion good, the rejected one bad.
+    good = torch.ones_like(of.x_U, dtype=torch.bool)
+    return side(kind, of.chosen_U, good, of.beta) + side(kind, of.rejected_U, ~good, of.beta)
 
 
 def _signed(u_E: Tensor, good: Tensor) -> Tensor:
@@ -167,34 +232,79 @@ def _signed(u_E: Tensor, good: Tensor) -> Tensor:
     return torch.where(good, u_E, -u_E)
 
 
-@singledispatch
-def owed(kind: pieces.MarginTerm, margin_U: Tensor | None, beta: float) -> Tensor | float:
-    """[U]: by how much the chosen completion must lead, in units of x. `margin_U`: the data's, if it is read."""
-    match kind:
-        case pieces.FixedMargin():
-            return kind.gamma
-        case pieces.RatioMargin():
-            return kind.ratio * beta
-        case pieces.DataMargin():
-            assert margin_U is not None  # it says that it reads the margin, so the loss gives it
-            return kind.coef * margin_U
-        case _:
-            raise missing(kind, owed)
+@side.register
+def _(kind: NoiseContrast, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
+    # The first term is the chosen side's alone, the second is both sides', with one half each.
+    return -torch.where(good, logsigmoid(u_E), torch.zeros_like(u_E)) - 0.5 * logsigmoid(-u_E)
+
+
+@side.register
+def _(kind: Binary, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
+    return -logsigmoid(_signed(u_E, good))
+
+
+@side.register
+def _(kind: SelfPlay, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
+    return ((_signed(u_E, good) - 0.5) / beta) ** 2
+
+
+@side.register
+def _(kind: AnchoredZero, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
+    # 1 - sigmoid(z) = sigmoid(-z): no gradient is lost where sigmoid(z) rounds to 1.
+    return torch.sigmoid(-_signed(u_E, good))
+
+
+@side.register
+def _(kind: Prospect, u_E: Tensor, good: Tensor, beta: float) -> Tensor:
+    return torch.sigmoid(-_signed(u_E, good))
+
+
+# --- the margin -------------------------------------------------------------------------------------------------------
 
 
 @singledispatch
-def noisy(noise: pieces.LabelNoise | None, kind: Link, of: Margins) -> Tensor:
+def owed(kind: MarginTerm, margin_U: Tensor | None, beta: float) -> Tensor | float:
+    """[U]: by how much the chosen completion must lead, in units of x. `margin_U` is the data's margin of each pair,
+    where the piece reads it (`reads` names "margin")."""
+    raise missing(kind, owed)
+
+
+@owed.register
+def _(kind: FixedMargin, margin_U: Tensor | None, beta: float) -> Tensor | float:
+    return kind.gamma
+
+
+@owed.register
+def _(kind: RatioMargin, margin_U: Tensor | None, beta: float) -> Tensor | float:
+    return kind.ratio * beta
+
+
+@owed.register
+def _(kind: DataMargin, margin_U: Tensor | None, beta: float) -> Tensor | float:
+    assert margin_U is not None  # `DataMargin` says that it reads the margin, so the loss gives it.
+    return kind.coef * margin_U
+
+
+# --- label noise ------------------------------------------------------------------------------------------------------
+
+
+@singledispatch
+def noisy(noise: LabelNoise | None, kind: Link, of: Margins) -> Tensor:
     """[U]: the loss of each pair under wrong labels; without noise, the link."""
-    match noise:
-        case None:
-            return link(kind, of)
-        case pieces.Conservative():
-            # The expected loss if the label is wrong with this probability. Its minimum is at a finite margin.
-            return (1 - noise.rate) * link(kind, of) + noise.rate * link(kind, of.swapped())
-        case pieces.Robust():
-            # With e the rate: (1 - e) [(1 - e) f(x) - e f(-x)] + e [(1 - e) f(-x) - e f(x)] = (1 - 2 e) f(x).
-            # So the mean over wrong labels, divided by 1 - 2 e, is the loss of the right ones.
-            right = (1 - noise.rate) * link(kind, of) - noise.rate * link(kind, of.swapped())
-            return right / (1 - 2 * noise.rate)
-        case _:
-            raise missing(noise, noisy)
+    if noise is None:
+        return link(kind, of)
+    raise missing(noise, noisy)
+
+
+@noisy.register
+def _(noise: Conservative, kind: Link, of: Margins) -> Tensor:
+    # The expected loss if the label is wrong with this probability. Its minimum is at a finite margin.
+    return (1 - noise.rate) * link(kind, of) + noise.rate * link(kind, of.swapped())
+
+
+@noisy.register
+def _(noise: Robust, kind: Link, of: Margins) -> Tensor:
+    # With e the rate: (1 - e) [(1 - e) f(x) - e f(-x)] + e [(1 - e) f(-x) - e f(x)] = (1 - 2 e) f(x).
+    # So the mean over wrong labels, divided by 1 - 2 e, is the loss of the right ones.
+    right = (1 - noise.rate) * link(kind, of) - noise.rate * link(kind, of.swapped())
+    return right / (1 - 2 * noise.rate)

@@ -2,8 +2,9 @@
 
     loss = sum over units of weight * own * coef * link + the added terms (sums over tokens)
 
-`own` is how likely the policy itself says both sides of the pair (weights=wpo), else 1. What is computed over the whole
-minibatch, such as normalised weights (`preference_minibatch`), is in the batch as streams, so micro-batches add up.
+`own` is how likely the policy itself says both sides of the pair (weights=wpo), else 1. The weights were normalised
+over the whole minibatch, so the losses of micro-batches of whole units add up. Everything that is computed over the
+whole minibatch (`algorithm.preference.preference_minibatch`) is in the batch as streams.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss of a preference algorithm. It reads SIDE and WEIGHT, REFERENCE and MARGIN where the algorithm does, and
-    the streams of `prepared`. Each unit has the completions of one row, in the order of
-    `preference_algorithm.SIDES`."""
+    """The loss of a preference algorithm.
+
+    It reads SIDE and WEIGHT, REFERENCE and MARGIN where the algorithm does, and the streams of `prepared`. Each unit of
+    the batch holds the completions of one row, in the order of `ladder.preference_algorithm.SIDES`.
+    """
 
     algorithm: PreferenceAlgorithm
 
@@ -80,11 +83,12 @@ class _Judged:
     @staticmethod
     def of(a: PreferenceAlgorithm, micro: Batch, logp_M: Tensor) -> _Judged:
         """The micro-batch with the scores of its completions under these log-probs of the policy."""
-        # Axes: M tokens, E completions, U pairs. Units are whole, and their completions in the order that the sides
-        # say: both of a pair stand at equal places of their lists.
+        # Axes: M tokens, E completions, U pairs. A micro-batch holds whole units, with completions in the
+        # order that the sides say, so chosen and rejected ones of a pair stand at equal places of their lists.
         side_E = sides_of(a, micro)
         batch_streams = streams(micro, logp_M.device, logp_M.dtype)
-        # With log pi (`plain`), which gauges, Nash-MD and matched margins read, and with log pi - log ref.
+        # The same completions twice: with log pi (`plain`), and with log pi - log ref where there is
+        # a reference. Gauges, Nash-MD and matched margins read `plain`.
         plain = completions(micro, logp_M)
         ratio_M = logp_M - batch_streams[REFERENCE] if a.against == "reference" else logp_M
         h_E = score(a, replace(plain, l_M=ratio_M))
@@ -126,7 +130,8 @@ class _Judged:
         a, u_E = self.a, self._reward()
         if a.match == "margins":
             plain_E = statistic(a.statistic, self.plain)
-            # Against the reference's margin at the same rank, which need not be this pair's: it is in MATCH.
+            # The policy's own margin against the reference's at the same rank, which need
+            # not be this pair's. So the reference is in MATCH, and `plain` has none.
             x_U = a.beta * (plain_E[c] - plain_E[r] - self.each(self.held[MATCH])[c])
         else:
             x_U = u_E[c] - u_E[r]
@@ -137,11 +142,12 @@ class _Judged:
         return Margins(x_U, u_E[c], u_E[r], a.beta)
 
     def _matched(self, c: Tensor, r: Tensor) -> Tensor:
-        """[U]: each side against its match, which may lie in another micro-batch and is a constant here. Value and
-        gradient of all micro-batches add up to those of the minibatch."""
+        """[U]: each side against its match on the other side, which may lie in another micro-batch and is a constant
+        here. Value and gradient of the pairs of all micro-batches add up to those of the minibatch."""
         a, match_E = self.a, self.each(self.held[MATCH])
-        # Both sides of a sorted pair know the score that they are paired with. The first form gives the gradient by h_c
-        # and the value, the second the gradient by h_r and the value 0.
+        # Each sorted pair has a chosen and a rejected side, and both know the score that
+        # they are paired with. The first form gives the gradient by h_c and the value,
+        # the second the gradient by h_r and the value 0: together the pair counts once.
         up = a.beta * (self.h_E[c] - match_E[c])
         down = a.beta * (match_E[r] - self.h_E[r])
         # A link of differences reads x alone; the rewards of the sides are given because the type has them.
@@ -156,7 +162,8 @@ class _Judged:
         p_E = self.each(batch_streams[MARGIN])
         # MARGIN is the probability that the chosen one is preferred, on both completions of a pair.
         preferred_E = torch.where(chosen_E, p_E, 1 - p_E)
-        # A score function whose mean is the gradient of the KL at each token. 1/2 is the baseline of P.
+        # sg[log pi_t - log ref_t] * log pi_t: a score function whose mean
+        # is the gradient of the KL at each token. 1/2 is the baseline of P.
         charged_M = (self.logp_M - batch_streams[REFERENCE]).detach() * self.logp_M
         plain = self.plain
         return own_E * (self.a.beta * plain.sum(charged_M) - (preferred_E - 0.5) * plain.sum(self.logp_M))
@@ -190,16 +197,25 @@ class _Judged:
 
 @singledispatch
 def added(term: Added, logp_M: Tensor, batch: Streams) -> Tensor:
-    """A further term of the loss: one number, a sum over the tokens of the micro-batch, from streams [M]."""
-    match term:
-        case ChosenNLL():
-            # WEIGHT is the unit's on each token: a mean over completions of their sums. LIKELIHOOD divides by tokens.
-            weight_M = batch[WEIGHT] if term.over == "sequences" else batch[LIKELIHOOD]
-            return -term.coef * (weight_M * (batch[SIDE] == 1) * logp_M).sum()
-        case GoldNLL():
-            return -term.coef * (batch[LIKELIHOOD] * (batch[SIDE] == 2) * logp_M).sum()
-        case Optimism():
-            # Added to a loss that falls, so the policy lowers the log-prob of what the reference said.
-            return term.coef * (batch[WEIGHT] * batch[OPPONENT] * logp_M).sum()
-        case _:
-            raise missing(term, added)
+    """A further term of the loss: one number, a sum over the tokens of the micro-batch. `batch` has SIDE, WEIGHT (the
+    weights of a minibatch's units sum to 1) and what the algorithm reads, each [M]."""
+    raise missing(term, added)
+
+
+@added.register
+def _(term: ChosenNLL, logp_M: Tensor, batch: Streams) -> Tensor:
+    # WEIGHT is the unit's weight on each token, so its sum is a mean over
+    # completions of their sums; LIKELIHOOD divides by the number of tokens.
+    weight_M = batch[WEIGHT] if term.over == "sequences" else batch[LIKELIHOOD]
+    return -term.coef * (weight_M * (batch[SIDE] == 1) * logp_M).sum()
+
+
+@added.register
+def _(term: GoldNLL, logp_M: Tensor, batch: Streams) -> Tensor:
+    return -term.coef * (batch[LIKELIHOOD] * (batch[SIDE] == 2) * logp_M).sum()
+
+
+@added.register
+def _(term: Optimism, logp_M: Tensor, batch: Streams) -> Tensor:
+    # Added to a loss that falls, so the policy lowers the log-prob of what the reference said.
+    return term.coef * (batch[WEIGHT] * batch[OPPONENT] * logp_M).sum()

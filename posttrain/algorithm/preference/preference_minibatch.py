@@ -1,5 +1,8 @@
-"""Computes what a preference loss needs of a whole minibatch before it is split: normalised weights, the order of
-margins, the point of reference of labels. `prepared` remembers plain numbers, which a checkpoint keeps."""
+"""Computes the values that a preference loss needs of a whole minibatch before it is split, so that a split changes
+nothing: normalised weights, the order of margins, the point of reference of labels.
+
+`prepared` makes them. What it remembers between steps goes in and comes out as plain numbers, which a checkpoint keeps.
+"""
 
 from __future__ import annotations
 
@@ -141,11 +144,12 @@ def _likelihood(w: PreferenceContext) -> np.ndarray:
 
 
 def _match(w: PreferenceContext) -> np.ndarray:
-    """Returns the margin of the reference at the rank of the pair's own margin, or, where rewards are matched, the
-    score on the other side at the rank of the completion's own score."""
+    """Returns, where margins are matched, the margin of the reference at the rank of the pair's own margin; where
+    rewards are matched, the score on the other side at the rank of the completion's own score."""
     a, batch = w.algorithm, w.batch
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
-    # Optimal transport pairs equal ranks only where all points have equal mass. Equal weights differ less than 1e-12.
+    # In one dimension optimal transport pairs equal ranks, which is only so where all points have the same mass. Equal
+    # weights differ by their rounding alone, far below 1e-12.
     if np.ptp(batch[WEIGHT][first_E]) > 1e-12:
         raise DataError(
             f"match={a.match} joins sides of different pairs, so all pairs weigh the same: leave weights out"
@@ -155,7 +159,8 @@ def _match(w: PreferenceContext) -> np.ndarray:
         start_E, reference_E = (scores_of(a, batch, batch[s]) for s in (START, REFERENCE))
         # rows=pair: chosen at the even places, rejected at the odd ones (`sides_of`).
         own_U, reference_U = start_E[::2] - start_E[1::2], reference_E[::2] - reference_E[1::2]
-        # For each y the x of the same rank, before the optimizer step: a constant of the loss.
+        # sort(x)[rank(y)]: for each y the x of the same rank. The order is
+        # that before the optimizer step, so it is a constant of the loss.
         matched_U = np.sort(reference_U)[_ranks(own_U)]
         return w.spread(np.repeat(matched_U, 2))
     h_E = scores_of(a, batch, w.log_ratio_M)
@@ -174,7 +179,8 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 def _own(w: PreferenceContext) -> np.ndarray:
     """exp of the mean of log pi - log sum pi^2 of each side, multiplied over the two (2406.11827, Eq. 2)."""
     batch = w.batch
-    # sum_v pi_v^2 is the mean of pi(y_t) over the policy's own draws: what it says there on average.
+    # sum_v pi_v^2 is the mean of pi(y_t) over the policy's own draws: a token
+    # of the data is compared with what the policy says there on average.
     aligned_M = batch[START].astype(np.float64) - np.log(batch[COLLISION].astype(np.float64))
     sums_E = np.bincount(batch.sequence_M, aligned_M, batch.episodes)
     each_E = np.exp(sums_E / layout(batch).length_E)
@@ -185,12 +191,12 @@ def _own(w: PreferenceContext) -> np.ndarray:
     return w.spread(product_U[unit_E])
 
 
+def _imitates(w: PreferenceContext) -> bool:
+    return any(isinstance(x, ChosenNLL | GoldNLL) for x in w.algorithm.add)
+
+
 PREFERENCE_WHOLE: list[Maker[PreferenceContext]] = [
-    Maker(
-        (LIKELIHOOD,),
-        lambda w: any(isinstance(x, ChosenNLL | GoldNLL) for x in w.algorithm.add),
-        lambda w: (_likelihood(w),),
-    ),
+    Maker((LIKELIHOOD,), _imitates, lambda w: (_likelihood(w),)),
     Maker((MATCH,), lambda w: w.algorithm.match is not None, lambda w: (_match(w),)),
     Maker((OWN,), lambda w: w.algorithm.weights == "wpo", lambda w: (_own(w),)),
     Maker((SHIFT,), lambda w: w.algorithm.shift is not None, lambda w: (np.full(w.batch.spoken, w.shift),)),
@@ -227,7 +233,8 @@ def prepared(
         shift = a.beta * max(0.0, float(np.mean(mismatched_E)))
     if a.shift == "running":
         u_E = a.beta * scores_of(a, batch, PreferenceContext(a, batch, 0.0).log_ratio_M)
-        # This minibatch is in the mean that shifts it. Sums and counts go on exactly from a checkpoint.
+        # This minibatch is in the mean that shifts it. Sums and counts,
+        # not a mean, are kept: they go on exactly from a checkpoint.
         total = remembered.get("sum", 0.0) + float(u_E.sum())
         count = remembered.get("count", 0.0) + len(u_E)
         remembered, shift = {"sum": total, "count": count}, total / count
@@ -244,7 +251,8 @@ def _normalised(batch: Batch) -> np.ndarray:
     row_weight_M = batch.find(WEIGHT)
     weight_E = np.ones(batch.episodes) if row_weight_M is None else row_weight_M[first_E]
     unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
-    # [U]: the first completion of each unit. Divided by the sum over units, not over completions or tokens.
+    # [U]: the first completion of each unit, whose weight is the unit's.
+    # Divided by the sum over units, not over completions or tokens.
     first_U = np.searchsorted(unit_E, np.arange(batch.units))
     weight_U = weight_E[first_U]
     if np.any(weight_U < 0) or not weight_U.sum() > 0:

@@ -41,8 +41,10 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True, kw_only=True)
 class RankingLoss:
-    """The loss of a reward model. It reads the reward head, and log-probs only where it is regularised by them. Scores
-    are in order of the segments."""
+    """The loss of a reward model. It reads the reward head, and log-probs only where it is regularised by them.
+
+    The streams that it reads are the same for all tokens of a completion. Scores are in order of the segments.
+    """
 
     judged: str = "pair"
     """The kind of judgement: pair, ranking, label, rating or steps (`core.judgements.Kind`)."""
@@ -100,7 +102,8 @@ class RankingLoss:
             margin_U = score_UK.new_zeros(len(members_UK)) if margin_S is None else margin_S[members_UK[:, 0]]
             if self.judged == "pair" and count != 2:
                 raise InvariantError(f"a pair has {count} completions in its unit")
-            # [U, P] gaps of all P = K (K - 1) / 2 pairs, the better one first; accuracy is counted of them.
+            # [U, P] gaps of all P = K (K - 1) / 2 pairs with the better
+            # one first. They are also what accuracy is counted of.
             better, worse = torch.triu_indices(count, count, 1, device=score_UK.device)
             gap_UP = score_UK[:, better] - score_UK[:, worse]
             if self.judged == "pair":
@@ -108,10 +111,12 @@ class RankingLoss:
             elif self.pairs:
                 each_U = -logsigmoid(gap_UP).mean(-1)
             else:
-                # log sum_{j >= k} exp R_j from the last one, whose place is 0 and is cut off.
+                # log sum_{j >= k} exp R_j by a cumulative sum from the last
+                # one. The last place is log exp R_K - R_K = 0 and is cut off.
                 each_U = (score_UK.flip(-1).logcumsumexp(-1).flip(-1) - score_UK)[:, :-1].sum(-1)
             if self.centre:
-                # Else the scores could drift together. The factor 2 / K makes a ranking of two the same as a pair.
+                # Only differences are judged, so the scores could drift together.
+                # The factor 2 / K makes a ranking of two the same as a pair.
                 each_U = each_U + self.centre * (2 / count * score_UK.sum(-1)).square()
             loss = loss + (scored.weight_S[members_UK[:, 0]] * each_U).sum()
             detached_UP = gap_UP.detach()
@@ -143,13 +148,15 @@ class RankingLoss:
         return Terms((1 - self.alpha) * terms.loss + self.alpha * language_loss, gauges)
 
     def _labelled(self, scored: _ScoredCompletions, rewards: Rewards) -> Terms:
-        """The terms of good and bad completions. A head of every token learns the label at each (2110.14168)."""
+        """Returns the terms of good and bad completions. A head that reads every token learns the label at each of them
+        (2110.14168)."""
         good_S = scored.first(SIDE) > 0
         if self.shape.pool == "token":
             segment_M = scored.segment_M
             sign_M = torch.where(good_S, 1.0, -1.0).to(scored.score_S.dtype)[segment_M]
             spoken_S = torch.bincount(segment_M, minlength=len(good_S)).to(scored.score_S.dtype)
-            # -log sigmoid(s R) at each token, divided by the tokens of its completion: a long one counts once.
+            # softplus(-s R) = -log sigmoid(s R) at each token, divided by
+            # the tokens of its completion: a long one counts once.
             each_M = softplus(-sign_M * rewards.outputs[:, 0]) / spoken_S[segment_M]
             each_S = scored.score_S.new_zeros(len(good_S)).index_add(0, segment_M, each_M)
         else:
@@ -159,13 +166,15 @@ class RankingLoss:
         return Terms((scored.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **scored.gauges()})
 
     def _stepwise(self, scored: _ScoredCompletions, rewards: Rewards) -> Terms:
-        """The terms of labelled steps, each read at its last token. A completion counts once."""
+        """Returns the terms of labelled steps, each read at the last token of its step. A completion counts once,
+        however many steps it has."""
         label_M, score_M = scored.each(STEP), rewards.outputs[:, 0]
         known_M = ~label_M.isnan()
         steps_S = torch.bincount(scored.segment_M[known_M], minlength=len(scored.score_S))
         if not bool((steps_S > 0).all()):
             raise InvariantError("a completion has no labelled step: leave it out of the minibatch")
-        # Only the ends of labelled steps [K]. NaN never enters the arithmetic: a product with 0 would keep it.
+        # Only the ends of labelled steps, [K] of the whole micro-batch.
+        # NaN never enters the arithmetic: a product with 0 would keep it.
         label_K, score_K, segment_K = label_M[known_M], score_M[known_M], scored.segment_M[known_M]
         # -y log sigmoid(R) - (1 - y) log sigmoid(-R) = softplus(R) - y R, also for a label between 0 and 1.
         each_K = (softplus(score_K) - label_K * score_K) / steps_S[segment_K]
@@ -175,7 +184,8 @@ class RankingLoss:
         return Terms((scored.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **scored.gauges()})
 
     def _rated(self, scored: _ScoredCompletions, rewards: Rewards) -> Terms:
-        """The terms of ratings: numbers for attributes, or the class of one. NaN adds nothing."""
+        """Returns the terms of ratings: numbers for attributes, or the class of one. An attribute without a rating
+        (NaN) adds nothing."""
         rating_SK = scored.first(RATING)
         known_SK = ~rating_SK.isnan()
         if not bool(known_SK.any(-1).all()):
@@ -185,7 +195,8 @@ class RankingLoss:
             each_S = cross_entropy(rewards.outputs, target_S, reduction="none")
             difference_SK = (scored.score_S.detach() - rating_SK[:, 0])[:, None]
         else:
-            # The outer `where` alone would leave a NaN in the gradient.
+            # The inner `where` takes NaN out before the difference: the
+            # outer one alone would leave a NaN in the gradient.
             difference_SK = torch.where(known_SK, rewards.outputs - torch.where(known_SK, rating_SK, 0.0), 0.0)
             each_S = difference_SK.square().sum(-1) / known_SK.sum(-1)
         error = Gauge(float(difference_SK.detach().abs().sum()), int(known_SK.sum()))
@@ -216,7 +227,8 @@ class _ScoredCompletions:
         return torch.as_tensor(self.batch[stream], dtype=self.score_S.dtype, device=self.score_S.device)
 
     def units(self) -> list[Tensor]:
-        """int64 [U, K] for each size K of the units: their members, the best first, as SIDE says."""
+        """int64 [U, K] for each size K of the units: their members, the best first, as SIDE says, whatever their
+        order."""
         unit_E = self.batch.unit_E
         if unit_E is None:
             raise InvariantError("ordered completions lie in units (`Batch.unit_E`), and this batch has none")

@@ -30,6 +30,7 @@ from posttrain.ladder.formula.policy_formula import (
     reward,
     weight,
 )
+from posttrain.ladder.pieces.baseline import Baseline
 from posttrain.ladder.pieces.piece import Piece
 
 __all__ = ["FORM", "compact", "credit_words", "formula", "formulas", "patches", "source", "word", "year"]
@@ -65,9 +66,7 @@ def formula(choice: str, value: Any) -> str:
         return _NONE[choice]
     match choice:
         case "baseline":
-            # With the rule by which its tokens pay a KL.
-            charged = "; a token answers only for the KL paid from it on" if value.to_go and not value.per_token else ""
-            return f"A = {value.words()}{charged}"
+            return _baseline(value)
         case "scale":
             return f"A / {SCALE[value]}" + (" (ddof 1, no epsilon)" if value in ("group_std", "batch_std") else "")
         case "rewards":
@@ -88,6 +87,12 @@ def formula(choice: str, value: Any) -> str:
             return "r = " + "; then r <- ".join(["R", *(s.words() for s in value)])
         case _:
             return _LEADS.get(choice, "") + value.words()
+
+
+def _baseline(b: Baseline) -> str:
+    """The line of a baseline, with the rule by which its tokens pay a KL."""
+    charged = "; a token answers only for the KL paid from it on" if b.to_go and not b.per_token else ""
+    return f"A = {b.words()}{charged}"
 
 
 def formulas(a: Algorithm) -> list[tuple[str, str]]:

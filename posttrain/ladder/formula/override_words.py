@@ -40,7 +40,8 @@ def compact(value: Any) -> str:
 def _set_fields(piece: Any) -> dict[str, Any]:
     """The fields of a piece that are not off."""
     values = {f.name: getattr(piece, f.name) for f in dataclasses.fields(piece)}
-    # `horizon` and `delta` say how an adaptive coefficient moves; without a `target` it does not move.
+    # Off: the default is none, 0 or false, and the field still has it. `horizon` and `delta` say how
+    # an adaptive coefficient moves; without a `target` it does not move.
     off = {f.name for f in dataclasses.fields(piece) if not f.default and values[f.name] == f.default}
     idle = {"horizon", "delta"} if "target" in off else set[str]()
     return {name: x for name, x in values.items() if name not in off | idle}

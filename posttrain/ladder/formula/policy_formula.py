@@ -44,7 +44,8 @@ def credit(a: Algorithm) -> str:
         return f"{difference}; each difference / std of what it compares{whitened}"
     kl = a.kl_in_credit
     if kl is not None and a.baseline.to_go and not a.baseline.per_token:
-        # The credit shows the KL that a token pays, and the scale the whole KL of an answer.
+        # With a KL to go, the credit shows the KL that a token pays, and the scale the whole KL of an answer:
+        # rewards less this KL are what the scale is computed from.
         difference = f"{difference} - {kl.coef:g} sum_(k>=t) {kl.estimator}_k"
         divisor = divisor.replace("(r of", f"(r - {kl.coef:g} sum_k {kl.estimator}_k of")
     advantage = (

@@ -16,21 +16,19 @@ h    = statistic(log pi - log ref)                of a completion
 x    = beta h_chosen - beta h_rejected - margin   of a pair; u = beta h alone
 loss = mean over rows of coef * link(x) + what is added"""
 
-_WORDS: dict[str, dict[str, str]] = {
-    "rows": {
-        "pair": "a chosen and a rejected completion",
-        "label": "one completion, good or bad",
-        "triple": "a gold completion, a chosen and a rejected one",
-    },
-    "against": {"reference": "l = log pi - log ref", "nothing": "l = log pi"},
-    "shift": {
-        "mismatched": "u = beta (h - max(0, mean h of completions under other prompts)), not differentiated",
-        "running": "u = beta h - mean of beta h over all completions seen so far",
-    },
-    "match": {
-        "margins": "the margins of pi, in order of size, against those of ref in order of size, over the minibatch",
-        "rewards": "the h of the chosen, in order of size, against those of the rejected in order of size",
-    },
+_ROWS = {
+    "pair": "a chosen and a rejected completion",
+    "label": "one completion, good or bad",
+    "triple": "a gold completion, a chosen and a rejected one",
+}
+_AGAINST = {"reference": "l = log pi - log ref", "nothing": "l = log pi"}
+_SHIFT = {
+    "mismatched": "u = beta (h - max(0, mean h of completions under other prompts)), not differentiated",
+    "running": "u = beta h - mean of beta h over all completions seen so far",
+}
+_MATCH = {
+    "margins": "the margins of pi, in order of size, against those of ref in order of size, over the minibatch",
+    "rewards": "the h of the chosen, in order of size, against those of the rejected in order of size",
 }
 _NONE = {
     "noise": "labels are taken as they are",
@@ -41,43 +39,57 @@ _NONE = {
     "draw": "from given judgements",
 }
 """The meaning of a choice that is none."""
-# Words before the formula of a piece, by choice.
-_LEADS = {"statistic": "h = ", "noise": "f <- ", "margin": "margin = "}
 
 
 def preference_formula(choice: str, value: Any) -> str:
     """One line for `value` of the field `choice` of a preference algorithm."""
     if value is None:
         return _NONE[choice]
-    if choice in _WORDS:
-        return _WORDS[choice][value]
     match choice:
-        case "beta" | "coef":
-            return f"{choice} = {value:g}"
+        case "rows":
+            return _ROWS[value]
+        case "against":
+            return _AGAINST[value]
+        case "statistic":
+            return f"h = {value.words()}"
+        case "link":
+            return value.words()
+        case "beta":
+            return f"beta = {value:g}"
+        case "noise":
+            return f"f <- {value.words()}"
+        case "margin":
+            return f"margin = {value.words()}"
+        case "shift":
+            return _SHIFT[value]
+        case "match":
+            return _MATCH[value]
         case "weights":
             return "each pair times exp(mean of log pi - log sum pi^2) of both sides, not differentiated"
+        case "coef":
+            return f"coef = {value:g}"
         case "good" | "bad":
             return f"completions labelled {choice} weigh {value:g}"
         case "add":
             return " + ".join(t.words() for t in value) or "nothing is added"
         case _:
-            return _LEADS.get(choice, "") + value.words() if isinstance(value, PreferencePiece) else str(value)
+            return value.words() if isinstance(value, PreferencePiece) else str(value)
 
 
 def preference_formulas(a: PreferenceAlgorithm) -> list[tuple[str, str]]:
     """The formulas of a preference algorithm as (name, line), without lines that are empty."""
     loss = a.link.words() if a.coef == 1 else f"{a.coef:g} * ({a.link.words()})"
     if isinstance(a.link, Nash):
-        rows = [("l", _WORDS["against"][a.against]), ("loss", loss)]
+        rows = [("l", _AGAINST[a.against]), ("loss", loss)]
     else:
-        rows = [("h", f"{a.statistic.words()}, {_WORDS['against'][a.against]}")]
+        rows = [("h", f"{a.statistic.words()}, {_AGAINST[a.against]}")]
         if type(a.divergence).__name__ != "ReverseKL":
             rows.append(("f", a.divergence.words()))
         rows.append(_read(a))
         rows.append(("loss", loss))
     further = (
         ("noise", a.noise and preference_formula("noise", a.noise)),
-        ("match", a.match and _WORDS["match"][a.match]),
+        ("match", a.match and _MATCH[a.match]),
         ("weights", a.weights and preference_formula("weights", a.weights)),
         ("labels", "" if (a.good, a.bad) == (1, 1) else f"good ones weigh {a.good:g}, bad ones {a.bad:g}"),
         ("add", " + ".join(t.words() for t in a.add)),
@@ -90,7 +102,7 @@ def _read(a: PreferenceAlgorithm) -> tuple[str, str]:
     """Returns the input of the algorithm's link as (letter, formula)."""
     if a.link.of != "difference":
         # [4:]: without `u = `, with which each of these lines begins. Here the letter stands apart.
-        reward = "beta h" if a.shift is None else _WORDS["shift"][a.shift][4:]
+        reward = "beta h" if a.shift is None else _SHIFT[a.shift][4:]
         return ("u", f"{reward}, beta = {a.beta:g}")
     minus_margin = "" if a.margin is None else f" - {a.margin.words()}"
     return ("x", f"beta (h_chosen - h_rejected){minus_margin}, beta = {a.beta:g}")

@@ -19,7 +19,8 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
     line, empty = lead, True
     for text in words:
         fits = len(below) + len(text) <= width
-        # A long word is cut behind each comma, and between its parts no space is added.
+        # The pattern cuts a long word behind each comma: "Clip(low=0.2, high=0.28)" gives
+        # "Clip(low=0.2, " and "high=0.28)". Between parts of one word no space is added.
         for n, part in enumerate([text] if fits else re.findall(r".*?, |.+$", text)):
             between = "  " if n == 0 else ""
             if not empty and len((line + between + part).rstrip()) > width:

@@ -73,7 +73,8 @@ def _judged(b: Baseline, a: Algorithm) -> Iterator[str]:
 class Zero(Baseline):
     """No baseline: credit is the reward."""
 
-    formula = "r"
+    def words(self) -> str:
+        return "r"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,9 @@ class ToGo(Baseline):
 
     to_go = True
     earns_to_go = True
-    formula = "r"
+
+    def words(self) -> str:
+        return "r"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,9 @@ class GroupMean(Baseline):
 
     relative = True
     of_sources = True
-    formula = "r - mean(r of the group)"
+
+    def words(self) -> str:
+        return "r - mean(r of the group)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +129,9 @@ class Others(Baseline):
 
     relative = True
     of_sources = True
-    formula = "r - mean(r of the other siblings)"
+
+    def words(self) -> str:
+        return "r - mean(r of the other siblings)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +140,9 @@ class LengthMean(Baseline):
     length (OPO, A04)."""
 
     relative = True
-    formula = "r - sum(|y| r) / sum(|y|) over the group"
+
+    def words(self) -> str:
+        return "r - sum(|y| r) / sum(|y|) over the group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +176,9 @@ class OffPolicyMean(Baseline):
     gradient."""
 
     relative = True
-    formula = "r - sum(w^2 W r) / sum(w^2 W) over the group, w = start(y)/mu(y), W = sum_t (1 - 2 pi_t + sum_v pi_v^2)"
+
+    def words(self) -> str:
+        return "r - sum(w^2 W r) / sum(w^2 W) over the group, w = start(y)/mu(y), W = sum_t (1 - 2 pi_t + sum_v pi_v^2)"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.shown is not None:
@@ -185,7 +196,6 @@ class SoftMean(Baseline):
     """tau * log of the siblings' mean of exp(reward / tau): tau * log Z of Kimi k1.5 and OPMD (A20, A21)."""
 
     relative = True
-    formula = "r - tau log mean(exp(r / tau)) over the group, tau = {tau:g}"
 
     tau: float = 1.0
     """Temperature: towards 0 it is the best of the siblings, large it is their mean."""
@@ -193,13 +203,18 @@ class SoftMean(Baseline):
     def __post_init__(self) -> None:
         positive("baseline.tau", self.tau)
 
+    def words(self) -> str:
+        return f"r - tau log mean(exp(r / tau)) over the group, tau = {self.tau:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SecondBest(Baseline):
     """Only the best sibling has credit: its reward minus the second best (A32, verl's grpo_passk)."""
 
     relative = True
-    formula = "r - second best r of the group for the best sibling, 0 for the others"
+
+    def words(self) -> str:
+        return "r - second best r of the group for the best sibling, 0 for the others"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +226,9 @@ class Greedy(Baseline):
 
     to_go = True
     greedy = True
-    formula = "r - R of the greedy answer"
+
+    def words(self) -> str:
+        return "r - R of the greedy answer"
 
     def uses(self) -> str:
         return "greedy answer"
@@ -233,7 +250,9 @@ class StepMean(Baseline):
     per_token = True
     of = "v of the group's steps"
     facts = ("steps",)
-    formula = "sum over the steps that end at or after t of v - mean(v of the group's steps)"
+
+    def words(self) -> str:
+        return "sum over the steps that end at or after t of v - mean(v of the group's steps)"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.scale not in ("one", "group_std") or a.shape or a.charges_answers:

@@ -1,5 +1,5 @@
-"""Train/inference corrections: c = start/mu, detached, multiplies the push (A25). Several are multiplied. At most one
-of them contains start/mu itself; the others only keep or drop."""
+"""Train/inference corrections: c = start/mu, detached, multiplies the push (A25). An algorithm may have several, and
+their product is used. At most one of them contains start/mu itself; the others only keep or drop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class Mask(Correction):
     """c = start/mu where low <= start/mu <= high, else 0, per token or of the episode's product (IcePop, MIS; A25)."""
 
     weighs = True
-    formula = "start/mu within [{low:g}, {high:g}], else 0, per {level}"
 
     low: float = 0.5
     """Smallest start/mu that is kept."""
@@ -70,6 +69,9 @@ class Mask(Correction):
     def __post_init__(self) -> None:
         ordered("correction", self.low, self.high)
 
+    def words(self) -> str:
+        return f"start/mu within [{self.low:g}, {self.high:g}], else 0, per {self.level}"
+
     def of_episodes(self) -> bool:
         return self.level == "sequence"
 
@@ -80,13 +82,17 @@ class BinaryKL(Correction):
     both directions, else 0 (KPop, A25)."""
 
     weighs = True
-    formula = "start/mu, and 0 where KL between start and mu on the said token exceeds {phi:g} in either direction"
 
     phi: float = 0.1
     """Largest KL, in either direction."""
 
     def __post_init__(self) -> None:
         positive("correction.phi", self.phi)
+
+    def words(self) -> str:
+        return (
+            f"start/mu, and 0 where KL between start and mu on the said token exceeds {self.phi:g} in either direction"
+        )
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         # With anchor=proximal, start is interpolated from mu, so it cannot show how far learner and sampler are apart.
@@ -102,8 +108,6 @@ class Reject(Correction):
     """Drops whole episodes whose geometric mean of start/mu is outside [low, high]. Kept episodes have factor 1
     (Geo-RS, A25)."""
 
-    formula = "1, and 0 for responses with (start(y)/mu(y))^(1/|y|) outside [{low:g}, {high:g}]"
-
     low: float = 0.99
     """Smallest geometric mean of start/mu that is kept."""
     high: float = 1.01
@@ -112,12 +116,13 @@ class Reject(Correction):
     def __post_init__(self) -> None:
         ordered("correction", self.low, self.high)
 
+    def words(self) -> str:
+        return f"1, and 0 for responses with (start(y)/mu(y))^(1/|y|) outside [{self.low:g}, {self.high:g}]"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Veto(Correction):
     """Drops whole episodes that contain a token with start/mu below `below` (A25)."""
-
-    formula = "1, and 0 for responses with a token of start/mu < {below:g}"
 
     below: float = 1e-4
     """Smallest start/mu of a token that is kept."""
@@ -125,19 +130,23 @@ class Veto(Correction):
     def __post_init__(self) -> None:
         positive("correction.below", self.below)
 
+    def words(self) -> str:
+        return f"1, and 0 for responses with a token of start/mu < {self.below:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NegativeMask(Correction):
     """Drops episodes with A < 0 that are far from the current policy: mean over tokens of log mu - log pi > delta
     (DeepSeek-V3.2, A08)."""
 
-    formula = "1, and 0 for responses with A < 0 and mean over t of log(mu/pi) > {delta:g}"
-
     delta: float = 0.5
     """Largest mean distance that is kept."""
 
     def __post_init__(self) -> None:
         positive("correction.delta", self.delta)
+
+    def words(self) -> str:
+        return f"1, and 0 for responses with A < 0 and mean over t of log(mu/pi) > {self.delta:g}"
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         # It compares the current policy with the sampler, so it needs no START.

@@ -20,7 +20,8 @@ class ImplicitOthers(Baseline):
     A second model phi begins as the policy does. In every step it learns the outcomes of the step's answers: the chance
     that an answer is right is sigmoid(beta * sum_t log phi/ref). A token's implicit process reward is its own term,
     beta * log phi/ref, by phi before it learned from this step (Algorithm 1; "single forward"). A group whose outcomes
-    are all equal has credit 0, as the paper filters such prompts out.
+    are all equal has credit 0, as the paper filters such prompts out. The authors' code whitens the credit too
+    (whiten=token), and compares a token with all siblings where the paper leaves its own answer out.
     """
 
     relative = True
@@ -40,7 +41,8 @@ class ImplicitOthers(Baseline):
         return f"r - mean(r of the other siblings) + sum_(k>=t) (p_k - mean(mean p of the other siblings)), {process}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # Both are in different units: dividing their sum by the deviation of outcomes would mix them.
+        # Outcome and process rewards are in different units: dividing
+        # their sum by the deviation of outcomes would mix both.
         if a.scale != "one" or a.charges_answers or a.rewards != "sum":
             yield (
                 "baseline=implicitothers adds rewards of tokens to outcomes, so one number for an answer cannot scale"

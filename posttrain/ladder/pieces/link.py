@@ -13,9 +13,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from posttrain.ladder.pieces.piece import positive, write_formula
+from posttrain.ladder.pieces.piece import positive
 from posttrain.system.errors import ConfigError
 from posttrain.system.subclass_registry import Open
 
@@ -28,13 +28,6 @@ class PreferencePiece(Open, ABC):
 
     absent: ClassVar[bool] = False
     """Whether this is the record of a piece whose class this program does not have."""
-
-    formula: ClassVar[str]
-    """As of `Piece`."""
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        write_formula(cls)
-        super().__init_subclass__(**more)
 
     @abstractmethod
     def words(self) -> str:
@@ -91,6 +84,9 @@ class SidedLink(Link, begin=False):
 
     of: ClassVar[Literal["difference", "sides", "both", "own"]] = "sides"
 
+    def words(self) -> str:
+        return "a link of sides"
+
 
 # The base class of some links is no link that can be chosen itself.
 SidedLink.withdraw()
@@ -100,14 +96,13 @@ SidedLink.withdraw()
 class LogSigmoid(Link):
     """-log sigmoid(x): the likelihood of the preference under Bradley and Terry (DPO, B02)."""
 
-    formula = "-log sigmoid(x)"
+    def words(self) -> str:
+        return "-log sigmoid(x)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hinge(Link):
     """max(0, delta - x): nothing is learned from a pair whose margin exceeds delta (SLiC, B07)."""
-
-    formula = "max(0, {delta:g} - x)"
 
     delta: float = 1.0
     """The margin beyond which a pair has no gradient."""
@@ -115,12 +110,16 @@ class Hinge(Link):
     def __post_init__(self) -> None:
         positive("link.delta", self.delta)
 
+    def words(self) -> str:
+        return f"max(0, {self.delta:g} - x)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Square(Link):
     """(x / beta - 1 / (2 beta))^2: the margin is drawn to 1 / (2 beta) and not beyond (IPO, B03)."""
 
-    formula = "(x / beta - 1 / (2 beta))^2"
+    def words(self) -> str:
+        return "(x / beta - 1 / (2 beta))^2"
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         yield from super().refuses(a)
@@ -151,41 +150,46 @@ class Exact(Link):
 class Discovered(Link):
     """-log sigmoid(x) and exp(-x), mixed by m = sigmoid(x / tau) (DiscoPOP, B08)."""
 
-    formula = "-(1 - m) log sigmoid(x) + m exp(-x), m = sigmoid(x / {tau:g})"
-
     tau: float = 0.05
     """Temperature of the mixture."""
 
     def __post_init__(self) -> None:
         positive("link.tau", self.tau)
 
+    def words(self) -> str:
+        return f"-(1 - m) log sigmoid(x) + m exp(-x), m = sigmoid(x / {self.tau:g})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseContrast(SidedLink):
     """-log sigmoid(u) of the chosen one, and -log sigmoid(-u) / 2 of both (NCA, B08)."""
 
-    formula = "-log sigmoid(u_c) - log sigmoid(-u_c) / 2 - log sigmoid(-u_r) / 2"
+    def words(self) -> str:
+        return "-log sigmoid(u_c) - log sigmoid(-u_c) / 2 - log sigmoid(-u_r) / 2"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Binary(SidedLink):
     """-log sigmoid(+-u): a classifier of good and bad whose logit is the reward (BCO, B08)."""
 
-    formula = "-log sigmoid(u) where good, -log sigmoid(-u) where bad"
+    def words(self) -> str:
+        return "-log sigmoid(u) where good, -log sigmoid(-u) where bad"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfPlay(SidedLink):
     """(u / beta -+ 1 / (2 beta))^2: each reward is drawn to its own target (SPPO with hard labels, B08)."""
 
-    formula = "(u / beta - 1 / (2 beta))^2 where good, (u / beta + 1 / (2 beta))^2 where bad"
+    def words(self) -> str:
+        return "(u / beta - 1 / (2 beta))^2 where good, (u / beta + 1 / (2 beta))^2 where bad"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnchoredZero(SidedLink):
     """1 - sigmoid(+-u): the good ones become more likely than under the reference, the bad ones less (APO zero)."""
 
-    formula = "1 - sigmoid(u) where good, sigmoid(u) where bad"
+    def words(self) -> str:
+        return "1 - sigmoid(u) where good, sigmoid(u) where bad"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,14 +197,17 @@ class AnchoredDown(Link):
     """sigmoid(u_c) + 1 - sigmoid(u_c - u_r): both become less likely, the rejected one more so (APO down)."""
 
     of: ClassVar[Literal["difference", "sides", "both", "own"]] = "both"
-    formula = "sigmoid(u_c) + 1 - sigmoid(u_c - u_r)"
+
+    def words(self) -> str:
+        return "sigmoid(u_c) + 1 - sigmoid(u_c - u_r)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prospect(SidedLink):
     """1 - sigmoid(+-u): the value of prospect theory against the point that `shift` gives (KTO, B04)."""
 
-    formula = "1 - sigmoid(u) where good, 1 - sigmoid(-u) where bad"
+    def words(self) -> str:
+        return "1 - sigmoid(u) where good, 1 - sigmoid(-u) where bad"
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         yield from super().refuses(a)
@@ -217,7 +224,9 @@ class Nash(Link):
     probability that y is preferred (Nash-MD, B09)."""
 
     of: ClassVar[Literal["difference", "sides", "both", "own"]] = "own"
-    formula = "-(P - 1/2) log pi(y) + beta sum_t sg[log pi_t - log ref_t] log pi_t, y the policy's own"
+
+    def words(self) -> str:
+        return "-(P - 1/2) log pi(y) + beta sum_t sg[log pi_t - log ref_t] log pi_t, y the policy's own"
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         yield from super().refuses(a)

@@ -37,14 +37,13 @@ class PairSource(PreferencePiece, begin=True):
 class TwoSamples(PairSource):
     """Two completions of the policy; the better one is chosen (OAIF, B09)."""
 
-    formula = "two completions of the policy, the better one chosen"
+    def words(self) -> str:
+        return "two completions of the policy, the better one chosen"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BestWorst(PairSource):
     """The best and the worst of several completions of the policy (iterative DPO, B09)."""
-
-    formula = "the best and the worst of {of} completions of the policy"
 
     of: int = 8
     """Completions drawn for a prompt."""
@@ -52,6 +51,9 @@ class BestWorst(PairSource):
     def __post_init__(self) -> None:
         if self.of < 2:
             raise ConfigError(f"draw.of={self.of}: a best and a worst are two completions at least")
+
+    def words(self) -> str:
+        return f"the best and the worst of {self.of} completions of the policy"
 
     def samples(self) -> int:
         return self.of
@@ -61,7 +63,8 @@ class BestWorst(PairSource):
 class AgainstReference(PairSource):
     """A completion of the policy and one of the reference; the better one is chosen (XPO, B09)."""
 
-    formula = "one completion of the policy and one of the reference, the better one chosen"
+    def words(self) -> str:
+        return "one completion of the policy and one of the reference, the better one chosen"
 
     def opponent(self) -> float | None:
         return 1.0
@@ -89,11 +92,6 @@ class RejectionSampled(PairSource):
     """Completions of the reference are kept with probability exp((R - max R) / temperature), as if the optimal policy
     had said them. The kept ones are paired at random, and the better one of each pair is chosen (RSO, B07)."""
 
-    formula = (
-        "{keep} of {of} completions of the reference, each kept with probability exp((R - max R) / {temperature:g}),"
-        " the better one of each two chosen"
-    )
-
     of: int = 64
     """Completions of the reference drawn for a prompt."""
     keep: int = 8
@@ -107,6 +105,12 @@ class RejectionSampled(PairSource):
             raise ConfigError(f"draw.keep={self.keep}: must be at least 2 and at most draw.of={self.of}")
         if self.keep % 2:
             raise ConfigError(f"draw.keep={self.keep}: pairs are made of two; set draw.keep={self.keep - 1}")
+
+    def words(self) -> str:
+        return (
+            f"{self.keep} of {self.of} completions of the reference, each kept with probability exp((R - max R) /"
+            f" {self.temperature:g}), the better one of each two chosen"
+        )
 
     def samples(self) -> int:
         return self.of

@@ -1,12 +1,15 @@
-"""The interface of every piece of an algorithm. No other code has to know a piece by name. Here, in the file of its
-choice, a piece is a frozen dataclass with its numbers and its formula; its mathematics is in `posttrain.algorithm`. It
-uses nothing outside the run."""
+"""The interface of every piece of an algorithm. No other code has to know a piece by name.
+
+A piece is in two files. In this folder, in the file of its choice, is a frozen dataclass with its numbers and its
+formula. In `posttrain.algorithm` is its mathematics, registered for its type. A piece holds numbers, words and
+switches, and uses nothing outside the run.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from posttrain.system.errors import ConfigError
 from posttrain.system.subclass_registry import Open
@@ -26,19 +29,13 @@ class Piece(Open, ABC):
     absent: ClassVar[bool] = False
     """Whether this is the record of a piece whose class this program does not have (`ladder.pieces.unknown_pieces`)."""
 
-    formula: ClassVar[str]
-    """Its formula with its numbers as `{name:g}`, where that is all of `words`."""
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        write_formula(cls)
-        super().__init_subclass__(**more)
-
     @abstractmethod
     def words(self) -> str:
         """Its formula, one line in the letters of `ladder.formula`."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        """Yields the reasons why it means nothing in `a`, with what to change. Others are in `ladder.algorithm`."""
+        """Yields the reasons why the piece means nothing in `a`, with what to change. Reasons that concern no single
+        piece are in `ladder.algorithm`."""
         yield from ()
 
     def reads(self, a: Algorithm) -> Iterable[str]:
@@ -68,12 +65,6 @@ class Piece(Open, ABC):
     def memory(self) -> str:
         """In words, what it keeps in memory beside what its streams need; '' for nothing."""
         return ""
-
-
-def write_formula(cls: type[Any]) -> None:
-    """Gives a class with a `formula` the method `words` that writes the numbers of a piece into it."""
-    if "formula" in vars(cls) and "words" not in vars(cls):
-        cls.words = lambda piece: cls.formula.format_map(vars(piece))
 
 
 def times(coefficient: float) -> str:

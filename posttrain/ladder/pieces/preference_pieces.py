@@ -1,5 +1,6 @@
 """Pieces of preference algorithms beside the link: the statistic of a completion, the divergence, label noise, margins,
-and what is added. The mathematics is in `algorithm.preference`."""
+and what is added. The mathematics is in `algorithm.preference.preference_link` and
+`algorithm.preference.preference_loss`."""
 
 from __future__ import annotations
 
@@ -17,29 +18,29 @@ if TYPE_CHECKING:
 
 
 class Statistic(PreferencePiece, begin=True):
-    """The statistic by which the tokens of a completion become one number, from l = log pi - log ref of each (log pi
-    without a reference)."""
+    """The statistic by which the tokens of a completion become one number. l is log pi - log ref of a token, or log pi
+    without a reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Total(Statistic):
     """The sum over the tokens: the log-prob of the completion."""
 
-    formula = "sum of l"
+    def words(self) -> str:
+        return "sum of l"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Average(Statistic):
     """The mean over the tokens."""
 
-    formula = "mean of l"
+    def words(self) -> str:
+        return "mean of l"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Desensitized(Statistic):
     """The sum in which tokens beyond the length of the shorter side count alpha (LD-DPO, B02)."""
-
-    formula = "sum of l, {alpha:g} l beyond the length of the shorter side"
 
     alpha: float = 0.5
     """Weight of a token beyond the length of the other side. 1: the sum; 0: those tokens do not count."""
@@ -49,6 +50,9 @@ class Desensitized(Statistic):
         # Two names for one algorithm would make equal runs look different in a comparison.
         if self.alpha == 1:
             raise ConfigError("statistic.alpha=1.0: every token counts the same, which is statistic=total. Say that")
+
+    def words(self) -> str:
+        return f"sum of l, {self.alpha:g} l beyond the length of the shorter side"
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         # The tail is the part that is longer than the other side, so it needs a pair.
@@ -60,7 +64,8 @@ class Desensitized(Statistic):
 class LogOdds(Statistic):
     """log(p / (1 - p)) with p = exp(mean of l) (ORPO, B06)."""
 
-    formula = "log(p / (1 - p)), p = exp(mean of l)"
+    def words(self) -> str:
+        return "log(p / (1 - p)), p = exp(mean of l)"
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         if a.against == "reference":
@@ -90,7 +95,8 @@ class FDivergence(PreferencePiece, begin=True):
 class ReverseKL(FDivergence):
     """h = log t: KL(pi || ref), as in DPO."""
 
-    formula = "h is the statistic"
+    def words(self) -> str:
+        return "h is the statistic"
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
         yield from ()
@@ -100,14 +106,16 @@ class ReverseKL(FDivergence):
 class ForwardKL(FDivergence):
     """h = 1 - 1 / t: KL(ref || pi). It is bounded above, so a chosen completion is not pushed without end."""
 
-    formula = "h = 1 - exp(-sum of l)"
+    def words(self) -> str:
+        return "h = 1 - exp(-sum of l)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JensenShannon(FDivergence):
     """h = log(2 t / (1 + t)): the Jensen-Shannon divergence."""
 
-    formula = "h = log 2 + log sigmoid(sum of l)"
+    def words(self) -> str:
+        return "h = log 2 + log sigmoid(sum of l)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,26 +178,28 @@ class MarginTerm(PreferencePiece, begin=True):
 class FixedMargin(MarginTerm):
     """gamma, whatever beta is. It is TRL's `simpo_gamma` and the gamma of the paper's formula."""
 
-    formula = "{gamma:g}"
-
     gamma: float = 1.375
     """The margin, in units of beta h."""
 
     def __post_init__(self) -> None:
         positive("margin.gamma", self.gamma, "margin=none")
 
+    def words(self) -> str:
+        return f"{self.gamma:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RatioMargin(MarginTerm):
     """ratio * beta: the margin as `gamma_beta_ratio` gives it."""
-
-    formula = "{ratio:g} beta"
 
     ratio: float = 0.55
     """The margin, in units of h."""
 
     def __post_init__(self) -> None:
         positive("margin.ratio", self.ratio, "margin=none")
+
+    def words(self) -> str:
+        return f"{self.ratio:g} beta"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +220,8 @@ class DataMargin(MarginTerm):
 
 
 class Added(PreferencePiece, begin=True):
-    """A further term of the loss. Terms of likelihood are means over all tokens of the minibatch."""
+    """A further term of the loss. Terms of likelihood are means over all tokens of the minibatch, so that a split
+    changes nothing."""
 
     of: ClassVar[Literal["chosen", "gold", "opponent"]] = "chosen"
     """The completion whose tokens it reads."""

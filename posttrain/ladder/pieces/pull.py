@@ -18,8 +18,8 @@ Placement = Literal["reward", "loss", "both", "token"]
 differentiated at the token. both: reward and loss. token: subtracted from the credit of the token alone."""
 
 _KL_TRUTH: dict[tuple[Estimator, Placement], str] = {
-    # The loss differentiates a number c; credit makes it c * grad log pi. With d = log pi - log ref the gradient of
-    # KL(pi || ref) is E_pi[d grad log pi], since E_pi[grad log pi] = 0.
+    # Credit turns a number c into the gradient c * grad log pi; the loss differentiates c itself.
+    # With d = log pi - log ref the gradient of KL(pi || ref) is E_pi[d grad log pi], since E_pi[grad log pi] = 0.
     ("k1", "reward"): "exact",
     ("k1", "token"): "exact at each token; no token is charged for the KL of the tokens after it",
     # grad(d^2 / 2) = d grad log pi: what k1 gives as credit, of this token alone.
@@ -95,7 +95,8 @@ class KL(Pull):
     one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
 
     def __post_init__(self) -> None:
-        # Many libraries accept the other pairs; `_KL_REFUSED` says why each is wrong.
+        # `_KL_TRUTH` lists the legal pairs and what their gradient is. `_KL_REFUSED`
+        # says why each other pair is wrong: many libraries accept them.
         pair = (self.estimator, self.placement)
         if pair not in _KL_TRUTH:
             why = _KL_REFUSED.get(pair, "there is no such pair")
@@ -159,13 +160,15 @@ class SequenceL2(Pull):
     """coef / 2 * (log pi(y)/anchor(y))^2 of the whole episode, the surrogate of Kimi k1.5 (A20, Eq. 3)."""
 
     forms_ratio = True
-    formula = "{coef:g} / 2 (log pi(y) / anchor(y))^2, once a response"
 
     coef: float = 0.1
     """Weight of the square."""
 
     def __post_init__(self) -> None:
         positive("pull.coef", self.coef, "pull=none")
+
+    def words(self) -> str:
+        return f"{self.coef:g} / 2 (log pi(y) / anchor(y))^2, once a response"
 
 
 @dataclass(frozen=True, kw_only=True)

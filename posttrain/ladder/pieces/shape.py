@@ -25,7 +25,8 @@ class Shaping(Piece, begin=True):
 class Signed(Shaping):
     """reward -> 2 * reward - 1: outcomes of {0, 1} become the {-1, +1} of DAPO's rule reward."""
 
-    formula = "2 r - 1"
+    def words(self) -> str:
+        return "2 r - 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,9 @@ class DropTruncated(Shaping):
     """Overlong filtering (DAPO): an episode cut off at its length counts in the baseline, but has no gradient."""
 
     changes_reward = False
-    formula = "r; a response cut off at its length carries no gradient"
+
+    def words(self) -> str:
+        return "r; a response cut off at its length carries no gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,8 @@ class BestOf(Shaping):
         return f"{self.k} mean({best}) over the subsets of {self.k} siblings that hold this one"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # The rewards of the others contain this sample's, so a baseline over them would add a bias.
+        # The rewards of the others contain this sample's reward, so a
+        # mean over them depends on it, and the baseline would add a bias.
         if self.gain and not isinstance(a.baseline, Zero):
             yield "shape.bestof.gain already compares a sample with its siblings. Set baseline=zero, or gain=false"
 
@@ -95,13 +99,14 @@ class RankLength(Shaping):
     """reward + coef * a number between +.5 for the group's shortest answer and -.5 for its longest. For failures the
     number is at most 0 (Kimi k1.5, C04)."""
 
-    formula = "r + {coef:g} b, b = 1/2 - (|y| - shortest) / (longest - shortest), at most 0 where not solved"
-
     coef: float = 1.0
     """Weight of the length's rank."""
 
     def __post_init__(self) -> None:
         positive("shape.ranklength.coef", self.coef)
+
+    def words(self) -> str:
+        return f"r + {self.coef:g} b, b = 1/2 - (|y| - shortest) / (longest - shortest), at most 0 where not solved"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +141,14 @@ class RateLength(Shaping):
     """reward - beta * max(the group's pass rate, 1/G) * |y|. Length costs most on
     easy prompts (ALP 2506.05256, C04)."""
 
-    formula = "r - {beta:g} max(share of the group solved, 1/G) |y|"
-
     beta: float = 1e-4
     """Weight of the length, for a prompt that all siblings solve."""
 
     def __post_init__(self) -> None:
         positive("shape.ratelength.beta", self.beta)
+
+    def words(self) -> str:
+        return f"r - {self.beta:g} max(share of the group solved, 1/G) |y|"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +176,6 @@ class Cosine(Shaping):
 class Repetition(Shaping):
     """reward - penalty * (1 - distinct n-grams / n-grams) over the spoken tokens (C04)."""
 
-    formula = "r - {penalty:g} (1 - distinct {n}-grams / {n}-grams)"
-
     n: int = 3
     """Tokens of a sequence that counts as repeated."""
     penalty: float = 1.0
@@ -181,6 +185,9 @@ class Repetition(Shaping):
         positive("shape.repetition.n", self.n)
         not_negative("shape.repetition.penalty", self.penalty)
 
+    def words(self) -> str:
+        return f"r - {self.penalty:g} (1 - distinct {self.n}-grams / {self.n}-grams)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Shaping):
@@ -188,8 +195,6 @@ class Gate(Shaping):
 
     With weight 0, that source is judged and recorded but is no part of the outcome.
     """
-
-    formula = "r where source {source} gave 1, else {otherwise:g}"
 
     source: str = "think_format"
     """The reward source that must have given 1."""
@@ -200,6 +205,9 @@ class Gate(Shaping):
         if not self.source:
             raise ConfigError("shape.gate.source is empty: name a reward source")
 
+    def words(self) -> str:
+        return f"r where source {self.source} gave 1, else {self.otherwise:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeLength(Shaping):
@@ -209,10 +217,11 @@ class RelativeLength(Shaping):
     samples.
     """
 
-    formula = "reference_length / |y| - 1 + {coef:g} (r - reference_accuracy)"
-
     coef: float = 5.0
     """Weight of the accuracy relative to the length."""
 
     def __post_init__(self) -> None:
         positive("shape.relativelength.coef", self.coef)
+
+    def words(self) -> str:
+        return f"reference_length / |y| - 1 + {self.coef:g} (r - reference_accuracy)"

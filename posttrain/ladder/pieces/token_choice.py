@@ -22,8 +22,8 @@ class Tokens(Piece, begin=True):
     silences: ClassVar[bool] = True
     """Whether the tokens that it does not choose are masked: they have no policy gradient."""
     reads_now: ClassVar[bool] = False
-    """Whether it chooses by the policy's log-probs before each optimizer step, which cost a forward pass for each but
-    the first of a batch."""
+    """Whether it chooses by the policy's log-probs before each optimizer step, not by those at the start of the batch.
+    They cost a forward pass for every optimizer step of a batch but the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,6 @@ class ClipCov(Tokens):
 
     cov_t = (A_t - mean A) * (logp_t - mean logp) over the minibatch, with the log-probs before it.
     """
-
-    formula = (
-        "{share:g} of the tokens, drawn among those with {low:g} < cov < {high:g}, are silent; cov = (A - mean)(log"
-        " p - mean) before the step"
-    )
 
     share: float = 2e-4
     """Share of the tokens that are masked."""
@@ -51,6 +46,12 @@ class ClipCov(Tokens):
         share("tokens.share", self.share)
         if not self.low < self.high:
             raise ConfigError(f"tokens.low={self.low} must lie below tokens.high={self.high}")
+
+    def words(self) -> str:
+        return (
+            f"{self.share:g} of the tokens, drawn among those with {self.low:g} < cov < {self.high:g}, are silent; "
+            "cov = (A - mean)(log p - mean) before the step"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +80,14 @@ class KlCov(Tokens):
 class TopEntropy(Tokens):
     """Masks all but the `share` of tokens with the largest entropy at the start of the step (A12, 2506.01939)."""
 
-    formula = "only the {share:g} of the tokens with the largest entropy speak"
-
     share: float = 0.2
     """Share of the tokens that learn."""
 
     def __post_init__(self) -> None:
         share("tokens.share", self.share)
+
+    def words(self) -> str:
+        return f"only the {self.share:g} of the tokens with the largest entropy speak"
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return ("entropy",)
@@ -208,7 +210,8 @@ class Shown(Piece):
         return f"{self.siblings} of the siblings written by demonstration{style}; their tokens have {gradient}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        # Every token of a batch must have K candidates, and no sampler could name a demonstration's.
+        # Every token of a batch must have K candidates, and a
+        # demonstration has no sampler that could name them.
         if a.stores_top:
             yield (
                 "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0,"
@@ -290,13 +293,14 @@ class Curriculum(Piece, begin=True):
 class NoEasy(Curriculum):
     """A task whose last pass rate reached `rate` is not played again (no-positive-resampling, ScaleRL, A28)."""
 
-    formula = "a task solved by {rate:g} of its siblings is not asked again"
-
     rate: float = 0.9
     """Pass rate from which a task is not played again."""
 
     def __post_init__(self) -> None:
         share("curriculum.rate", self.rate)
+
+    def words(self) -> str:
+        return f"a task solved by {self.rate:g} of its siblings is not asked again"
 
     def weight(self, rate: float) -> float:
         return 1.0 if rate < self.rate else 0.0
@@ -311,7 +315,6 @@ class Priority(Curriculum):
     is larger (Kimi k1.5, A20)."""
 
     drawn = True
-    formula = "tasks are drawn in proportion to max(1 - pass rate, {floor:g})"
 
     floor: float = 0.05
     """Smallest weight of a task, so that solved ones come back."""
@@ -319,6 +322,9 @@ class Priority(Curriculum):
     def __post_init__(self) -> None:
         if not 0 < self.floor <= 1:
             raise ConfigError(f"curriculum.floor={self.floor}: must lie in (0, 1]")
+
+    def words(self) -> str:
+        return f"tasks are drawn in proportion to max(1 - pass rate, {self.floor:g})"
 
     def weight(self, rate: float) -> float:
         return max(self.floor, 1 - rate)

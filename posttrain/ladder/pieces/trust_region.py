@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 
 class TrustRegion(Piece, begin=True):
-    """The push as a function of the ratio and the sign of the credit (`algorithm.loss.push_factor`)."""
+    """The push as a function of the ratio and the sign of the credit. Its mathematics is in
+    `algorithm.loss.push_factor`."""
 
     per_token: ClassVar[bool] = False
     """Whether it compares single tokens, so that it needs ratio=token."""
     silences: ClassVar[bool] = False
-    """Whether a token outside its bounds has a push of exactly 0. Bounds narrower than rounding mask at random."""
+    """Whether a token outside its bounds has a push of exactly 0. Bounds narrower than rounding then
+    mask tokens at random."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         # A ratio that is always 1 never reaches a bound.
@@ -75,8 +77,6 @@ class Clip(TrustRegion):
 class Cap(TrustRegion):
     """The ratio itself, bounded to [low, high]. No token is masked (CISPO, A15; AIPO, A23)."""
 
-    formula = "rho within [{low:g}, {high:g}]"
-
     low: float = 0.0
     """Smallest push."""
     high: float = 5.0
@@ -85,12 +85,13 @@ class Cap(TrustRegion):
     def __post_init__(self) -> None:
         ordered("clip", self.low, self.high)
 
+    def words(self) -> str:
+        return f"rho within [{self.low:g}, {self.high:g}]"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Taper(TrustRegion):
     """1 where A >= 0, min(ratio, cap) where A < 0. The push of failures falls as they become unlikely (TOPR, A22)."""
-
-    formula = "min(rho, {cap:g}) where A < 0, else 1"
 
     cap: float = 1.0
     """Largest push of a token with A < 0."""
@@ -98,12 +99,13 @@ class Taper(TrustRegion):
     def __post_init__(self) -> None:
         positive("clip.cap", self.cap)
 
+    def words(self) -> str:
+        return f"min(rho, {self.cap:g}) where A < 0, else 1"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Soft(TrustRegion):
     """ratio * 4 s (1 - s) with s = sigmoid(tau * (ratio - 1)). It is a smooth gate, 1 at ratio 1 (SAPO, A16)."""
-
-    formula = "4 rho s (1 - s), s = sigmoid(tau (rho - 1)), tau = {tau:g} where A > 0, else {tau_negative:g}"
 
     tau: float = 1.0
     """Temperature where A > 0."""
@@ -113,6 +115,11 @@ class Soft(TrustRegion):
     def __post_init__(self) -> None:
         positive("clip.tau", self.tau)
         positive("clip.tau_negative", self.tau_negative)
+
+    def words(self) -> str:
+        return (
+            f"4 rho s (1 - s), s = sigmoid(tau (rho - 1)), tau = {self.tau:g} where A > 0, else {self.tau_negative:g}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +132,6 @@ class Geometric(TrustRegion):
 
     per_token = True
     silences = True
-    formula = (
-        "exp(mean over y of log rho, at most {high:g} where A > 0, at least -{low:g} where A < 0); 0 for a bounded"
-        " token"
-    )
 
     low: float = 0.4
     """Largest fall of a log-ratio where A < 0."""
@@ -138,6 +141,12 @@ class Geometric(TrustRegion):
     def __post_init__(self) -> None:
         positive("clip.low", self.low)
         positive("clip.high", self.high)
+
+    def words(self) -> str:
+        return (
+            f"exp(mean over y of log rho, at most {self.high:g} where A > 0, at least -{self.low:g} where A < 0); 0 for"
+            " a bounded token"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

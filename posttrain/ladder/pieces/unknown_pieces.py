@@ -25,9 +25,13 @@ LONGEST = 80
 
 def known_pieces() -> set[str]:
     """The names of all classes of pieces that this program has."""
-    # The open choices of algorithms, one for each kind of piece.
-    choices = {x for hint in _fields().values() for x in _inner(hint) if is_open(x)}
-    return {c.__name__ for choice in choices for c in dataclass_json.members(choice)}
+    return {c.__name__ for choice in _choices() for c in dataclass_json.members(choice)}
+
+
+def _choices() -> list[type[Any]]:
+    """The open choices of algorithms, one for each kind of piece."""
+    declared = (x for hint in _fields().values() for x in _inner(hint))
+    return list(dict.fromkeys(c for c in declared if is_open(c)))
 
 
 def _fields() -> dict[str, Any]:
@@ -89,9 +93,10 @@ def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
 
 @lru_cache(maxsize=64)
 def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
-    """A class with the recorded fields and no mathematics, in no choice yet; the same for the same record, so that
-    pieces of two readings can be equal."""
-    # The names become those of a class and its fields, so they are limited, and may not hide a method of the base.
+    """A class with the recorded fields and no mathematics, in no choice yet. The same record gives the same class, so
+    that pieces of two readings can be equal."""
+    # The names become the names of a class and of its fields. So their number and length are limited, and
+    # a field must not begin with `__` or hide a method of the base.
     if len(name) > LONGEST or len(fields) > MOST:
         raise ConfigError(
             f"it has {len(fields)} fields and a name of {len(name)} letters; the most are {MOST}, {LONGEST}"
@@ -107,7 +112,8 @@ def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     def nothing(self: Any, *given: Any, **named: Any) -> Any:
         raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
 
-    # Abstract methods must be defined, or no instance could be made.
+    # Abstract methods must be defined, or no instance could be made. They
+    # raise an error, except for `words`, which prints the record. Who would compute with it asks `Piece.absent` first.
     methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
     space = {**methods, "words": words, "absent": True, "__module__": __name__}
     typed = [(f, Any) for f in fields]
