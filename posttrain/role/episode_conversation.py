@@ -78,7 +78,8 @@ class SeatConversation:
         # What comes after the task's own prompt is the world's, such as the error of a tool that quotes its key.
         ids = self._dialogue.see(content if not self.turns else without_secrets(content), tools)
         if self._dialogue.restarted:
-            # The template wrote earlier turns anew. What was sampled stays in a segment of its own, with its log-probs.
+            # The template wrote earlier turns anew. What was sampled stays as it was in a segment of its own: its
+            # log-probs are those under the old context.
             self._closed.append(self._transcript)
             self._transcript = Transcript(self._sampling)
         # Cut to the context, so that the sequence can be packed; the next `say` finds no room and ends with `context`.

@@ -1,9 +1,14 @@
 """GROUP SOURCE: where a step's groups come from. `StepGroups` plays them in the step, `GroupQueue` ahead of it.
 
-In a `GroupQueue` groups are asked, and taken, in the order of the prompts. How many may be on their way follows from
-`plan.staleness.capacity`. So, however long each group takes, no token is older than the bound, nothing is chosen by how
-fast it was answered, and which groups are asked is a function of what was sampled, never of time. With `deterministic`
-new weights wait until every group that was asked has ended: the run can be repeated bit for bit.
+In a `GroupQueue` groups are asked one by one, in the order of the prompts, and taken in the same order. How many may be
+on their way follows from `plan.staleness.capacity`. So three things hold, however long each group takes:
+
+- no token is older than the bound, because a group is not asked earlier;
+- the groups of a step are the next ones that were asked, so nothing is chosen by how fast it was answered;
+- which groups are asked is a function of what was sampled, never of time.
+
+With `deterministic` new weights wait until every group that was asked has ended. Then each group is sampled by one
+version, and the run can be repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -57,8 +62,11 @@ class GroupSource(Protocol):
         ...
 
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
-        """The groups of step `index`, whose learner has weights `version`. `seen`: earlier groups, and how many
-        passed."""
+        """The groups of step `index`, whose learner has weights `version`.
+
+        Args:
+            seen: groups of earlier steps, and how many of them passed.
+        """
         ...
 
     async def proceed(self) -> None:
@@ -68,7 +76,8 @@ class GroupSource(Protocol):
         """Called at the end of each step, with its weights in place."""
 
     def clock(self) -> Mapping[str, float]:
-        """Returns how full the source was when the last step came. It depends on time, so no digest covers it."""
+        """Returns how full the source was when the last step came for its groups. The number depends on time, so no
+        digest covers it."""
         ...
 
     async def close(self) -> None:
@@ -93,7 +102,8 @@ class StepGroups:
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.versions.append(version)
         rollout, metered = self.rollout, MeteredSampler(self.rollout.sampler)
-        # With several versions, checks sample turns of their own on this engine: those of the groups are counted apart.
+        # With several versions, checks sample turns of their own on this engine. Its counters hold
+        # these turns too, so the turns of the groups are counted apart.
         if shared := len(self.versions) > 1:
             rollout = replace(rollout, sampler=metered)
         played, passed = await rollout.until(self.prompts, request, self.sampling, self.stream, seen)
@@ -112,7 +122,8 @@ class StepGroups:
 
 
 class MeteredSampler:
-    """A sampler that counts the tokens and turns of one caller of a shared engine. The rest is that of `inner`."""
+    """A sampler that counts the tokens and turns of one caller. Groups that are played at once share an engine, and its
+    own counters are sums over all of them. The rest of `Sampler` is that of `inner`."""
 
     def __init__(self, inner: Sampler, tokens: int = 0, turns: int = 0) -> None:
         self.inner, self.tokens, self.turns = inner, tokens, turns
@@ -176,8 +187,9 @@ class GroupQueue:
     versions: deque[int]
     """Versions of the learner at the beginning of the last steps. As many as this deque has room for."""
     idle: Callable[[], Awaitable[None]]
-    """Waits until the engine needs no time of this process: one here has ended its turns, one elsewhere has received
-    them. Where turns are paused it does not wait: the learner computes in the same thread."""
+    """Waits until the engine needs no time of this process. An engine in this process has then ended the turns that
+    were begun; an engine elsewhere has received the turns that were asked. Where turns are paused it does not wait:
+    they stop because the learner computes in the same thread."""
     cursor: int = 0
     _waiting: deque[AskedGroup] = field(default_factory=deque[AskedGroup])
     _taken: int = 0
@@ -203,8 +215,8 @@ class GroupQueue:
         while self._taken < request.groups and len(played) < request.most * request.groups:
             if self._error is not None:
                 raise self._error
-            # Always the oldest group: short answers end first, so taking what has ended would choose by length. It
-            # stays in the queue meanwhile, so that a checkpoint holds it.
+            # Always the oldest group, even where later ones have ended. Short answers end first, so taking what has
+            # ended would choose by length. The group stays in the queue while we wait, so that a checkpoint holds it.
             asked = self._waiting[0]
             group = await asked.group
             self._waiting.popleft()
@@ -212,7 +224,8 @@ class GroupQueue:
             passed.append(not self._refuses(group))
             begun.append(asked.begun)
             tokens_said, self.cursor = tokens_said + asked.said, asked.cursor
-            # Taking one makes no room: it counts as taken now, or, if refused, as neither (`_again`).
+            # Taking one makes no room: it counted as waiting and now as taken, or, if refused, as neither. A group
+            # that ends as refused makes room, and `_again` uses it.
             self._taken, self._played = self._taken + passed[-1], len(played)
         # An engine in this process gets no time while the learner computes. So turns that were begun end first.
         await self.idle()
@@ -224,19 +237,22 @@ class GroupQueue:
         return TakenGroups(self._last, tuple(passed), min(begun), tuple(self.versions), engine)
 
     async def proceed(self) -> None:
-        # Tools that ended while the learner computed let their episodes go on, and work while the next step is learned.
+        # Episodes may wait for a tool that ended while the learner computed. Now their turns are said, and the tools
+        # that these turns call work while the next step is learned.
         await self.idle()
 
     async def learned(self) -> None:
         if self.deterministic:
             await self.rest()
         self._ask_given_up()
-        # With `deterministic`, every group that the old pass rates ask for has been asked by now.
+        # With `deterministic`, every group that the old pass rates ask for has been
+        # asked by now, also those that replace refused groups.
         self.prompts.learn(self._last)
         self._last = ()
 
     async def ready(self) -> None:
-        """Called before new weights come: groups that have not ended are waited for, given up, or go on."""
+        """Called before new weights come. Groups that have not ended are waited for (`deterministic`), given up
+        (`asks_again`), or go on."""
         if self.deterministic:
             await self.rest()
         elif self.asks_again:
@@ -250,7 +266,8 @@ class GroupQueue:
             self._lost += len(given_up)
 
     def _ask_given_up(self) -> None:
-        """Ask groups that were given up again, in their places: at a step's end and beginning, and at other pushes."""
+        """Ask groups that were given up again, in their places. Weights are also pushed between steps, so both the end
+        of a step and the beginning of one come here."""
         for asked in self._given_up:
             asked.sampler, asked.group = self._play(asked.task, asked.visit)
             asked.begun = asked.sampler.version
@@ -269,6 +286,7 @@ class GroupQueue:
 
     @property
     def _ended(self) -> int:
+        """Number of groups in the queue that have ended."""
         return sum(a.group.done() for a in list(self._waiting))
 
     def row(self) -> RoleRow:
@@ -307,7 +325,8 @@ class GroupQueue:
             if not q.siblings:
                 self._ask(task, q.visit, q.index, q.cursor)
                 continue
-            # The group is not played again, and `take` handles it like any other.
+            # A future that has its result already: the group is not played
+            # again, and `take` handles it like any other group.
             group = next(groups)
             ended_group = asyncio.get_running_loop().create_future()
             ended_group.set_result(group)
@@ -329,10 +348,13 @@ class GroupQueue:
             taken=self._taken,
             waiting=sum(not self._refuses(a.ended) for a in self._waiting),
         )
-        # The second bound is on groups that the filter refuses: one that lets nothing pass would ask for ever.
+        # The second bound is on groups that the filter refuses. They fill no place in
+        # `capacity`, so without it a filter that lets nothing pass would ask for ever. It is `most` times the wanted
+        # groups for the present step, and the wanted ones for each step ahead.
         return min(bound, (most + self.staleness) * wanted - self._played - len(self._waiting))
 
     def _admit(self) -> None:
+        """Ask further groups as long as there is room."""
         while self._room() > 0:
             task, visit = next(self.prompts)
             self._ask(task, visit, self.prompts.index, self.prompts.cursor)

@@ -29,7 +29,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
-    # C(n - c, k) of all k-subsets hold no right one. The share of wrong samples to the power k would be too high.
+    # Of all k-subsets of the n samples C(n - c, k) hold no right one. The share of
+    # wrong samples to the power k would be too high in the mean, since x^k is convex.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -125,8 +126,12 @@ class EvaluationReport:
 async def evaluate(
     rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, settings: Evaluation
 ) -> EvaluationReport:
-    """Sample every task `settings.samples` times, and once greedily if `settings.greedy`, with fixed seeds."""
-    # Its own seed and visit 0: the same random numbers each time. Nothing is learned: no top-k tokens are stored.
+    """Sample every task `settings.samples` times, and once greedily if `settings.greedy`.
+
+    The seeds are the same in every evaluation, so runs can be compared prompt by prompt.
+    """
+    # Always the evaluation's own seed and visit 0: the same tasks get the same random numbers
+    # in every evaluation. Nothing is learned from these episodes, so no top-k tokens are stored.
     fixed, sampling = replace(rollout, seed=settings.seed), replace(sampling, top=0)
     groups = await together(
         [fixed.group(t, 0, RolloutRequest(groups=1, siblings=settings.samples), sampling, "evaluation") for t in tasks]
@@ -178,7 +183,8 @@ def _by_task(groups: Sequence[Group], numbers_of: Callable[[Group], np.ndarray])
     """The numbers of the groups of each task, joined. Tasks without any number are left out."""
     by_task: dict[str, list[np.ndarray]] = {}
     for g in groups:
-        # Rows that ask the same are one task: their answers are not independent.
+        # Rows that ask the same are one task, since their answers are
+        # not independent: else the interval would be too narrow.
         by_task.setdefault(g.task.asked, []).append(numbers_of(g))
     return [x for each in by_task.values() if len(x := np.concatenate(each))]
 

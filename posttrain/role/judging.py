@@ -69,7 +69,8 @@ def attempt_of(
     begin = max(np.flatnonzero(mask & ~np.append(False, mask[:-1])), default=0)
     opened = opening(text(ids[max(0, begin - TAIL) : begin])) if begin else ""
     spoken_ids = tuple(i for s in segments for i in s.ids[s.mask].tolist())
-    # So character n of a turn as the verifier sees it is character n - len(opened) of the turn as it was said.
+    # The opening tag is put in front of each turn. So character n of a turn as the
+    # verifier sees it is character n - len(opened) of the turn as it was said.
     return Attempt(task, tuple(opened + t for t in turns), stop, lambda n: upto(n - len(opened)), state, spoken_ids)
 
 
@@ -180,9 +181,7 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
     # An episode that failed already has no outcome, whatever a judge would add.
     for i, e in enumerate(episodes):
         if not failed(e.verdicts):
-            # All that a judge can read of an episode without a state.
-            readable = (e.stop, e.text, e.seats, e.verdicts, *_tokens(e.segments))
-            alike.setdefault((i,) if e.state is not None else readable, []).append(i)
+            alike.setdefault((i,) if e.state is not None else _as_judged(e), []).append(i)
     if not judges or not alike:
         return out
     distinct = [episodes[members[0]] for members in alike.values()]
@@ -192,6 +191,11 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
             for i in members:
                 out[i] = _with(out[i], judge, verdicts)
     return out
+
+
+def _as_judged(e: Episode) -> tuple[Any, ...]:
+    """All that a judge can read of an episode without a state."""
+    return (e.stop, e.text, e.seats, e.verdicts, *_tokens(e.segments))
 
 
 async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:

@@ -96,13 +96,17 @@ class Passes:
             value_M = _numbers(scores.value)
             scores.value.register_hook(lambda grad: self.value.append((value_M, _numbers(grad) / self.scale)))
         if scores.balance is not None:
-            # A list that the hook fills in: the value is known now, its gradient only after backward.
-            loss_and_gradient = [float(scores.balance.detach()), 0.0]
-            self.balance.append(loss_and_gradient)
-            if scores.balance.requires_grad:
-                scores.balance.register_hook(lambda grad: loss_and_gradient.__setitem__(1, float(grad) / self.scale))
+            self._balance(scores.balance)
         if scores.logp is not None and scores.logp.requires_grad:
             scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad) / self.scale))
+
+    def _balance(self, balance: Tensor) -> None:
+        """Keep a load-balance loss, and its gradient once backward has computed it."""
+        # A list that the hook fills in: the value is known now, its gradient only after backward.
+        loss_and_gradient = [float(balance.detach()), 0.0]
+        self.balance.append(loss_and_gradient)
+        if balance.requires_grad:
+            balance.register_hook(lambda grad: loss_and_gradient.__setitem__(1, float(grad) / self.scale))
 
 
 def _numbers(x: Tensor) -> np.ndarray:

@@ -32,7 +32,8 @@ class PeakMemory:
         kind = device.partition(":")[0]
         self._torch: Any = None if kind in ("cpu", "meta") else torch.get_device_module(kind)
         self._device = device
-        # Only Linux can reset the peak of resident memory. Elsewhere it counts from the start of the process.
+        # Only Linux can reset the peak of resident memory. Elsewhere the
+        # peak counts from the start of the process, and `what` says so.
         self._resets = self._torch is not None or _reset_resident()
 
     @property
@@ -94,8 +95,7 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # On a CPU torch raises a plain RuntimeError with these words.
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+        if not _is_out_of_memory(error):
             raise
         # The frames of the failed pass still hold its activations: clearing them frees the memory.
         traceback.clear_frames(error.__traceback__)
@@ -112,3 +112,8 @@ def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
             f" (model.gradient_checkpointing=full). docs/help/out-of-memory.md says more."
             f" ({(str(error).splitlines() or [type(error).__name__])[0]})"
         ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # On a CPU torch raises a plain RuntimeError with these words.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -71,7 +71,8 @@ class Prompts:
             return self._walk()
         if curriculum.drawn:
             return self._draw(curriculum)
-        # The rest of this epoch and all of the next: only then was every task looked at, as their orders differ.
+        # The rest of this epoch and all of the next: only then was every task looked at, for each epoch has an order of
+        # its own. Then all weights are 0.
         for _ in range(2 * (self.source.count or 1)):
             task, visit = self._walk()
             # A task that was never played counts as never solved, so it comes.

@@ -33,7 +33,8 @@ def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
     parts: dict[str, _Parts] = {}
     empty: dict[str, Shard] = {}
     for shard in shards:
-        # An empty shard says that a process has no part of this weight. Its name is kept for the check at the end.
+        # An empty shard says that a process has no part of this weight. The name is
+        # remembered, so that the check at the end finds a weight of which nobody sent a part.
         if not shard.tensor.numel() and not shard.whole:
             empty.setdefault(shard.name, shard)
             continue
@@ -119,8 +120,11 @@ class Sync:
         return version > self.sampler.version
 
     async def follow(self, version: int) -> None:
-        """Push the learner's weights, now `version`, where they are newer than the sampler's. Else the step was left
-        out, and the sampler only forgets earlier turns, as in a run that is resumed here."""
+        """Push the learner's weights, which are `version` now, where they are newer than the sampler's.
+
+        Otherwise the optimizer step was left out, and the sampler only forgets what it keeps of earlier turns. A run
+        that is resumed here starts with an empty sampler, so the records of both runs stay equal.
+        """
         if self.due(version):
             await self.push(version)
         else:
@@ -153,7 +157,8 @@ class Sync:
             ours, theirs = self.learner.packed_score(packed), await self.sampler.score(self.probe_ids)
             base = trial.without(packed)
             learner_change, sampler_change = Gap.of(ours, base), Gap.of(theirs, base)
-            # A sampler that ignores it has a change near 0; half of the learner's leaves room for rounding.
+            # Both sides are compared with the model without the adapter. A sampler that ignores it has a change near 0;
+            # half of the learner's change leaves room for rounding.
             if not sampler_change.mean > learner_change.mean / 2:
                 raise InvariantError(
                     f"the sampler does not compute with the adapter: a loud one changes the learner's log-probs by"
@@ -208,7 +213,8 @@ class Sync:
         bound = allowed(self.dtype, apart, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
         if not apart.worst <= bound.worst:
             gap = np.abs(theirs.astype(np.float64) - ours)
-            # As infinity NaN is the worst. Token 0 has no log-prob, and people count from 1: so + 2.
+            # NaN would lose every comparison; as infinity it is the worst.
+            # Token 0 has no log-prob, and people count from 1: so + 2.
             at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
             raise InvariantError(
                 f"after the push of version {version} the sampler scores a canary otherwise than the learner: token"

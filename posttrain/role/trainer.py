@@ -105,8 +105,11 @@ class WeightOptimizer(Protocol):
         ...
 
     def step(self, share: float = 1.0) -> float:
-        """Clip by the global norm, update, clear gradients; returns the norm before it. `share`: of the learning
-        rate."""
+        """Clip by the global norm, update, clear the gradients; returns the gradient norm before the clip.
+
+        Args:
+            share: of the learning rate, which the step uses. It is given where it is not 1 (`Algorithm.step_scale`).
+        """
         ...
 
     @property
@@ -120,8 +123,8 @@ class WeightOptimizer(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss in the next backward pass, by which `gather` divides; 1 where losses are not scaled. A
-        step whose gradient is not finite makes it smaller."""
+        """The factor of the loss in the next backward pass; 1 where losses are not scaled. `gather` divides by it. A
+        step whose gradient is not finite makes it smaller, unless it is 1."""
         ...
 
     def trained(self) -> Mapping[str, torch.Tensor]:
@@ -152,7 +155,8 @@ class WeightOptimizer(Protocol):
         ...
 
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Everything a resumed run needs. `steps` counts steps; `WORD.PARAMETER` is the state WORD of a parameter."""
+        """Everything a resumed run needs, by name. `steps` counts the steps taken; `WORD.PARAMETER` is the state WORD
+        of a parameter."""
         ...
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
@@ -201,7 +205,8 @@ class Trainer:
         self.learner.train_mode(True)
         parts, packing = list[Terms](), Packing(self.micro_tokens)
         micros = self._micros(batch)
-        # All ranks take part in every pass: one with fewer micro-batches joins the last passes with a loss of 0.
+        # Ranks may have different numbers of micro-batches, and all ranks take part in every pass. A rank with fewer
+        # micro-batches joins the others' last passes with a loss of 0, or they would wait for it.
         waiting = max(self.ranks.every(len(micros))) - len(micros)
         with self.frozen():
             for episodes, micro in micros:
@@ -216,7 +221,8 @@ class Trainer:
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
             self._keep_step(batch, loss, waiting)
         if isinstance(self.optimizer, DividedGradients):
-            # Every rank computed them, and where rounding differs the weights would drift apart.
+            # Every rank computed the gradients of weights that it has whole;
+            # rounding may differ between them, and the weights would drift apart.
             self.optimizer.agree()
         # From here on every rank has the terms of the whole minibatch, and so the same gauges and the same share.
         parts = of_all_ranks(self.ranks, parts, passes, packing)
@@ -233,12 +239,17 @@ class Trainer:
         return merge(loss_gauges, updated, packing.gauges())
 
     def _micros(self, batch: Batch) -> list[tuple[np.ndarray, Batch]]:
-        """The micro-batches of this rank, each with its episodes in the minibatch; InvariantError where these are not
-        its whole share, each once."""
-        # First by ranks, then into micro-batches: whole units, with the weights of the whole minibatch.
+        """The micro-batches of this rank, each with its episodes in the minibatch.
+
+        Raises:
+            InvariantError: they are not the whole minibatch, each episode once.
+        """
+        # First by ranks, then into micro-batches: whole units in both.
+        # Weights stay those of the whole minibatch, so all gradients add up.
         share = batch.shard(self.ranks.rank, self.ranks.world)
         whole = np.arange(batch.episodes)
-        # From the numbers of episodes in this rank's share to those in the minibatch.
+        # Micro-batches number the episodes of this rank's share from
+        # 0; `numbers_E` leads from there to the minibatch's own numbers.
         numbers_E = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
         bins = share.bins(self.micro_tokens, self.learner.computes_once) if share.episodes else []
         micros = share.cut(bins)
@@ -299,7 +310,8 @@ class Trainer:
         return scaled | {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
-        """Episodes of the units whose own loss or gradient is not finite. All ranks compute each unit together."""
+        """Episodes of the units whose own loss or gradient is not finite. The weights have not changed since. All ranks
+        compute each unit together."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
         # One unit at a time is slow. It happens once, when the run is about to stop and the user needs names.

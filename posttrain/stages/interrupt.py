@@ -87,15 +87,17 @@ class Stopper:
             work: all steps of the stage.
             step: returns how many steps have ended.
         """
-        # `deadline` is the time by which the running step must end. Without a signal it moves on at every look; after
-        # SIGTERM or SIGHUP it stands still.
+        # The work is one task, looked at every `LOOK_SECONDS`. `deadline` is the time by which the running step must
+        # end. Without a signal it moves on at every look. After SIGTERM or SIGHUP it stands still, so the time of grace
+        # begins with the signal.
         task = asyncio.ensure_future(work)
         steps_ended, longest, step_began = step(), 0.0, time.monotonic()
         deadline = step_began + GRACE
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
                 now = time.monotonic()
-                # What runs now (a checkpoint, or one more step because the stage is not at rest) gets new time.
+                # A step has ended since the last look. What runs now (a checkpoint, or one more step because the stage
+                # is not at rest) gets a new time of grace.
                 if step() != steps_ended:
                     steps_ended, longest, step_began = step(), max(longest, now - step_began), now
                 elif self.number in (signal.SIGTERM, signal.SIGHUP):
@@ -106,7 +108,8 @@ class Stopper:
             task.result()
             return True
         finally:
-            # Also where this method itself is cancelled or raises. The work may need time to close its parts.
+            # Also where this method itself is cancelled or raises. The work may need time to close its parts after it
+            # is cancelled; we wait at most `GRACE` seconds for that.
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE)
 

@@ -1,6 +1,7 @@
 """The loop over the steps of a stage, and what all kinds of stage share around it. A kind of stage has settings
 (`config.stages.stage.Stage`), a state (`StageState`) and a driver: a class derived from `Driver`, which says how the
-stage opens and takes one step. Defining the class enters it into `DRIVERS`."""
+stage opens and how it takes one step. Defining the class enters it into `DRIVERS` under its settings type.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +42,7 @@ S = TypeVar("S", bound=Stage)
 T = TypeVar("T", bound=StageState)
 A = TypeVar("A")
 AskAndLearn = tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]
+"""What `Driver.open` returns: (`ask`, `learn`)."""
 
 DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
 """Drivers that take the steps of a stage, by the type of its settings."""
@@ -96,7 +98,8 @@ class Driver(ABC, Generic[S, T, A]):
     async def open(self, checkpoint: Path | None) -> AskAndLearn[A]:
         """Called before the first step, when weights and optimizer are in place; returns (`ask`, `learn`). `ask(index)`
         returns the data from which step `index` (from 1) learns. `learn(asked)` takes the step with `self.trainer`, and
-        returns its line of the record. `checkpoint` is where an interrupted stage goes on from."""
+        returns its line of the record. `checkpoint`: the folder from which an interrupted stage goes on; None where the
+        stage begins."""
 
     def reads(self, packed: Packed) -> Reads:
         """Returns what the stage's loss reads of a forward pass over these sequences."""
@@ -115,7 +118,8 @@ class Driver(ABC, Generic[S, T, A]):
         return True
 
     async def catch_up(self) -> None:
-        """Called before a checkpoint: does what a resumed run would do at its start, such as pushing the weights."""
+        """Called before a checkpoint: does now what a resumed run would do at its start, such as pushing the weights to
+        the sampler. So both go on alike."""
 
     def note(self) -> Callable[[Path], None]:
         """Called before a checkpoint inside the stage: stores in `self.state` what changes between steps. Returns a
@@ -148,7 +152,8 @@ class Driver(ABC, Generic[S, T, A]):
             raise self._interrupted(f"{where}, which did not end after the signal, so nothing of it was kept")
 
     async def _run(self) -> None:
-        # In this order: weights, optimizer, observers, the parts of the kind. An interrupted stage has its weights.
+        # The order below matters, since each part reads the parts before it: weights, optimizer, observers, then the
+        # parts of the kind. The weights of an interrupted stage are loaded already. A stage that begins loads its own.
         checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()
@@ -269,8 +274,10 @@ class Driver(ABC, Generic[S, T, A]):
         return self.parts.run.env_of(self.stage) == self.parts.run.env
 
     async def _goes_on(self, index: int, step: Step) -> bool:
-        """Evaluates when due, writes the record, and checkpoints (`_border`). Returns whether the stage goes on."""
-        # The order must stay, so that no checkpoint contains a step whose line is not written.
+        """Does what follows a step: evaluates when due, writes the record, and checkpoints (`_border`). Returns whether
+        the stage goes on."""
+        # The order must stay: state, measurements, the line of the record, and the checkpoint last. So no checkpoint
+        # contains a step whose line is not written.
         p, s, stage = self.progress, self.state, self.stage
         p.checks = {**p.checks, **self.watch.state()}
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
@@ -298,9 +305,11 @@ class Driver(ABC, Generic[S, T, A]):
         p, parts, stage = self.progress, self.parts, self.stage
         # Before weights and state are replaced: a finished run that is made longer goes on from this.
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
-        if stage.hands_on:  # unknown (None) where the stage was measured on other tasks than the run's
-            known = (report.accuracy.known, report.reward.known) if report and self._of_the_run else (None, None)
-            p.accuracy, p.reward = known
+        if stage.hands_on:
+            # Unknown (None) where the stage was measured on other tasks than the run's.
+            of_run = report if self._of_the_run else None
+            p.accuracy = None if of_run is None else of_run.accuracy.known
+            p.reward = None if of_run is None else of_run.reward.known
         result = result_of(self, report)
         p.results = (*p.results, result)
         parts.say(f"{stage.name}: done, {result.why}{measured_words(result)}{'' if report is None else report.words}")
@@ -316,7 +325,8 @@ class Driver(ABC, Generic[S, T, A]):
     def _reopening(self, report: EvaluationReport | None) -> Reopening:
         """Returns the content of a checkpoint at this border, and the evaluation that belongs to it."""
         s, stage = self.state, self.stage
-        # `_finish` drops the state before it writes the checkpoint: the function for the kind's files is kept.
+        # `_finish` sets `progress.running` to None before it writes the checkpoint. Then `_note_state` cannot call
+        # `note()` of the kind any more, so the function that writes the kind's files is kept here.
         self._files = self._note_state()
         due = stage.eval_every and s.step % stage.eval_every == 0
         measured = [x.gauges() for x in (report, self.agreed, self.heldout_loss) if x is not None and due]
@@ -385,8 +395,8 @@ class Driver(ABC, Generic[S, T, A]):
         # weights in between, and a resumed run, which pushes when it begins, would go on with other samples.
         stopped = bool(self.stopper.number) and self.at_rest
         if stage.hands_on and (due or stopped):
-            # One that is due is written at once. As a resumed run begins with a push of the weights, this run pushes
-            # too.
+            # A checkpoint that is due is written at once, even if the kind is not at rest. A resumed run would begin by
+            # pushing the weights, so this run pushes them now too (`catch_up`).
             await self.catch_up()
             # All checkpoints are compared by this number, so it counts only if measured on the run's own tasks.
             known = report.reward.known if self._on_its_tasks and report else None

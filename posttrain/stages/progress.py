@@ -82,7 +82,8 @@ class StageState(Open, begin=True):
     skipped: int = 0
     """Optimizer steps in a row that were left out, up to now."""
     lowest: float | None = None
-    """The best held-out figure so far, for `patience`, as a number of which lower is better."""
+    """The best held-out figure so far, for `patience`. Lower is better: the loss, or minus the reward or the share of
+    pairs."""
     lowest_at: int = 0
     """The step after which it was measured."""
     waited: int = 0

@@ -11,6 +11,7 @@ from posttrain.config.stages.stage import starts
 from posttrain.core.ports import Reference, TaskSource
 from posttrain.role.events import RestoredEvent
 from posttrain.role.prompt_order import Prompts, RevisitingTasks
+from posttrain.role.rollout import Rollout
 from posttrain.role.weights.saved_weights import restore, snapshot
 from posttrain.stages.loop import Driver
 from posttrain.stages.run_parts import load_kept
@@ -47,12 +48,12 @@ def data_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
     }
 
 
-def sampling_parts(driver: Driver[Any, Any, Any], cursor: int) -> dict[str, Any]:
+def sampling_parts(driver: Driver[Any, Any, Any], cursor: int, rollout: Rollout) -> dict[str, Any]:
     """The fields of `role.roles.SamplingRoles`, for a stage that walks through its tasks from `cursor` on."""
     parts, setting = driver.parts, driver.setting
     return stage_parts(driver) | {
         "sampling": parts.sampling(driver.stage),
-        "rollout": setting.rollout,
+        "rollout": rollout,
         "prompts": Prompts(setting.environment.train, parts.run.seed, cursor),
         "other_environments": parts.other_environments(driver.stage),
     }

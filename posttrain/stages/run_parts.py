@@ -33,7 +33,8 @@ def nothing_sleeps() -> None:
 
 
 ROUNDS = 16
-"""Rounds of the event loop after which a requested group has reached its engine: task, siblings, turns."""
+"""Rounds of the event loop after which a requested group has reached its engine: first its task starts, then the tasks
+of its siblings, then their turns."""
 
 
 async def nothing_waits() -> None:
@@ -41,8 +42,11 @@ async def nothing_waits() -> None:
 
 
 async def turns_reach() -> None:
-    """Lets the event loop run until requested turns have reached an engine in another process: while the learner
-    computes they go on without this process, and nothing else here can start."""
+    """Lets the event loop run until requested turns have reached an engine in another process.
+
+    While the learner computes, nothing else in this process can start. Turns that have reached their engine by then go
+    on without this process.
+    """
     for _ in range(ROUNDS):
         await asyncio.sleep(0)
 

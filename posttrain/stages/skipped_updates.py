@@ -48,15 +48,18 @@ def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantE
     folder = f"skipped-{stage.name}-{index:06d}-{trainer.skipped}"
     roles.book.beside(folder, lambda path: save_batch(batch, path))
     # `Trainer.step` sets the count to 0 at each update, so only steps in a row add up.
-    if (count := trainer.skipped) > stage.optimizer.skips:
-        # An ordinal: 1st, 2nd, 3rd, 4th, 11th, 21st.
-        ending = "th" if 10 < count % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
+    if trainer.skipped > stage.optimizer.skips:
         raise InvariantError(
-            f"{error}. It is the {count}{ending} optimizer step in a row that is not finite, and"
+            f"{error}. It is the {_nth(trainer.skipped)} optimizer step in a row that is not finite, and"
             f" {stage.name}.optimizer.skips={stage.optimizer.skips}; the batch is in {folder}"
         ) from error
     note = f"left out ({trainer.skipped} of at most {stage.optimizer.skips} in a row; batch in {folder}): {error}"
     return {"optim/skipped": Gauge(1, 1), "optim/steps": Gauge(0, 1)}, note
+
+
+def _nth(count: int) -> str:
+    """An ordinal: 1st, 2nd, 3rd, 4th, 11th, 21st."""
+    return f"{count}{'th' if 10 < count % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(count % 10, 'th')}"
 
 
 def save_batch(batch: Batch, folder: Path) -> None:

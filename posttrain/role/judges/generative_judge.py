@@ -154,11 +154,10 @@ class GenerativeJudge:
 
     async def _yes(self, votes: Sequence[Vote]) -> list[float]:
         """log p(Yes) of each vote about one answer, given its own reasoning; -inf where it has no verdict."""
+        return await together([self._log_yes(v) for v in votes])
 
-        async def of(vote: Vote) -> float:
-            return -np.inf if vote.scores is None else await self.log_says(vote, self.judging.ends[0])
-
-        return await together([of(v) for v in votes])
+    async def _log_yes(self, vote: Vote) -> float:
+        return -np.inf if vote.scores is None else await self.log_says(vote, self.judging.ends[0])
 
     async def log_says(self, vote: Vote, end: str) -> float:
         """log p(this verdict) after the reasoning of a vote that has a verdict."""
@@ -168,8 +167,8 @@ class GenerativeJudge:
         before = vote.text[: max((m.start() for m in re.finditer(ends, vote.text)), default=len(vote.text))]
         ids = self._verdict_ids(before + end)
         says_yes(self.renderer, ids, before + end)
-        # logp[i] belongs to token i + 1, so the judgement's tokens begin at spoken - 1. The verdict begins where `ids`
-        # and `before` differ.
+        # logp[i] belongs to token i + 1, so the judgement's tokens begin at spoken - 1. The tokens of the
+        # reasoning are the same for every verdict. The verdict begins where `ids` and `before` differ.
         logp = await self.sampler.score(np.concatenate([vote.ids[: vote.spoken], ids]))
         return float(logp[vote.spoken - 1 + _shared(self.renderer.encode(before), ids) :].sum())
 
@@ -237,7 +236,8 @@ def comparisons(count: int, sides: int, rivals: int = 0) -> list[tuple[int, ...]
         return [(i,) for i in range(count)]
     if count == 1:
         return [(0, 0)]
-    # Each answer meets `rivals` answers on both sides. Where 2 * rivals reaches count - 1 it meets all others.
+    # Each answer meets `rivals` answers after it and `rivals` before it on the circle. Where
+    # 2 * rivals reaches count - 1 it meets all others, and the circle would give some pairs twice.
     if not rivals or 2 * rivals >= count - 1:
         return [(i, j) for i in range(count) for j in range(i + 1, count)]
     return [(min(i, j), max(i, j)) for i in range(count) for j in ((i + d) % count for d in range(1, rivals + 1))]

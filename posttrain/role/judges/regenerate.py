@@ -1,6 +1,10 @@
-"""Regeneration: a wrong answer is continued anew from the end of its last right step. The first wrong step is found by
-the scores that the steps have, or by completions, which halve the steps (2406.06592): a right completion keeps the
-steps before it, so they are right. L steps need log2 L such tests."""
+"""Regeneration: a wrong answer is continued anew from the end of its last right step.
+
+The first wrong step is found by completions, or by the scores that the answer's steps have. The search by completions
+halves the steps (2406.06592). If any completion from the end of the first half is right, then the first half is right,
+because a completion keeps these steps. An answer of L steps needs log2 L such tests, rounded up. The beginnings of
+completions are in the engine's cache already.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +78,7 @@ def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Episode, ...]]] | None:
     """(steps before the first wrong one, the completions that were asked) of a wrong answer with `steps` steps. None
-    where no completion of some step could be judged."""
+    where no completion of some step could be judged, so that nothing is known."""
     asked: dict[int, tuple[Episode, ...]] = {}
     # After the first `low` steps a completion can be right, after the first `high` steps it cannot: it is assumed that
     # after a wrong step none is right.
@@ -113,14 +117,14 @@ class Regenerator:
         return tuple(regenerated)
 
     async def _group(self, group: Group) -> list[RegeneratedAnswer]:
-        """Equal beginnings are completed once, as those of the first sibling: which asks first depends on time."""
+        """Equal beginnings of siblings are completed once, as those of the first sibling that has them: which sibling
+        asks first depends on time, and must not change what is said."""
         known: dict[bytes, asyncio.Task[tuple[Episode, ...]]] = {}
         judging = SiblingVerdicts(self.labeler.rollout.environment)
         first: dict[bytes, Episode] = {}
-        # Each wrong answer with its spoken tokens up to the end of each step; none where it has no usable steps.
-        by_completions, cut = self.how.by == "completions", self.labeler.cut
-        wrong = [(e, cut(e) if by_completions else scored_steps(e)[0]) for e in wrong_ones(group)]
-        # Set before anything is asked: it follows from the order of siblings, not from who asks first.
+        wrong = [(e, self._ends(e)) for e in wrong_ones(group)]
+        # This is set before anything is asked: the sibling that completes a
+        # beginning follows from the order of siblings, not from who asks first.
         for e, ends in wrong:
             for upto in ends:
                 first.setdefault(self.labeler.said(e)[:upto].tobytes(), e)
@@ -132,6 +136,10 @@ class Regenerator:
                 task.cancel()
             await judging.close()
         return [x for x in regenerated if x is not None]
+
+    def _ends(self, e: Episode) -> tuple[int, ...]:
+        """Spoken tokens up to the end of each step of an answer; empty where it has no usable steps."""
+        return self.labeler.cut(e) if self.how.by == "completions" else scored_steps(e)[0]
 
     async def _answer(
         self,

@@ -39,13 +39,20 @@ class TokenEnds:
     _widths: dict[int, int] = field(default_factory=dict[int, int])
 
     def upto(self, ids: np.ndarray, ends: Sequence[int]) -> tuple[int, ...]:
-        """Returns for each step, from the characters up to its end, the tokens up to it. The last one ends with the
-        last token, the stop token included. A token that two steps share belongs to the first: a step without a token
-        of its own has the number of the one before."""
+        """Returns for each step the number of tokens up to its end. The last step ends with the last token, the stop
+        token included.
+
+        A token that two steps share belongs to the first of them. A step without a token of its own ends at the same
+        token as the step before it: the caller then sees two equal numbers.
+
+        Args:
+            ends: the number of characters up to the end of each step, rising.
+        """
         if not ends:
             return ()
-        # Right where the widths of single tokens sum to the length of the whole text. A character whose bytes lie in
-        # several tokens breaks this: then prefixes are decoded instead.
+        # Adding up the widths of single tokens takes linear time. It is right where the widths sum to the
+        # length of the whole text. A character whose bytes lie in several tokens breaks this: then prefixes
+        # are decoded instead.
         widths = [self._width(int(i)) for i in ids]
         length = len(self.text(ids))
         if sum(widths) == length:  # each token has its own text, as almost all tokenizers write it
@@ -275,7 +282,8 @@ class StepLabeler:
 
     async def _completions(self, e: Episode, number: int, upto: int, judging: SiblingVerdicts) -> tuple[Episode, ...]:
         """The answer up to token `upto`, which ends step `number` (from 1), completed several times."""
-        # A label says whether the answer becomes right, which the environment decides.
+        # Judges that read tokens are left out: a label says whether
+        # the answer becomes right, which the environment decides.
         continuing = replace(self.rollout, sampler=ContinuedSampler(self.rollout.sampler, begun(e, upto)), judges=())
         stream = f"{self.stream}/from/{e.sibling}/{number}"
         count, sampling = self.stage.completions, self.sampling
@@ -287,8 +295,11 @@ class StepLabeler:
 
 
 def ended(e: Episode, upto: int, sampling: Sampling) -> SampledTurn:
-    """The first `upto` tokens that the policy said, and a stop token that it did not say there, with log-prob 0 as in
-    demonstrations."""
+    """The first `upto` tokens that the policy said, and a stop token that it did not say there.
+
+    The log-prob of the stop token is written as 0, as in demonstrations. Nothing is learned from these tokens as
+    samples.
+    """
     first = begun(e, upto)
     stop, zero = np.array((sampling.stop_ids or ())[:1], np.int32), np.zeros(1, np.float32)
     # The stop token was not drawn, so the set that truncation would have kept is unknown. It holds the token alone.

@@ -36,8 +36,11 @@ async def demonstrations(
     step: int,
     context: int,
 ) -> Batch:
-    """The minibatch of one supervised step, a function of (seed, stage, step). Its one stream is WEIGHT: the weight of
-    the data (1 where it gives none), divided by the sum of all weights."""
+    """The minibatch of one supervised step. It is a function of (seed, stage, step), so a resumed run needs no state.
+
+    Its one stream is WEIGHT. The weight of a token is that of the data (1 where the data gives none), divided by the
+    sum of all weights.
+    """
     return together(await demonstrated(environment, renderer, dialogue, stage, seed=seed, step=step, context=context))
 
 
@@ -102,7 +105,8 @@ async def shown(
     if (talk := conversation_of(environment, stage, task)) is not None:
         pairs = renderer.conversation(talk, task.id, task.tools, stage.tool_arguments)
         sequences = [shown_segment(ids, weight_T > 0, LIKELIHOOD) for ids, weight_T in pairs]
-        # Tokens that are only read have weight 0 and are left out.
+        # Tokens that are only read have weight 0 and are left out: there
+        # is one weight for each learned token, in packing order.
         learned_M = np.concatenate([w[w > 0] for _, w in pairs])
         return Demonstrated(tuple(fitting(s, task, context) for s in sequences), learned_M)
     prompt, completion = abilities.demonstrations(environment).write(task, stage.style, rng, stage.wrong)

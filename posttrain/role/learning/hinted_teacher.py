@@ -58,7 +58,8 @@ class Hints:
         prompt = abilities.hints(self.rollout.environment)(task_with_hint)
         if prompt is None:
             return HintedEpisode(e.segments, "the environment has no hint for this task")
-        # An environment that always writes the task's own answer would make a teacher that knows the solution.
+        # hint.of=sibling asks for a teacher that saw a sibling's answer. An environment that
+        # always writes the task's own answer would make a teacher that knows the solution.
         if self.how.of == "sibling" and not holds(prompt, str(task_with_hint.answer)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r}: the hint of task {e.task.id!r} does not hold the"

@@ -27,7 +27,15 @@ ROUNDING = 1e-9
 
 def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[Batch]) -> None:
     """Check that all ranks have the same minibatch, and that their micro-batches are all of it, each episode once, with
-    its weights; else InvariantError on every rank. `mine`: the episodes that this rank computes, in `micros`."""
+    the weights that it has there.
+
+    Args:
+        mine: numbers of the episodes of the minibatch that this rank computes.
+        micros: its micro-batches, which hold these episodes.
+
+    Raises:
+        InvariantError: on every rank, where that is not so.
+    """
     if ranks.world == 1:
         return
     advice = "Every rank is given the whole minibatch, packed once: make it from the same groups, seed and step"
@@ -59,7 +67,8 @@ def digest(batch: Batch) -> str:
     """Digest of everything that a loss reads of a minibatch."""
     hasher = hashlib.blake2b(digest_size=16)
     arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    # By name, type and shape: arrays of other types can have equal bytes.
+    # Everything with numbers, by name and in the order of names, with
+    # type and shape: arrays of other types can have equal bytes.
     hashed_arrays = {name: x for name, x in arrays.items() if isinstance(x, np.ndarray)}
     hashed_arrays |= {} if batch.kept is None else {"kept": batch.kept.ids, "offsets": batch.kept.offsets}
     hashed_arrays |= {f"stream {s.name}": x for s, x in batch.streams.items()}
@@ -70,8 +79,8 @@ def digest(batch: Batch) -> str:
 
 
 def smallest_unit(batch: Batch) -> Batch:
-    """The unit with the fewest packed tokens, alone. A rank with fewer micro-batches computes it with the loss times
-    0."""
+    """The unit with the fewest packed tokens, alone. A rank with fewer micro-batches than others computes it with the
+    loss times 0, so that all ranks make as many passes."""
     sizes = np.bincount(batch.sequence_S, weights=batch.lengths_S, minlength=batch.episodes)
     least = min(range(batch.units), key=lambda u: float(sizes[batch.members(u)].sum()))
     return batch.select(batch.members(least))

@@ -1,6 +1,9 @@
-"""Log-probs of a frozen reference, computed once for the completions of a stage; and the opponent of a policy. A stage
-that learns from data meets the same completions again. Their reference log-probs are computed before the first step and
-kept in the run folder, and no reference model is held in memory."""
+"""Log-probs of a frozen reference, computed once for the completions of a stage; and the opponent of a policy.
+
+A stage that learns from data meets the same completions again. Their reference log-probs never change, so they are
+computed before the first step and kept in the run folder, and no reference model is held in memory. An `Opponent` is
+another model that says completions in a stage of online preferences.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +98,8 @@ class ReferenceScores:
         another reference."""
         if not folder.is_dir():
             return ReferenceScores(reference)
-        # The file may come from elsewhere. From the outside in: the folder's digests, the kind of file, its format, its
-        # numbers.
+        # The file may come from elsewhere. The checks go from the outside in: the digests of the
+        # folder, the kind of file, its format, and last whether the numbers fit together.
         if wrong := files.damage(folder):
             raise RunFolderError(f"{folder}: {wrong}. Remove it, and --resume computes it again")
         path = folder / FILE
@@ -106,7 +109,8 @@ class ReferenceScores:
             with safe_open(path, "numpy") as file:
                 keys, lengths, logp = (file.get_tensor(n) for n in ("keys", "lengths", "logp"))
                 computed_by = file.metadata().get("reference", "")
-            # Log-probs that are not finite would give a NaN gradient many steps later.
+            # The conditions on which `of` and the split below rely. Log-probs
+            # that are not finite would give a NaN gradient many steps later.
             fits = (
                 keys.shape == (*lengths.shape, KEY)
                 and keys.dtype == np.uint8
@@ -142,7 +146,8 @@ class OpponentSampler:
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
         turn = await self.engine.generate(ids, sampling, place)
-        # Without the mark checks and credit would take the opponent's tokens for the policy's.
+        # The version OPPOSED marks the tokens: without it checks and credit
+        # would take the opponent's tokens for the policy's.
         return replace(turn, version=np.full_like(turn.version, OPPOSED))
 
 

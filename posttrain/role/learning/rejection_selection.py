@@ -86,8 +86,8 @@ def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
     """A sampled segment as a segment to imitate, scored under the model's own distribution (`LIKELIHOOD`), behind
     `prompt` where one is given."""
     first = int(np.argmax(segment.mask))
-    # Learned after the prompt that the policy will be asked with, whatever it was sampled with. The sampler's log-probs
-    # are dropped.
+    # The completion is learned after the prompt that the policy will be asked with, whatever
+    # prompt it was sampled with. The sampler's log-probs are dropped: they belong to that prompt.
     head = segment.ids[:first] if prompt is None else prompt
     ids = np.concatenate([head, segment.ids[first:]])
     mask = np.concatenate([np.zeros(len(head), bool), segment.mask[first:]])
@@ -149,8 +149,12 @@ def without_hint(prompts: Mapping[str, np.ndarray | None], task_id: str) -> np.n
 
 
 def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
-    """The groups that are asked again, with a hint or from their steps: at least one completion was judged, the rule
-    keeps none, and history was not rewritten (a completion then has several prompts)."""
+    """The groups that are asked again, with a hint or from their steps: at least one completion was judged, and the
+    rule keeps none of the judged ones.
+
+    A group is left out where nothing could be judged, because nothing is known of it. It is left out too where history
+    was rewritten, because a completion then has several prompts.
+    """
     out: list[Group] = []
     for group in plain:
         # The rule of `select` decides here too, so a prompt with a kept completion is not asked again.
@@ -236,8 +240,8 @@ def drawn(kept: Sequence[Candidate], per_step: int, position: int, key: tuple[in
     """The kept completions of one step, from its position in the round and (seed, stage, round). A pass shuffles all
     and cuts them into steps of nearly equal size, so no completion is twice in a step."""
     seed, stage, round = key
-    # position // parts is the pass, position % parts the step within it. Slices of `per_step` could leave a small last
-    # part.
+    # position // parts is the pass, position % parts the step within it. Parts of `array_split`
+    # differ in size by one at most; slices of `per_step` completions could leave a small last part.
     parts = math.ceil(len(kept) / per_step)
     order = seeds.generator(seed, f"kept/{stage}", round, position // parts).permutation(len(kept))
     return [kept[i] for i in np.array_split(order, parts)[position % parts]]

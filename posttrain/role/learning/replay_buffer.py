@@ -44,8 +44,8 @@ class ReplayBuffer:
             apart: the mean of |log(policy / sampler)| over a group's tokens, now.
         """
         count_by_reason = Counter[str]()
-        # Age costs nothing. The ratio needs a forward pass for each group that is tested, so only until enough are
-        # chosen.
+        # Age comes first, because it costs nothing. The ratio needs a forward pass for each group that
+        # is tested, so groups are tested in random order only until enough are chosen.
         self._leave(count_by_reason, "age", [b for b in self.held if step - b.step > self.config.age])
         chosen = list[BufferedGroup]()
         for one in self._order(step):
@@ -101,7 +101,8 @@ class ReplayBuffer:
         before = Counter[str]()
         rounds = list[int]()
         for b in mixed:
-            # Its number among the groups of its prompt. A stable sort takes one group of each prompt, then a second.
+            # The round of a group is the number of groups of the same prompt before it. A stable sort by rounds takes
+            # one group of each prompt, then a second of each. Within a round the random order stays.
             rounds.append(before[b.group.task.id])
             before[b.group.task.id] += 1
         return [mixed[i] for i in np.argsort(np.array(rounds, np.int64), kind="stable")]

@@ -35,8 +35,12 @@ def part_name(path: Path, rank: int, world: int) -> Path:
 
 
 def part_files(path: Path) -> list[Path]:
-    """The files that hold what `path` stands for, in order: `path` itself or its parts; empty where there is none.
-    RunFolderError where some parts are missing, or those of two writers lie beside each other."""
+    """The files that hold what `path` stands for, in order; empty where there is none. `path` itself, where it exists,
+    goes before parts.
+
+    Raises:
+        RunFolderError: some parts are missing, or parts of two writers lie beside each other.
+    """
     # Five digits with leading zeros: sorted names are in the order of ranks.
     parts = sorted(p for p in path.parent.glob(f"{path.stem}-*{path.suffix}") if PART.search(p.stem))
     if path.exists() or not parts:
@@ -100,7 +104,8 @@ class SavedTensors:
         out: Tensor | None = None
         filled = 0
         for file, at, part_size in self._parts[name]:
-            # The box that this part and the wanted one have in common, in coordinates of the whole tensor.
+            # The box that this part and the wanted one have in common, in coordinates
+            # of the whole tensor. Each side then subtracts its own begin.
             low = [max(a, b) for a, b in zip(at, begin, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(at, part_size, begin, size, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):

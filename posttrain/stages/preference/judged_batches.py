@@ -29,7 +29,8 @@ HELDOUT = 20_261_123
 
 
 def walk(source: TaskSource, *, seed: int, stage: str, first: int, count: int) -> list[tuple[Task, int]]:
-    """`count` tasks with their visit numbers, from place `first` of the order: a function of the arguments alone."""
+    """`count` tasks with their visit numbers, from place `first` of the order. They depend on the arguments alone, so a
+    resumed run needs no state."""
     prompts = Prompts(source, seeds.torch_seed(seed, f"judgements/{stage}"), cursor=first)
     return [next(prompts) for _ in range(count)]
 
@@ -167,8 +168,8 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
     spoken = [s.spoken for s in flat]
     streams = {SIDE: np.repeat(np.array(sides, np.int32), spoken), WEIGHT: np.repeat(each_E, spoken)}
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
-    # A stream needs a number for every token. Where a judgement has no margin, an algorithm that reads margins names
-    # it.
+    # A stream needs a number for every token. So if one judgement has no margin, the whole stream is left out. For an
+    # algorithm that reads margins, the stage then raises an error that names the row.
     if len(margins) == len(judgements):
         streams[MARGIN] = np.repeat(np.repeat(np.array(margins, np.float64), [len(p) for p in parts]), spoken)
     unit_E = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p) for p in parts])
@@ -217,7 +218,8 @@ class AgreementReport:
 
     @staticmethod
     def of_labels(score_E: np.ndarray, good_E: np.ndarray) -> AgreementReport | None:
-        """From scores of labelled completions: for each good one, the share of bad ones with a lower score."""
+        """From the scores of labelled completions: for each good one, the share of bad ones with a lower score. None
+        where all have the same label."""
         good, bad = score_E[good_E], score_E[~good_E]
         if not np.all(np.isfinite(score_E)):
             raise InvariantError(f"{int((~np.isfinite(score_E)).sum())} held-out completions have no finite score")

@@ -49,8 +49,9 @@ def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.rand
         left_C = np.isinf(round_C)
         if not left_C.any() or (~left_C).sum() >= keep:
             break
-        # As in the paper. The chance of one that has passed already is not used, and `minimum` keeps its exponential
-        # finite. All C uniforms are drawn in each round, as the stage draws them.
+        # The probability of each candidate that is left, as in the paper. The chance of one that has passed already is
+        # not used; its reward may lie above the maximum of the others, and `minimum` keeps its exponential finite. All
+        # C uniforms are drawn in each round, as the stage draws them.
         chance_C = np.exp(np.minimum(reward_C - reward_C[left_C].max(), 0) / temperature)
         round_C[left_C & (rng.random(len(reward_C)) < chance_C)] = k
     # Sorted by round. A stable sort keeps the order of the places within a round.

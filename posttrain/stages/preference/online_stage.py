@@ -55,8 +55,9 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
             # The siblings `stage.opposed` of each prompt are the opponent's completions; the others are the policy's.
             player = Player(opponent.sampler, rollout.dialogue, parts.sampling(stage))
             rollout = replace(rollout, opponents=dict.fromkeys(stage.opposed, player))
-        fields = sampling_parts(self, self.state.cursor) | {"rollout": rollout}
-        self.roles = OnlineRoles(**fields, reference=reference, opponent=opponent)
+        self.roles = OnlineRoles(
+            **sampling_parts(self, self.state.cursor, rollout), reference=reference, opponent=opponent
+        )
         await parts.publish()
         if opponent is not None:
             await opponent.follow(parts.version)

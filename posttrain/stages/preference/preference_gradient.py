@@ -24,25 +24,45 @@ from posttrain.core.streams import COLLISION, OPPONENT, REFERENCE, START
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 
 KNOWN: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("Total", "Average", "LogOdds", "ReverseKL", "ForwardKL", "JensenShannon"), ()),
-    **dict.fromkeys(("LogSigmoid", "Square", "NoiseContrast", "Binary", "SelfPlay"), ()),
-    **dict.fromkeys(("AnchoredZero", "Prospect", "AnchoredDown", "Nash"), ()),
-    **dict.fromkeys(("Desensitized", "AlphaDivergence"), ("alpha",)),
-    **dict.fromkeys(("Exact", "Conservative", "Robust"), ("rate",)),
-    **dict.fromkeys(("DataMargin", "GoldNLL", "Optimism"), ("coef",)),
+    "Total": (),
+    "Average": (),
+    "Desensitized": ("alpha",),
+    "LogOdds": (),
+    "ReverseKL": (),
+    "ForwardKL": (),
+    "JensenShannon": (),
+    "AlphaDivergence": ("alpha",),
+    "LogSigmoid": (),
     "Hinge": ("delta",),
+    "Square": (),
+    "Exact": ("rate",),
     "Discovered": ("tau",),
+    "NoiseContrast": (),
+    "Binary": (),
+    "SelfPlay": (),
+    "AnchoredZero": (),
+    "Prospect": (),
+    "AnchoredDown": (),
+    "Nash": (),
+    "Conservative": ("rate",),
+    "Robust": ("rate",),
     "FixedMargin": ("gamma",),
     "RatioMargin": ("ratio",),
+    "DataMargin": ("coef",),
     "ChosenNLL": ("coef", "over"),
+    "GoldNLL": ("coef",),
+    "Optimism": ("coef",),
 }
-"""The pieces that the definition covers, with the settings that it reads. Others must have their defaults."""
+"""The pieces that the definition covers, each with the settings that it reads. Other settings must have their
+defaults."""
 READ = ("statistic", "divergence", "link", "noise", "margin", "add")
 """The choices of an algorithm whose pieces are part of the loss. `draw` only says where pairs come from."""
 NUDGE = 1e-6
-"""By how much sums are moved to see how rounding changes the slope, relative to the sum of their absolute terms."""
+"""By how much sums are moved to see how their rounding changes the slope, relative to the sum of their absolute
+terms."""
 FLAT = ("AnchoredZero", "AnchoredDown", "Prospect")
-"""Links whose loss is a sigmoid. Where it is flat, its slope is a small difference of larger numbers."""
+"""Links whose loss is a sigmoid. Where it is flat, its slope is the small difference of two larger numbers, so rounding
+errors are large there."""
 SAME = 1e-9
 """Two numbers that differ by less than this, relative to 1 + their size, may be sorted in either order."""
 
@@ -59,7 +79,8 @@ def _known(piece: Any) -> bool:
     return (
         read is not None
         and not piece.absent
-        # Else the piece means something else than it does here.
+        # A setting that the definition does not read must have its default. Else the piece means something else than
+        # it does here.
         and all(f.name in read or f.default is MISSING or getattr(piece, f.name) == f.default for f in fields(piece))
     )
 
@@ -122,7 +143,8 @@ class _Tokens:
 def _score(a: PreferenceAlgorithm, s_E: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(score h of each completion, its derivative dh/ds), from the sums s."""
     if kind(a.statistic) == "LogOdds":
-        # s is the mean log-prob, p = exp(s), h = log(p / (1 - p)), dh/ds = 1 / (1 - p). At p = 1 h is infinite: s < 0.
+        # s is the mean log-prob, p = exp(s). h = log(p / (1 - p)) = s - log(1 - p), and dh/ds = 1 / (1 - p). At p = 1
+        # the odds are infinite, so s stays below 0. This is 1 - p:
         one_minus_p = -np.expm1(np.minimum(s_E, -1e-30))
         return s_E - np.log(one_minus_p), 1 / one_minus_p
     # h = f'(t) with t = exp(s), and dh/ds, of each divergence (2309.16240).
@@ -161,7 +183,8 @@ def _of_difference(link: Any, x: np.ndarray, beta: float) -> np.ndarray:
             # With q = sigmoid(x), d KL / dq = log(q / (1 - q)) - log((1 - rate) / rate), whose first term is x.
             return _bump(x) * (x - np.log((1 - link.rate) / link.rate))
         case _:  # Discovered
-            # f(x) = m exp(-x) + (1 - m) log(1 + exp(-x)) with m = sigmoid(x / tau), by the product rule.
+            # f(x) = m exp(-x) + (1 - m) log(1 + exp(-x)) with m = sigmoid(x / tau), by the product rule. `far` and
+            # `near` are the two losses that m mixes.
             m = _sigmoid(x / link.tau)
             far, near = np.exp(-x), np.logaddexp(0, -x)
             return m * (1 - m) / link.tau * (far - near) - (1 - m) * _sigmoid(-x) - m * far
@@ -172,7 +195,8 @@ def _noisy(a: PreferenceAlgorithm, x: np.ndarray) -> np.ndarray:
     up, noise = _of_difference(a.link, x, a.beta), a.noise
     if noise is None:
         return up
-    # See `LabelNoise`. The derivative of f(-x) is -f'(-x), so the signs before `down` are turned.
+    # Conservative: (1 - rate) f(x) + rate f(-x). Robust: ((1 - rate) f(x) - rate f(-x)) / (1 - 2 rate). The derivative
+    # of f(-x) is -f'(-x), so the signs before `down` are turned.
     rate, down = noise.rate, _of_difference(a.link, -x, a.beta)  # type: ignore[attr-defined]
     return (
         (1 - rate) * up - rate * down
@@ -212,22 +236,30 @@ class _Constants:
 def preference_demand(
     a: PreferenceAlgorithm, batch: Batch, logp_M: np.ndarray, rows: JudgedRows, shift: float = 0.0
 ) -> Demand | None:
-    """The gradient d loss / d logp of a whole minibatch, token by token; None if a piece is not covered. `shift` is
-    subtracted from each reward (`shift=...`)."""
+    """The gradient d loss / d logp of a whole minibatch, token by token; None if a piece is not covered.
+
+    Args:
+        batch: its tokens, with `REFERENCE`, `START`, `COLLISION` and `OPPONENT` where the algorithm reads them.
+        logp_M: the policy's log-probs.
+        rows: how its completions were judged.
+        shift: the number that is subtracted from each reward (`shift=...`).
+    """
     if unknown(a):
         return None
     tokens = _Tokens(batch.sequence_M, rows.unit_E)
     weight_M = rows.weight_E[batch.sequence_M]
-    # The gradient by a token's log-prob is coef * (share of its judgement) * (factor of the token in s) * (slope of the
-    # judgement's loss by s), plus the added terms. `size_M` is the size of its terms, to which its rounding error is
-    # proportional.
+    # The gradient by a token's log-prob is a product, plus the added terms:
+    # coef * (share of its judgement) * (factor of the token in s) * (slope of the judgement's loss by s).
+    # Sums s and slopes are of whole completions, [E]. `size_M` is the size of a gradient's terms, to which its rounding
+    # error is proportional.
     l_M = logp_M - batch[REFERENCE] if a.against == "reference" else logp_M
     want_M, size_M = _added(a, batch, rows, tokens)
     if kind(a.link) == "Nash":
         chosen = (rows.side_E == 1)[batch.sequence_M]
         assert rows.margin_U is not None
         p_M = rows.margin_U[rows.unit_E][batch.sequence_M]
-        # Only the policy's own tokens have a gradient, that of the game against the opponent (2312.00886).
+        # Only the policy's own tokens have a gradient: beta * log-ratio - (preference of the completion - 1/2). It is
+        # the gradient of the game against the opponent (2312.00886).
         own_M = a.coef * weight_M * ~batch[OPPONENT]
         preference_M = np.where(chosen, p_M, 1 - p_M) - 0.5
         want_M = want_M + own_M * (a.beta * (logp_M - batch[REFERENCE]) - preference_M)
@@ -242,7 +274,8 @@ def preference_demand(
     constants_E = np.zeros(len(terms_E)) + (np.abs(fixed.margin_U)[rows.unit_E] + abs(fixed.shift)) / a.beta
     terms_E = terms_E + constants_E + np.abs(fixed.match_E)
     slope_E = _slope(a, rows, fixed, sums_E)
-    # How much the slope changes if the sums are wrong by `NUDGE`, in both directions, since a slope may have a corner.
+    # How much the slope changes if the sums are wrong by `NUDGE`: the chosen ones too high and the rejected ones too
+    # low, or the other way round. Both are tried, since a slope with a corner may change in one direction only.
     signed_E = NUDGE * terms_E * np.where(rows.side_E == 1, 1.0, -1.0)
     slope_change_E = np.maximum(
         *(np.abs(_slope(a, rows, fixed, sums_E + nudge_E) - slope_E) for nudge_E in (signed_E, -signed_E))
@@ -251,7 +284,8 @@ def preference_demand(
     factor_M = a.coef * weight_M * pair_weight_E[batch.sequence_M] * share_M
     size_E = np.abs(slope_E) + slope_change_E / NUDGE
     if kind(a.link) in FLAT:
-        # The slope of a sigmoid is at most 1/4. Where it is flat, rounding does far more to it.
+        # The slope of a sigmoid is at most 1/4. Where it is flat, the true slope is far smaller than what rounding does
+        # to it.
         size_E = size_E + 0.25 * a.beta * np.abs(_score(a, sums_E)[1])
     return Demand(
         want_M + factor_M * slope_E[batch.sequence_M],
@@ -269,7 +303,8 @@ def _slope(a: PreferenceAlgorithm, rows: JudgedRows, fixed: _Constants, sums_E: 
         return a.beta * by_sum_E * np.where(good, a.good, a.bad) * _of_side(a.link, u_E, good, a.beta)
     c, r = rows.at(1), rows.at(0)
     if a.match == "rewards":
-        # Each is compared with a score of the other side of the same rank, a constant: so each has a slope of its own.
+        # A chosen completion is compared with a rejected score of the same rank, and a rejected one with a chosen
+        # score. Both are constants, so each side has a slope of its own.
         out[c] = _noisy(a, a.beta * (h_E[c] - fixed.match_E[c]))
         out[r] = -_noisy(a, a.beta * (fixed.match_E[r] - h_E[r]))
     elif a.link.of == "sides":

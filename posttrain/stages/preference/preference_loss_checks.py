@@ -54,9 +54,11 @@ def preference_loss_agrees(
 
 
 def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
-    """Checks on a synthetic minibatch in two micro-batches that a loss has the gradients of its definition. There
-    log-probs of policy, start and reference differ, lengths and weights too. In a real first step every log-ratio is 0,
-    and most mistakes would not show."""
+    """Checks on a synthetic minibatch in two micro-batches that a loss has the gradients of its definition.
+
+    There the log-probs of policy, start of the step and reference differ by up to a nat per token. Lengths and weights
+    differ too. In a real first step every log-ratio is 0, and most mistakes would not show.
+    """
     if unknown(a):
         return
     raw, logp_M, rows = _synthetic(a)
@@ -142,9 +144,11 @@ class PreferenceLossCheck(Observer):
     """
 
     def __init__(self, kept: Mapping[str, Any] | None) -> None:
-        """`kept`: what `state` returned at the checkpoint, {} where it has nothing; None: the stage begins here."""
+        """`kept`: what `state` returned at the checkpoint from which the stage goes on. {}: the checkpoint has nothing
+        of this check. None: the stage begins here."""
         kept = {"sum": 0.0, "count": 0.0} if kept is None else kept
-        # Sum and number of the rewards so far. With {} they are NaN and stay NaN: nothing is compared.
+        # Sum and number of the rewards so far, for shift=running. With {} they are NaN and stay NaN: nothing is
+        # compared.
         self._total: float = kept.get("sum", np.nan)
         self._count: float = kept.get("count", np.nan)
         self._noted = False

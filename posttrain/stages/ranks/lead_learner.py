@@ -1,8 +1,11 @@
-"""The learner of rank 0 in a run over ranks. A method that reads or changes whole weights is ordered of all ranks."""
+"""The learner of rank 0 in a run over ranks.
+
+A method that reads or changes whole weights is first ordered of all other ranks and then done here too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +15,9 @@ import numpy as np
 
 from posttrain.core.batch import Packed
 from posttrain.core.exchange.expert_choices import RoutedPass
-from posttrain.core.exchange.scores import AdapterTrial, Reads, TokenScores
+from posttrain.core.exchange.scores import AdapterTrial, Odds, Reads, TokenScores
 from posttrain.core.exchange.shards import Shard
+from posttrain.core.types import Top
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.learner.learner_routers import LearnerRouters
 from posttrain.engine.model.policy_model import Policy
@@ -28,16 +32,19 @@ from posttrain.system.machine import freed_at_once
 
 
 class OrderedLearner(HFLearner):
-    """A first base class for a learner of rank 0: it orders each method that reads whole weights of all ranks. Derive
-    `class LeadX(OrderedLearner, X)`, where `X` is the learner of one rank. A step of the trainer calls `forward` and
-    `parameters` on all ranks at once."""
+    """A first base class for a learner of rank 0: it orders each method that reads whole weights of all ranks.
+
+    Derive `class LeadX(OrderedLearner, X)`, where `X` is the learner of one rank. `forward` and `parameters` are of
+    this rank alone. A step of the trainer calls them on all ranks at once.
+    """
 
     _lead: RankLead
     _ask: Callable[..., Any] = staticmethod(together.ask_learner)
     """Function that each rank runs for an ordered method."""
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
-        # One rank alone would wait in its first exchange for ever.
+        # Only inside an order or a step of the trainer do all ranks make this pass. One rank alone would wait in its
+        # first exchange for ever.
         if not (self._lead.busy or self._lead.stepping):
             raise InvariantError(
                 "a forward pass of one rank alone would wait for the others for ever: what differentiates outside a"
@@ -47,13 +54,44 @@ class OrderedLearner(HFLearner):
 
     def _do(self, method: str, *arguments: Any) -> Any:
         """Calls a method on all ranks; returns the result of this rank."""
-        # Inside an order every rank runs the same code and calls this itself; none would wait for a second order.
+        # Inside an order every rank already runs the same code and calls this method itself, so only this rank's part
+        # is done here. A second order would find no rank that waits for one.
         if self._lead.busy:
             return getattr(super(), method)(*arguments)
         return self._lead.all(self._ask, method, arguments, what=f"{method} of the learner")
 
+    def score(self, packed: Packed) -> np.ndarray:
+        return self._do("score", packed)
+
+    def packed_score(self, packed: Packed) -> np.ndarray:
+        return self._do("packed_score", packed)
+
     def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
         return self._do("examine", packed, tuple(names))
+
+    def value(self, packed: Packed) -> np.ndarray:
+        return self._do("value", packed)
+
+    def rewards(self, packed: Packed) -> np.ndarray:
+        return self._do("rewards", packed)
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        return self._do("entropy", packed)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        return self._do("energy", packed)
+
+    def collision(self, packed: Packed) -> np.ndarray:
+        return self._do("collision", packed)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        return self._do("top", packed, k)
+
+    def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
+        return self._do("odds", packed, temperatures)
+
+    def fingerprint(self) -> str:
+        return self._do("fingerprint")
 
     def adapter(self) -> AdapterTrial | None:
         return None if self.policy.lora is None else LeadTrial(self._lead)
@@ -66,7 +104,8 @@ class OrderedLearner(HFLearner):
         other = super()._following()
         if other is not self:
             assert isinstance(other, OrderedLearner)
-            # A second learner beside the usual one: another function finds it on each rank.
+            # On each rank this is a second learner beside the usual one. So its methods are ordered with another
+            # function, which finds that second learner there.
             other._ask = together.ask_followed
         return other
 
@@ -95,15 +134,6 @@ class OrderedLearner(HFLearner):
         self._lead.all(together.put_copy, copied)
 
 
-def _ordered(method: str) -> Callable[..., Any]:
-    return lambda self, *arguments: self._do(method, *arguments)
-
-
-_OF_PACKED = ("score", "packed_score", "value", "rewards", "entropy", "energy", "collision", "top", "odds")
-for _method in (*_OF_PACKED, "fingerprint"):
-    setattr(OrderedLearner, _method, _ordered(_method))
-
-
 class LeadLearner(OrderedLearner, ShardedLearner):
     """`core.ports.Learner` of rank 0 over weights that are cut by rows."""
 
@@ -111,8 +141,8 @@ class LeadLearner(OrderedLearner, ShardedLearner):
         ShardedLearner.__init__(self, policy, lead.ranks, **arguments)
         self._lead, inside_of_parent = lead, self._inside
 
-        # In the parent class every read of whole weights goes through `_inside`. A read without an order raises here;
-        # else it would wait for ranks that never come.
+        # In the parent class every read of whole weights goes through `_inside`. So a read without an order is found
+        # here, and raises. Else it would wait for ranks that never come.
         def inside(function: Callable[[], Any]) -> Any:
             if not (lead.busy or lead.stepping):
                 raise InvariantError(
@@ -157,7 +187,8 @@ class LeadRouters(LearnerRouters):
 
 
 class LeadTrial:
-    """`core.exchange.scores.AdapterTrial` on rank 0: every rank puts random numbers into its rows of the adapter."""
+    """`core.exchange.scores.AdapterTrial` on rank 0: every rank puts random numbers into its own rows of the adapter
+    ("loud"), for as long as the trial lasts."""
 
     def __init__(self, lead: RankLead) -> None:
         self._lead = lead

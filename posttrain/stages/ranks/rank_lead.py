@@ -92,7 +92,7 @@ class RankLead:
         with self.failures_explained():
             self._orders.send(what, order)
             # In a step of the trainer (`meanwhile`) the other ranks wait in each event for orders of rank 0's
-            # observers. In all other orders they work until the block ends.
+            # observers. In all other orders they work until the block ends, and take no further order.
             self._inside += not meanwhile
             try:
                 yield
@@ -130,8 +130,9 @@ class RankLead:
     def _cause(self, error: RuntimeError) -> str:
         where = f"in order {self._orders.number} ({self._open or 'go on'})"
         advice = "Nothing was written of this step. Go on from the last checkpoint with --resume"
-        # When one rank fails, the exchanges of all break, and each leaves its reason in the store. One that begins with
-        # `EXCHANGE` is only a consequence. The first cause is a rank with another reason, or a process that is gone.
+        # When one rank fails, the exchanges of all ranks break, and each rank leaves its reason in the store. A reason
+        # that begins with `EXCHANGE` is only a consequence. The first cause is a rank with another reason, or a process
+        # that is gone without a reason. It may take up to `SETTLE` seconds until that is known.
         deadline = time.monotonic() + SETTLE
         while True:
             reasons, ended = self._orders.failed(), self._ended()
@@ -151,7 +152,8 @@ class RankLead:
         """The message where no rank failed by itself: which ranks waited (those with `reasons`), and for whom."""
         late = [r for r in range(1, self.ranks.world) if r not in reasons]
         notes, number = self._orders.standing(), self._orders.number
-        # A rank that has ended this order is not late. Such ranks are named only if there are no others.
+        # A rank that has ended this order waits for the next one and is not late. Such ranks are named only if there
+        # are no others.
         late = [r for r in late if notes.get(r) != f"ended order {number}"] or late
         doing = "; ".join(f"rank {r} {self._stopped(r)}{notes.get(r, '')}" for r in late)
         waits = [0, *sorted(reasons)]

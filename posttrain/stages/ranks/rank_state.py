@@ -101,7 +101,8 @@ class RankState:
 
     @property
     def sharing(self) -> Ranks:
-        """The ranks among which a minibatch is divided: with a `TensorLearner` each rank computes all of it."""
+        """The ranks among which a minibatch is divided. With layers cut by columns and rows (`TensorLearner`) it is not
+        divided: each rank computes all of it."""
         return ALONE if isinstance(self.own, TensorLearner) else self.ranks
 
     @property
@@ -286,8 +287,8 @@ def read_state(state: RankState, folder: str) -> None:
             )
         else:
             tensors[name] = saved.box(name, place.offsets, tuple(place.tensor.shape))
-    # The file has master copies, as of one process. Where ranks cut weights by rows, the learner's parameters are the
-    # masters: these tensors are copied into them, and the optimizer gets the rest.
+    # The file has master copies, as a run in one process writes them. Where ranks cut weights by rows, the learner's
+    # own parameters are the masters. So these tensors are copied into the parameters, and the optimizer gets the rest.
     masters = state.learner.masters(optimizer)
     if missing := sorted(masters.keys() - tensors.keys()):
         raise RunFolderError(f"the optimizer state lacks {missing[0]!r}: resume with the model and stage of the run")
@@ -335,9 +336,14 @@ def part_of(learner: RankLearner, name: str, part: Tensor) -> Shard:
 
 
 def _write(state: RankState, path: Path, tensors: dict[str, Tensor], parameter: Callable[[str], str]) -> None:
-    """Writes this rank's tensors to its file; of several copies of the weights (`replicas`) the first. `parameter`
-    returns the parameter to which a tensor of this name belongs."""
-    # The first `world // replicas` ranks hold the first copy. The others write a file without rows, as readers expect.
+    """Writes this rank's tensors to its file. With several copies of the weights (`replicas`), the first one is
+    written.
+
+    Args:
+        parameter: returns the parameter to which a tensor of this name belongs.
+    """
+    # The first `world // replicas` ranks hold the first copy. The other ranks write files too, since the reader expects
+    # a file of every rank. Their tensors have no rows, so `write_part` leaves them out.
     first_copy = state.ranks.rank < state.ranks.world // state.ranks.replicas
 
     def shard(name: str, tensor: Tensor) -> Shard:

@@ -142,7 +142,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
     def reads(self, packed: Packed) -> Reads:
         a = self.stage.algorithm
-        # Called for the warm-up only, where any ids of the right shape will do.
+        # `reads` is called for the warm-up only. There the number of candidates a token matters, and not which tokens
+        # they are: any ids of the right shape will do.
         candidates_MK = np.resize(packed.target_M, (packed.spoken, a.stores_top)) if a.stores_top else None
         if a.distill is not None:
             candidates_MK = self.parts.learner.top(packed, a.distill.top).ids
@@ -165,7 +166,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         settings = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
         learner, optimizer = self.parts.beside(settings)
         model = ImplicitModel(Trainer(learner, optimizer, stage.micro_tokens), baseline.beta)
-        # `beside` has copied the present policy, and a resumed model had learned by itself.
+        # `beside` has copied the present policy. In a resumed stage this model had already learned by itself, so its
+        # own weights are loaded.
         if checkpoint is not None:
             load_weights(checkpoint / IMPLICIT, learner)
             load_optimizer(checkpoint / IMPLICIT, optimizer)
@@ -237,7 +239,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             groups.restore(state.queue, load_groups(checkpoint / QUEUE, state.queue, groups.prompts.source.task))
 
     def _reference(self, checkpoint: Path | None) -> Reference | None:
-        """The frozen model that the algorithm reads: a named one, or the policy as of the start or the last refresh."""
+        """The frozen model that the algorithm reads: a named model, the policy as the stage began, or the policy of the
+        last refresh. None where the algorithm reads none."""
         parts = self.parts
         if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
             return None

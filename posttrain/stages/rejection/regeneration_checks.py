@@ -59,7 +59,10 @@ def said_anew(a: RegeneratedAnswer, settings: Regenerate) -> tuple[Episode, ...]
 
 
 def _furthest(a: RegeneratedAnswer) -> int:
-    """The number of the last step (from 1) from whose end a completion was right; 0 where there is none."""
+    """The number of the last step (from 1) from whose end a completion was right; 0 where there is none.
+
+    The step after it is wrong: it was asked too and had no right completion, or it is the last step of a wrong answer.
+    """
     right_steps = [
         n
         for n, completions in a.asked.items()

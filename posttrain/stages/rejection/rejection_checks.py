@@ -1,5 +1,9 @@
 """Checks that a rejection sampling stage imitates right answers, each once, under its own prompt, from the right
-weights. The kept candidates are compared with the episodes that were played, and selected a second time."""
+weights.
+
+The kept candidates are compared with the episodes that were played. The selection is computed a second time here,
+without the stage's code.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,8 @@ from posttrain.stages.rejection.regeneration_checks import goes_on_from_its_step
 from posttrain.system.errors import InvariantError
 
 Place = tuple[str, int, int, bool, tuple[int, int] | None]
-"""Names a completion of a round: prompt, visit, sibling, whether it had a hint, and `Candidate.begun`."""
+"""Names a completion of a round: prompt, visit, sibling, whether it had a hint, and the answer and step that it goes on
+from (`Candidate.begun`)."""
 Row = tuple[bytes, bytes]
 """(ids of a sequence's prompt, ids after it followed by as many flags: 1 for an id that counts, else 0)."""
 SCORED = 4096
@@ -52,7 +57,8 @@ def may_be_kept(keep: Keep, reward: float, others: Sequence[float], improvement:
         case Best(above=above):
             return reward >= max(others) and (above is None or reward > above)
         case TopShare(share=share, above=above):
-            # Of equal rewards any may be kept, and one always is. 1e-6: in floats .29 * 100 is a bit less than 29.
+            # Of equal rewards any may be kept, so only the completions with a higher reward count. At least one
+            # completion is always kept. 1e-6: in floats .29 * 100 is a bit less than 29.
             better = sum(x > reward for x in others)
             return better < max(1, int(share * len(others) + 1e-6)) and (above is None or reward > above)
         case _:
@@ -169,8 +175,9 @@ def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejec
             f"{' of a truncated distribution' if batch.sampling.truncated else ''}: what is learned would be another"
             " model than the one that is sampled. Imitate under the model's own distribution"
         )
-    # A pass has n = ceil(kept / own) steps. Step i (from 0) gets kept * (i + 1) // n - kept * i // n completions: of 7
-    # with own = 3, 2, 2 and 3. `whole`: number of all sequences of a step -> number of the kept ones.
+    # A pass over the kept completions has n = ceil(kept / own) steps. Step i (from 0) gets
+    # kept * (i + 1) // n - kept * i // n completions, so sizes differ by at most 1. Of 7 completions with own = 3, the
+    # 3 steps get 2, 2 and 3. `whole`: number of all sequences of a step -> number of the kept ones among them.
     sizes = {kept * (i + 1) // n - kept * i // n for n in [-(-kept // stage.own)] for i in range(n)}
     whole = {k + (stage.shown_beside(k) if stage.style is not None else 0): k for k in sizes}
     if batch.episodes not in whole:
@@ -227,8 +234,9 @@ def expected_rows(
 class RejectionCheck(Observer):
     """Checks the rounds of a rejection sampling stage.
 
-    Kept candidates were played and judged, and pass the rule; the minibatches imitate them; the weights are those that
-    the method names. In a stage that is resumed inside a round, minibatches are compared with the candidates on disk.
+    The kept candidates must have been played and judged, and must pass the rule. The minibatches must imitate them. The
+    weights must be those that the method names. In a stage that is resumed inside a round, the played episodes are no
+    longer in memory: then the minibatches are compared with the candidates on disk.
     """
 
     def __init__(self, history: StageHistory, start: str) -> None:
@@ -249,7 +257,8 @@ class RejectionCheck(Observer):
         if not steps:
             return
         # Only steps that sampled have the gauge rollout/walked. Only steps that opened a round and kept something have
-        # a count in reject/reward: with weights=start each of these began with a new optimizer.
+        # a count in reject/reward. With weights=start each such step began with a new optimizer, so its steps are
+        # counted from the last of them.
         walked = [s.gauges["rollout/walked"].sum for s in steps if "rollout/walked" in s.gauges]
         rounds = [i for i, s in enumerate(steps) if (g := s.gauges.get("reject/reward")) is not None and g.count]
         first = rounds[-1] if rounds and roles.stage.method.weights == "start" else 0
@@ -268,9 +277,9 @@ class RejectionCheck(Observer):
             case KeptEvent():
                 self._check_kept(roles, event)
             case PackedEvent(batch=batch):
-                imitates_kept(batch, self._rows, self._kept, roles.stage, roles.text)
-                if not roles.sampling.stop:  # a stop string ends a turn without a stop token
-                    demonstration_ends_once(batch, roles.stop_ids, roles.text)
+                self._check_batch(roles, batch)
+            case _:
+                pass
         return None
 
     def _take(self, roles: RejectionRoles, groups: Sequence[Group]) -> Gauges:
@@ -350,6 +359,11 @@ class RejectionCheck(Observer):
             # A later improvement trains what the one before has learned, which are not the weights that were asked.
             asked = self._asked_with if event.improvement == 0 else ""
             begins_with_its_weights(roles.stage, event.round, roles.learner.fingerprint(), self._start, asked, taken)
+
+    def _check_batch(self, roles: RejectionRoles, batch: Batch) -> None:
+        imitates_kept(batch, self._rows, self._kept, roles.stage, roles.text)
+        if not roles.sampling.stop:  # a stop string ends a turn without a stop token
+            demonstration_ends_once(batch, roles.stop_ids, roles.text)
 
 
 def steps_taken(roles: RejectionRoles) -> int | None:

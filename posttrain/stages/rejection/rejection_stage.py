@@ -98,15 +98,15 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
     async def open(self, checkpoint: Path | None) -> AskAndLearn[RejectionWork]:
         parts, stage, s = self.parts, self.stage, self.state
         self._say()
-        self.roles = RejectionRoles(
-            **data_parts(self) | sampling_parts(self, s.cursor), regenerator=self._regenerator()
-        )
+        fields = data_parts(self) | sampling_parts(self, s.cursor, self.setting.rollout)
+        self.roles = RejectionRoles(**fields, regenerator=self._regenerator())
         self._asked = RoundSamples((), 0, 0)
         self._kept: tuple[Candidate, ...] = ()
         await parts.publish()
         await self.watch.begin(self.roles)
-        # Resumed inside a round: its candidates are read and selected again, with the same result. The weights have
-        # changed since, so the check does not compare them.
+        # Resumed inside a round: its candidates are read from the file and selected again, with the same result. The
+        # weights have changed since the round began. So the event says `selects=False`, and the check does not compare
+        # them.
         if s.asked:
             self._asked = read(parts.book.kept(self._file))
             self._kept = select(self._asked.candidates, stage.method, s.improvement).kept
@@ -278,7 +278,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         """The kept completions of a step, and its share of demonstrations behind them."""
         roles, stage = self.roles, self.stage
         segments = [s for c in ones for s in c.segments]
-        # The number of each segment's completion. The numbers of the demonstrations come after those.
+        # For each segment the number of its completion: a completion of several turns may have several segments. The
+        # numbers of the demonstrations come after those of the completions.
         sequence = [i for i, c in enumerate(ones) for _ in c.segments]
         weights = [np.ones(sum(s.spoken for s in segments))]
         if (settings := imitating(stage)) is not None:

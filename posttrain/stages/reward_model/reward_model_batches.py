@@ -29,12 +29,21 @@ PART = 256
 def reward_batch(
     judged: Sequence[Judgement], stage: RewardModel, renderer: PairRenderer, context: int, ends: TokenEnds | None = None
 ) -> Batch:
-    """The minibatch of these judgements (`batch_of`), with each one's share as WEIGHT, and the streams RATING or STEP
-    where it needs them. `ends` finds the tokens at which steps end. DataError where all have weight 0, one has no
-    rating of the stage's attributes, or one is no class."""
+    """The minibatch of these judgements (`batch_of`), with each judgement's share of the minibatch as WEIGHT.
+
+    Ratings have the stream RATING too, and labels of steps the stream STEP.
+
+    Args:
+        ends: finds the tokens at which steps end; needed for labels of steps.
+
+    Raises:
+        DataError: all have weight 0; one has no rating of the stage's attributes, or a rating that is no class. The
+            message has its place.
+    """
     batch = batch_of(judged, renderer, context)
-    # first_S: the first spoken token [M] of each sequence. unit_S: its judgement. The total counts the weight of a
-    # judgement once: at the first token of its first sequence.
+    # first_S: the first spoken token [M] of each sequence. unit_S: the judgement of each sequence. The weight of a
+    # judgement stands on all tokens of all its completions. The total counts it once: at the first token of its first
+    # sequence.
     first_S = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S)))
     unit_S = np.arange(len(first_S)) if batch.unit_E is None else batch.unit_E
     total = float(batch[WEIGHT][first_S[np.searchsorted(unit_S, np.arange(batch.units))]].sum())
@@ -98,9 +107,12 @@ def heldout_agreement(
     context: int,
     ends: TokenEnds | None = None,
 ) -> AgreementReport | None:
-    """Returns how well the scores order held-out judgements; None where these order nothing. Each labelled right step
-    is compared with all wrong steps, the chosen with the rejected completion, and a ranking counts the mean over its
-    pairs. Single completions (labels, ratings) are joined in random pairs, each in one at most."""
+    """Returns how well the scores order held-out judgements; None where these order nothing.
+
+    Labelled steps: each right step is compared with all wrong steps (the area under the ROC curve). Pairs: the chosen
+    with the rejected completion. A ranking: the mean over all its pairs. Single completions (labels, ratings): they are
+    joined in random pairs with different labels or ratings. Each is in one pair at most, so the pairs are independent.
+    """
     score: list[float] = []
     worth: list[float] = []
     unit: list[int] = []
@@ -143,7 +155,8 @@ class ScoredJudgements:
     unit: np.ndarray
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (better, worse): the places of each pair inside a unit that were judged differently [P]."""
+        """Returns (better, worse): the places of the two completions of each pair inside a unit that were judged
+        differently, int64 [P] each."""
         better: list[int] = []
         worse: list[int] = []
         for unit in np.unique(self.unit[self.unit >= 0]).tolist():
@@ -211,7 +224,8 @@ def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) 
     if not judged or not isinstance(judged[0], Label | Rating):
         return unit
     unit_of, waiting = np.full(len(unit), -1), list[int]()
-    # Greedy pairing in an order that is always the same. All completions that wait have the same worth.
+    # Greedy pairing in a random order that is always the same. All completions that wait have the same worth: two with
+    # different worth would have been joined when the second one came.
     for s in seeds.generator(0, "heldout-pairs", len(unit)).permutation(len(unit)).tolist():
         partner = next((waiting_one for waiting_one in waiting if worth[waiting_one] != worth[s]), None)
         if partner is None:

@@ -87,7 +87,8 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
     two = batch.select(batch.members(0)) if batch.units < 2 else batch.select(np.r_[batch.members(0), batch.members(1)])
     ids = two.ids_N.copy()
     at = int(np.cumsum(two.lengths_S)[0]) - 1
-    # The token before, or the first. If both are equal to the old one, the first score is not compared.
+    # The new token is another token of the sequence: the one before, or the first. If both are equal to the old one,
+    # the first score is not compared.
     ids[at] = ids[at - 1] if ids[at - 1] != ids[at] else ids[0]
     changed = replace(two, ids_N=ids, target_M=ids[two.source_M + 1])
     before, after = learner.rewards(two), learner.rewards(changed)
@@ -103,8 +104,13 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
 def expected_loss(
     judged: Sequence[Judgement], stage: RewardModel, score_S: np.ndarray, logp_S: np.ndarray | None = None
 ) -> float | None:
-    """The loss of a minibatch by its definition, in float64, of scores in the order of `told`. None for ratings, and
-    for a head that reads every token. `logp_S`: with regularise, each completion's log-prob, or log-ratio for dpo."""
+    """The loss of a minibatch from its definition, in float64. None for ratings, and for a head that reads every token.
+
+    Args:
+        score_S: the scores of the completions, judgement by judgement, in the order of `told`.
+        logp_S: given where the stage regularises, that is, trains the language head too: the log-prob of each
+            completion, or with dpo its log-ratio to the reference.
+    """
     if stage.judgement == "rating" or stage.pool == "token":
         return None
     weights = [j.weight if isinstance(j, Pair) else 1.0 for j in judged]

@@ -65,8 +65,11 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         )
         ends = TokenEnds(rollout.dialogue("").text)
         labeler = StepLabeler(rollout, stage, parts.sampling(stage), ends, stream_of(stage))
-        fields = sampling_parts(self, self.state.cursor)
-        self.roles = LabelRoles(**fields, environment=self.setting.environment, labeler=labeler)
+        self.roles = LabelRoles(
+            **sampling_parts(self, self.state.cursor, rollout),
+            environment=self.setting.environment,
+            labeler=labeler,
+        )
         await parts.publish()
         # This call empties the engine's counters, so that the first step counts its own work alone.
         parts.sampler.gauges()
