@@ -68,7 +68,8 @@ class SeatConversation:
         self.lengths: list[int] = []
         """Tokens of each turn."""
         self.cut = False
-        """Whether a turn ended by an exception while it was sampled, so that its tokens are unknown."""
+        """Whether a turn ended by an exception while it was sampled: the time limit, the environment, or an error of
+        the engine. Its tokens are unknown."""
 
     @property
     def format(self) -> str | None:
@@ -107,7 +108,8 @@ class SeatConversation:
     async def _generate(self, allowed: int) -> SampledTurn:
         """Sample the next turn, with its tokens reserved: seats that speak at once stay within the limits."""
         spent = self._spent
-        # The most that the turn may have is taken now, and what it did not use is given back.
+        # Two seats may sample at once, each before the other has ended: so the most that the turn may have is taken
+        # now, and what it did not use is given back.
         spent.turns, spent.tokens = spent.turns + 1, spent.tokens + allowed
         try:
             said = await self._sampler.generate(
@@ -122,8 +124,10 @@ class SeatConversation:
         return said
 
     def _room(self, most: int | None) -> tuple[int, Stop]:
-        """(tokens the next turn may have, the stop reason if it would need more), by the episode's narrowest limit."""
-        # Turns first, since they need no count of tokens. The engine itself ends a turn at the context.
+        """(tokens the next turn may have, the stop reason if it would need more), by the narrowest limit
+        of the episode. The engine keeps the context's own."""
+        # Turns first, since they need no count of tokens. The context is no part of
+        # `allowed`: the engine itself ends a turn there, with a reason of its own.
         spent, limits = self._spent, self._spent.limits
         if limits.turns is not None and spent.turns >= limits.turns:
             return 0, Stop.TURNS
@@ -192,7 +196,8 @@ class Conversation(SeatConversation):
                     " plays all"
                 )
             player = self._players.get(name, self._policy)
-            # With its name in the place, a seat that speaks more changes no draw of another.
+            # The seat's name is in the place of its random numbers, so
+            # that a seat that speaks more changes no draw of another.
             by_policy, place = player.sampler is self._policy.sampler, partial(self._place, "seat", name)
             self._seats[name] = OtherSeat(name, player, self._task, self._spent, place, policy=by_policy)
         return self._seats[name]
@@ -228,7 +233,8 @@ class Conversation(SeatConversation):
 
     def segments(self) -> tuple[Segment, ...]:
         """The transcripts as segments. A last one without a spoken token is left out if there are others."""
-        # A rewritten history in which nothing was said has no token to learn. One transcript is always left.
+        # A rewritten history in which nothing was said has no token to learn. One
+        # transcript is always left, also of an episode in which nobody spoke.
         open_ = [self._transcript] if self._transcript.spoke or not self._closed else []
         return tuple(t.segment() for t in (*self._closed, *open_))
 

@@ -43,7 +43,8 @@ class EvaluationReport:
     """
 
     accuracy: Score
-    """Share of answers that are right, pass@1; without prompts where grades tell none (`core.measure.right`)."""
+    """Share of answers that are right, which is pass@1. It has no prompts where outcomes are grades from which no
+    share of right answers follows (`core.measure.right`)."""
     reward: Score
     """Mean raw outcome. It leads where outcomes are grades."""
     greedy: Score | None
@@ -152,7 +153,8 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     judged = _by_task(groups, figures)
     grades = grades_of(groups)
     right = grades.right
-    # (judged samples, right ones) of each task; none where grades tell no share of right answers.
+    # (judged samples, right ones) of each task. With grades that
+    # tell no share of right answers there is no accuracy at all.
     solved = [(len(x), sum(map(right.of, x.tolist()))) for x in judged] if grades.tells else []
     # pass@k needs k judged samples of every task, so the task with the fewest decides which k are possible.
     most = min((n for n, _ in solved), default=0)

@@ -103,9 +103,11 @@ class SiblingVerdicts:
     """The verdicts of one prompt's siblings. Equal answers are judged once, so that none has two rewards in a group: a
     score that varies (a model, a race, a clock) would give them different credit by chance.
 
-    Two are equal if all that a verifier may read is: tokens seen and said, and the stop reason. An episode with a final
-    state of its own (`Talk.leave`: a database, a sandbox) is always judged alone. Episodes and the rewards of turns are
-    never shared; a failed verdict is, after its `JUDGE_RETRIES`.
+    A score that varies (a model, a race, a clock) would give equal answers different credit by chance. Two answers are
+    equal if everything a verifier may read is equal: the tokens seen and said in each segment, and the stop reason. An
+    episode with a final state of its own (`Talk.leave`) is always judged alone: the state (a database, a sandbox, an
+    object of another library) may differ even if the tokens are equal. Episodes are never shared, and neither are the
+    rewards an environment pays for turns. A failed verdict is shared too, after its `JUDGE_RETRIES`.
     """
 
     environment: Environment

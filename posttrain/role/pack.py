@@ -129,7 +129,8 @@ def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
         WEIGHT: np.repeat(weights, [e.episode.spoken for e in credits]),
     }
     streams |= {
-        # Of credit and of models. A stream that only some episodes have is an error of `_stream`.
+        # Streams of credit and of models, in the order of first appearance. A
+        # stream that only some episodes have is an error: `_stream` raises it.
         stream: _stream([h.get(stream) for h in streams_E], stream.name)
         for stream in dict.fromkeys(s for h in streams_E for s in h)
     }

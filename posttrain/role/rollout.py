@@ -66,7 +66,8 @@ class Rollout:
     judges: tuple[EpisodeJudge, ...] = ()
     """Judges that read tokens. They are called, besides the environment, once all episodes of a group have ended."""
     players: Mapping[str, Player] = field(default_factory=dict[str, Player])
-    """Players of the seats other than the trained one, by name. If empty, the policy plays them too."""
+    """Players of the seats other than the trained one, by the seat's name. If empty, the policy plays them too, with
+    the episode's sampling settings."""
     opponents: Mapping[int, Player] = field(default_factory=dict[int, Player])
     """Players that play siblings in the place of the policy, by the sibling's number: the whole episode, the other
     seats too where there are no `players`."""
@@ -243,10 +244,15 @@ class Rollout:
         stream: str,
         seen: PassRate = PassRate(),
     ) -> tuple[tuple[Group, ...], tuple[bool, ...]]:
-        """Play groups until enough of them pass the filter. Returns them in prompt order, and which of them passed. A
-        wave's size follows from how many groups are missing and from the pass rate so far (`seen`: of earlier steps),
-        never from time. Fewer waves leave the engine idle for less time. If more pass than are wanted, the first ones
-        are used (`Experience.groups`)."""
+        """Play groups until enough of them pass the filter. Returns them in prompt order, and which of them passed.
+
+        Groups are played in waves. A wave's size follows from how many groups are missing and from the pass rate so
+        far. A wave ends with its last answer, so fewer waves leave the engine idle for less time. Sizes depend on what
+        was sampled, never on time. If more groups pass than are wanted, the first ones are used (`Experience.groups`).
+
+        Args:
+            seen: groups of earlier steps, and how many of them passed.
+        """
         played, passed = list[Group](), list[bool]()
         most = request.most * request.groups
         while (missing := request.groups - sum(passed)) > 0 and len(played) < most:

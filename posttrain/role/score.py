@@ -41,8 +41,13 @@ def score(
     hints: Hints | None = None,
     reroute: bool = False,
 ) -> tuple[ScoredGroup, ...]:
-    """The judged episodes of each group with the streams that `a` reads; groups without any are left out. `hints`: what
-    the reference reads instead of the prompts. `reroute`: whether experts are chosen anew now (`at_start`)."""
+    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out.
+
+    Args:
+        implicit: the implicit process reward model, where the algorithm reads one.
+        hints: what the reference reads instead of the policy's prompts, where the algorithm has a hint.
+        reroute: whether the experts of every token become those that the learner's routers choose now (`at_start`).
+    """
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
@@ -64,7 +69,8 @@ def score(
         implicit,
         None if hinted is None else Packed.of(hinted),
     )
-    # Cut back to episodes, because credit works by episode and `pack` may leave some out.
+    # Makers run in order over the packed sequence. Each stream is cut back to
+    # episodes, because credit works by episode and `pack` may leave some out.
     cut_streams = {
         stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(scoring).items()
     }
@@ -98,6 +104,7 @@ def _cut(stream: Stream, x_M: np.ndarray, episodes: Sequence[Episode]) -> list[t
             f"the scorer of {stream.name!r} returned {len(x_M)} numbers for {sum(sizes)} spoken tokens: it must give"
             " one for each of `packed.source_M`"
         )
-    # Packing keeps the order of episodes and segments.
+    # Packing keeps the order of episodes and segments, so cutting
+    # at the same sizes gives every token its own number back.
     parts = iter(np.split(x_M, np.cumsum(sizes)[:-1]))
     return [tuple(next(parts) for _ in e.segments) for e in episodes]

@@ -26,9 +26,14 @@ class InProcess:
 
 
 def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, by name, as soon as all of its shards have come, so that memory never holds all weights twice.
-    InvariantError where parts came twice, overlap, leave a gap, or differ in dtype or full shape."""
-    # The weights that have come in part.
+    """Every weight once, by name, as soon as all of its shards have come. A weight in one shard is not copied.
+
+    Raises:
+        InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
+            shape.
+    """
+    # A weight is passed on as soon as it is whole, so memory never holds all weights twice.
+    # `parts` holds the weights that have come in part.
     done: set[str] = set()
     parts: dict[str, _Parts] = {}
     empty: dict[str, Shard] = {}
@@ -131,16 +136,20 @@ class Sync:
             self.forget()
 
     async def push(self, version: int) -> str:
-        """Push the learner's weights as `version`; returns their fingerprint. InvariantError where the sampler serves
-        others, computes other log-probs with them, or leaves the adapter out."""
+        """Push the learner's weights as `version`; returns their fingerprint.
+
+        Raises:
+            InvariantError: the sampler serves other weights or another version, or computes other log-probs with them,
+                or without the adapter.
+        """
         # First the groups that were asked ahead end, are given up, or pause: else a turn would span two versions.
         if self.ready is not None:
             await self.ready()
         if not self.tried:
             await self._try_adapter(self.sampler.version + 1)
             self.tried = True
-        # Each check misses errors that the other finds. Equal bytes can still be used wrongly (an old cache, another
-        # dtype); a tensor that these few tokens do not touch can be wrong.
+        # Two checks, because each misses errors that the other finds. Fingerprint: equal bytes can still be used
+        # wrongly (an old cache, another dtype). Scores: a tensor that these few tokens do not touch can be wrong.
         served, ours = await self._send(version)
         await self._scores_alike(version, ours)
         return served

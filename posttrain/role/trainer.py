@@ -229,8 +229,8 @@ class Trainer:
         loss_gauges = loss.gauges(batch, parts)
         share = loss_gauges[STEP_SHARE].mean if STEP_SHARE in loss_gauges else 1.0
         watch.emit(DifferentiatedEvent(packed, passes, share))
-        # A loss scale (float16) can overflow the gradient though every loss is finite: the step is left out, and the
-        # next scale is smaller. Else it is a fault of the run.
+        # With a loss scale (float16) the gradient can overflow though every loss is finite. Then the step is left out,
+        # and the next scale is smaller. Without a scale such a gradient is a fault of the run.
         overflow = scale > 1 and all(bool(torch.isfinite(part.loss)) for part in parts)
         updated = self._update(batch, loss, overflow, share)
         # A step that was left out changed no weight: nothing was learned.
@@ -268,8 +268,8 @@ class Trainer:
         return [(numbers_E[chosen], micro) for chosen, micro in zip(bins, micros, strict=True)]
 
     def _keep_step(self, batch: Batch, loss: Loss, passes: int) -> None:
-        """Take part in `passes` more passes, because other ranks exchange weights and gradients in every pass: each of
-        the smallest unit, with its loss times 0."""
+        """Take part in `passes` more passes, because other ranks have more micro-batches and exchange weights and
+        gradients in every pass. Each of these passes is of the smallest unit, with its loss multiplied by 0."""
         for _ in range(passes):
             one = smallest_unit(batch)
             # 0 times the loss adds 0 to every gradient, and the exchanges of forward and backward take place.

@@ -75,7 +75,8 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
 
 
 def updates(steps: Sequence[Step], always: bool = False) -> list[Observer]:
-    """The checks of every stage that trains. `always`: any step has something to learn, so any step moved weights."""
+    """The checks of every stage that trains. `always`: every step has something to learn, so the
+    first one has shown that weights move."""
     moved = bool(steps) if always else any("canary/moved" in s.gauges for s in steps)
     return [UpdateCheck(moved=moved), ScaleCheck(done=scale_was_checked(steps)), FrozenCheck()]
 

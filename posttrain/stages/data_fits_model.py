@@ -1,4 +1,4 @@
-"""Checks before the first step that the rows of a run's data fit its model; names one that does not by file and
+"""Checks before the first step that the rows of a run's data fit its model; a row that does not is named by file and
 line."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from posttrain.system.errors import DataError
 
 
 def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
-    """Raises DataError, with its place, for a judged completion beyond the context, unless the stage leaves it out."""
+    """Raises DataError, with file and line, for a judged completion that does not fit into the context. Stages that
+    leave such rows out are passed over."""
     tokenizer: Any = policy.tokenizer
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     for stage in stages:
@@ -35,7 +36,8 @@ def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequenc
 
 
 def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
-    """Raises DataError, with its place, for a row whose prompt or demonstration cannot be encoded or does not fit."""
+    """DataError, with file and line, for a row whose prompt or demonstration cannot be encoded or does not fit the
+    context."""
     if (rows := env.abilities.rows) is None:
         return
     tools_of = env.abilities.tools

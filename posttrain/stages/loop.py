@@ -185,7 +185,8 @@ class Driver(ABC, Generic[S, T, A]):
         last = 0 if self.state.ended else self.stage.steps
         try:
             with during_steps():
-                # Whether samples are played for the step or ahead of it is the kind's own matter (`ask`).
+                # The whole loop. Whether samples are played for the step or ahead of it is the kind's own matter
+                # (`ask`), so the same lines run a synchronous and an asynchronous stage.
                 for index in range(self.state.step + 1, last + 1):
                     asked = await ask(index)
                     # The learner may need the memory of the engine's cache; the next push wakes the engine.
@@ -283,7 +284,8 @@ class Driver(ABC, Generic[S, T, A]):
         s.step, p.version, s.skipped = index, self.trainer.version, self.trainer.skipped
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
-        # At its end the stage measures only what is None here, so older measurements are dropped.
+        # Measurements after an earlier step are dropped. At its end the stage measures only what is None here, so an
+        # old value would be taken for one of the last weights.
         self.report = report = self.agreed = self.heldout_loss = None
         # Not after the last step: the end of the stage measures the same weights for its result.
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
@@ -301,7 +303,8 @@ class Driver(ABC, Generic[S, T, A]):
         return not s.ended
 
     def _finish(self, report: EvaluationReport | None) -> None:
-        """Writes the result and the last checkpoint, keeps the weights, hands them on or loads those from before."""
+        """Writes the stage's result and its last checkpoint. Its weights are kept, and then handed on, or the run's
+        weights from before are loaded again."""
         p, parts, stage = self.progress, self.parts, self.stage
         # Before weights and state are replaced: a finished run that is made longer goes on from this.
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
@@ -348,7 +351,8 @@ class Driver(ABC, Generic[S, T, A]):
         return self._carried + time.perf_counter() - self._begun
 
     async def evaluate(self) -> EvaluationReport | None:
-        """Held-out evaluation, remembered per version. None: no task is held out, or nothing judges the answers."""
+        """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held
+        out, or nothing judges the answers."""
         parts, environment = self.parts, self.setting.environment
         judges = tuple(j.name for j in self.setting.rollout.judges)
         if not environment.heldout or not (declared(environment).judges or judges):

@@ -1,6 +1,9 @@
-"""Runs a coroutine to its end from ordinary code, also where an event loop is already running (notebooks). There the
-work runs in a second thread. An interrupt reaches only the first thread, which passes it on: the run finishes its step,
-writes a checkpoint and ends. A second interrupt ends it at once."""
+"""Runs a coroutine to its end from ordinary code, also where an event loop is already running (notebooks).
+
+In a notebook the work runs in a second thread, and the first thread waits. An interrupt (Ctrl-C, or the notebook's stop
+button) reaches only the first thread, which passes it on: the run finishes its step, writes a checkpoint and ends. A
+second interrupt ends it at once.
+"""
 
 from __future__ import annotations
 

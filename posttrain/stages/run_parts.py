@@ -93,7 +93,8 @@ class RunParts:
     """Returns the token sequences that spell a word."""
     text: Callable[[np.ndarray], str]
     freeze: Callable[[], Reference]
-    """Makes a reference that scores as the learner does now, for ever: a copy, or its model without the adapter."""
+    """Makes a reference that scores as the learner does now and never changes: a copy of the model, or the learner's
+    own model without its adapter."""
     teacher: Callable[[str], Reference]
     """Loads a frozen model from a directory. It must have the policy's tokenizer."""
     oppose: Callable[[Reference, float], Opponent]
@@ -142,7 +143,8 @@ class RunParts:
         return self.settings.get(stage.name) or StageSetting(self.environment, self.rollout)
 
     def judged_setting(self, stage: Stage) -> StageSetting:
-        """The stage's setting, judged also by the reward models that the run has trained before the stage begins."""
+        """The stage's setting, judged also by the reward models that the run itself trained before. Call it when the
+        stage begins: only then are they trained."""
         setting = self.setting(stage)
         return setting.judged_by((*setting.rollout.judges, *self.trained_judges(stage)))
 
@@ -159,7 +161,10 @@ class RunParts:
         return replace(resolved, top=top) if top != resolved.top else resolved
 
     def other_environments(self, stage: Stage) -> tuple[Environment, ...]:
-        """The environments on which the run is measured from this stage on, without the stage's own."""
+        """The environments on which the run is measured during or after this stage, without the stage's own.
+
+        They are the run's environment and those of later stages.
+        """
         stages = self.run.stages
         later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
         own_environment = self.setting(stage).environment
@@ -194,8 +199,12 @@ class RunParts:
 
 
 def keep(parts: RunParts, progress: Progress, name: str) -> None:
-    """Keep the learner's weights in the run folder under a name, and their fingerprint, which `load_kept` compares.
-    InvariantError where other weights have this name already."""
+    """Keep the learner's weights in the run folder under a name. Checkpoints store their fingerprint, which
+    `load_kept` compares.
+
+    Raises:
+        InvariantError: other weights have this name already.
+    """
     now = parts.learner.fingerprint()
     # Keeping the same weights twice is allowed. Other weights would change what a later stage starts from.
     if (then := progress.kept.get(name, now)) != now:

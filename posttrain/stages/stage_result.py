@@ -66,7 +66,8 @@ def measured_words(result: StageResult) -> str:
 
 
 def refuse_unjudged(driver: Driver[Any, Any, Any], report: EvaluationReport) -> None:
-    """Raises RewardError if no held-out sample could be judged before the first step of a stage with verdicts."""
+    """Raises RewardError if no held-out sample could be judged before the first step of a stage that learns from
+    verdicts."""
     # Stages that learn from verdicts have the setting `max_failed`. Other stages may go on without a judged sample.
     asked, stage, parts = sum(len(g.episodes) for g in report.groups), driver.stage, driver.parts
     if not driver.state.step and report.failed == asked > 3 and hasattr(stage, "max_failed"):
@@ -87,7 +88,8 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
     s, patience, loss = driver.state, driver.stage.patience, driver.heldout_loss
     reward = report.reward.known if report else None
     pairs = driver.agreed.accuracy.known if driver.agreed else None
-    # (figure, its name): the first that was measured. Lower must be better, so the reward and the share get a minus.
+    # (figure, its name): the first of loss, mean reward and share of pairs that was measured. Lower must be better, so
+    # the reward and the share get a minus.
     figure_and_name = (loss.score.mean, "loss") if loss else None
     figure_and_name = (
         figure_and_name or (reward and (-reward[0], "mean reward")) or (pairs and (-pairs[0], "share of pairs"))
@@ -109,9 +111,12 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
 
 
 def is_recorded(driver: Driver[Any, Any, Any], judges: tuple[str, ...]) -> bool:
-    """Returns whether the record already has the evaluation of the stage's present weights. A resumed run may evaluate
-    weights again. A stage may also start from the weights with which the one before it ended, and which were evaluated
-    there in the same way."""
+    """Returns whether the record already has the evaluation of the stage's present weights.
+
+    A resumed run may evaluate weights again that were evaluated and recorded before the interruption. Before its first
+    step, a stage may also start from the weights with which the stage before it ended. Then their evaluation is
+    recorded there, if it was made in the same way.
+    """
     parts, stage, results = driver.parts, driver.stage, driver.progress.results
     if parts.book.holds_evaluation(stage.name, driver.state.step):
         return True

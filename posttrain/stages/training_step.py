@@ -65,8 +65,8 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
 
 
 def moved(learner: Learner, group: Group) -> float:
-    """The mean of |log(policy / sampler)| over the sampled tokens of a group's judged episodes, without
-    demonstrations."""
+    """The mean of |log(policy / sampler)| over the sampled tokens of a group's judged episodes. Demonstrations are left
+    out, since no sampler drew them."""
     sampled = [s for e in group.judged if e.own for s in e.segments]
     mu_M = np.concatenate([s.logp[s.mask] for s in sampled])
     return float(np.mean(np.abs(learner.score(Packed.of(sampled)) - mu_M)))
@@ -89,8 +89,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
     """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record,
     which is also written where a check or the loss stops the step, with the reason as its note."""
     stage, version, unfinished = roles.stage, roles.trainer.version, UnfinishedStep(e)
-    # Value warm-up: `algorithm` has no term that moves the policy. Credit is computed as always, for the targets of the
-    # values, and `without_credit` then sets it to 0.
+    # Value warm-up: in the first steps only the values learn, and `algorithm` has no term that moves the policy. The
+    # credit is computed as always, since the targets of the values come from it; `without_credit` then sets it to 0.
     algorithm, warming = of_step(stage.algorithm, roles.adaptive, e.index)
     # Scores and credit of the whole step come before its first update: else later minibatches would be scored by
     # another policy. `unfinished` holds what is done so far.
@@ -120,7 +120,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         with roles.clock.of("learn"):
             if roles.implicit is not None:
                 unfinished.learned.append(roles.implicit.learn(e.index, groups, roles.watch))
-            # Lazy: each minibatch is made after the updates on those before it, and may read `now`.
+            # `minibatches` is lazy: each minibatch is made after the updates on those before it. An algorithm that
+            # chooses tokens by the present log-probs gets them from `now`.
             minibatches = pack(
                 credit, algorithm, stage, seed=roles.run.seed, step=e.index, version=version, now=roles.learner.score
             )
@@ -141,8 +142,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                         unfinished.skipped.append(note)
                     unfinished.learned.append(step_gauges)
         with roles.clock.of("rollout"):
-            # Groups that are played ahead stood still while the learner computed in this process. Now they say what
-            # they can under the weights that they were asked with.
+            # Groups that are played ahead stood still while the learner computed in this process. Here, before the new
+            # weights, they say what they can under the weights that they were asked with.
             await roles.groups.proceed()
         with roles.clock.of("sync"):
             # `follow`, not `push`: where every update was left out there is nothing new to send.
@@ -156,8 +157,9 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
         unfinished.line = _line(roles, unfinished, notes(e, credit, stage.prompts))
         roles.adaptive = _adapted(roles, unfinished, credit)
         line = await roles.watch.after(unfinished.line)
-        # Behind the sync: further groups are asked under the weights that the sampler has now. Behind `after`: if an
-        # observer stops the run, nothing more is asked. Their prompts are drawn by what this step's groups earned.
+        # Behind the sync: groups that it gave up, and further ones, are asked under the weights that the sampler has
+        # now. Behind `after`: if an observer stops the run, nothing more is asked. Prompts of later groups are drawn by
+        # what this step's groups earned.
         await roles.groups.learned()
         return line
 
@@ -254,7 +256,8 @@ async def learn_from(
 
 async def learn_nothing(roles: StageRoles[Any], index: int, sampled: Gauges, notes: tuple[str, ...]) -> Step:
     """The line of a step whose samples teach nothing: weights and optimizer stay as they are."""
-    # The sampler drops what it keeps of earlier turns, as after a push: a resumed run begins with an empty one.
+    # The sampler drops what it keeps of earlier turns, as after a push of weights. A resumed run begins with an empty
+    # sampler, and both records must be equal.
     roles.sync.forget()
     report = roles.watch.take()
     gauges = merge(sampled, {"optim/steps": Gauge(0, 1)}, report.gauges)

@@ -18,9 +18,16 @@ from posttrain.role.trainer import Trainer
 
 
 def largest(stage: Stage, context: int, ids: np.ndarray) -> Packed:
-    """The largest micro-batch: `micro_tokens` of text made up of `ids` in the longest sequences, of at most `context`
-    tokens. A sequence is never cut, so one answer may be more than `micro_tokens`. Sequences that share a prompt may
-    have more together, but the prompt is computed once: no pass computes more positions than this one."""
+    """The largest micro-batch: `micro_tokens` of made-up text in the longest sequences.
+
+    A sequence is never cut. So where one answer may be longer than `micro_tokens`, the micro-batch is one such
+    sequence. Sequences that share a prompt may have more tokens together, but then the prompt is computed only once, so
+    no pass computes more positions than this one.
+
+    Args:
+        context: most tokens of a sequence.
+        ids: token ids from which the made-up text is drawn.
+    """
     longest_answer = 0 if stage.contract is None else stage.contract.max_tokens
     # Two tokens at least: the first of a sequence is never spoken.
     longest = max(2, min(context, max(stage.micro_tokens, longest_answer)))
@@ -41,7 +48,8 @@ def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) ->
     peak.reset()
     begun = time.perf_counter()
     with memory_suffices(packed, trainer.micro_tokens), torch.random.fork_rng(devices, device_type=device.type):
-        # Stands in for the optimizer's moments, which do not exist before the first update.
+        # The optimizer's moments do not exist before the first update. This block of the same size stands in for them,
+        # so that the peak of the pass includes them.
         stand_in = torch.empty(trainer.optimizer.pending_bytes(), dtype=torch.uint8, device=device)
         learner.train_mode(True)
         try:

@@ -147,5 +147,6 @@ def combined(score_KS: np.ndarray, combine: Combine, pessimism: float) -> np.nda
     """
     if combine == "worst":
         return score_KS.min(0)
-    # Models disagree about answers that are unlike their training data, whose errors the highest mean would reward.
+    # Models disagree about answers that are unlike their training data. There the
+    # highest mean would reward their errors, so disagreement is subtracted.
     return score_KS.mean(0) - pessimism * score_KS.std(0)

@@ -1,5 +1,8 @@
 """Labels of steps by completion: an answer is cut into steps, and the policy goes on from the end of each (2312.08935).
-The random numbers of a completion are those of (task, visit, sibling, step, number of the completion)."""
+
+An answer and its completions share their beginnings, which the engine computes once. The random numbers of a completion
+are those of (task, visit, sibling, step, number of the completion), so no neighbour changes it.
+"""
 
 from __future__ import annotations
 

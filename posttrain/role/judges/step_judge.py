@@ -36,7 +36,8 @@ class TokenScorer(Protocol):
 
 
 def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
-    """float64 [M]: the chance of a right answer after each spoken token, as the reward head says it."""
+    """float64 [M]: the chance of a right answer after each spoken token, as the reward head says it, without
+    gradient."""
     learner.train_mode(False)
     out: list[np.ndarray] = []
     with torch.no_grad():
@@ -87,9 +88,12 @@ class StepScorer(Protocol):
 
 @dataclass(eq=False)
 class StepJudge:
-    """`core.ports.EpisodeJudge` of a process reward model. Its verdicts (`config.env.Reward.steps`) are a score of each
-    step that is no part of the outcome (score), the same as payments at the ends of the steps (pay), or one verdict
-    (outcome)."""
+    """`core.ports.EpisodeJudge` of a process reward model.
+
+    The reward chooses the form of its verdicts (`config.env.Reward.steps`). score: a score of each step, which is no
+    part of the outcome. pay: the same scores as payments at the ends of the steps. outcome: one verdict, with the
+    steps' scores as one number.
+    """
 
     name: str
     reward: Reward
@@ -109,7 +113,8 @@ class StepJudge:
         return await asyncio.to_thread(self.verdicts, episodes)
 
     def verdicts(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
-        """The verdicts about each episode: `failed` where it cannot be read, and abstained from without a step."""
+        """The verdicts about each episode. What the model cannot read is `failed`; an answer without a step is
+        abstained from."""
         segments: list[Segment] = []
         ends_or_verdict: list[tuple[int, ...] | Verdict] = []
         for e in episodes:

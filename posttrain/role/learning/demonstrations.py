@@ -23,7 +23,8 @@ from posttrain.role.prompt_order import Prompts
 from posttrain.system.errors import DataError
 
 LIKELIHOOD = Sampling(stop_ids=())
-"""Sampling settings under which imitated tokens are scored: the model's own distribution, nothing truncated."""
+"""Sampling settings under which imitated tokens are scored: the model's own distribution, temperature 1, nothing
+truncated."""
 
 
 async def demonstrations(

@@ -1,6 +1,8 @@
-"""Sequences for a teacher that is shown more than the policy: the same answers behind prompts with a hint. The policy
-was asked [p q] and said [A B]; the prompt with the hint is [p h q]. The teacher reads [p h q A B], and its log-probs of
-A and B stand beside the policy's."""
+"""Sequences for a teacher that is shown more than the policy: the same answers behind prompts with a hint.
+
+Worked example: the policy was asked [p q] and said [A B]; the prompt with the hint is [p h q]. The teacher reads
+[p h q A B], and its log-probs of A and B stand beside the policy's. The mask moves along: A and B stay spoken tokens.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +90,8 @@ class Hints:
         """int32: the prompt that the policy was asked with; ConfigError where it is not the task's alone."""
         segment = e.segments[0]
         prompt_ids = segment.ids[: int(np.argmax(segment.mask))]
-        # If the environment had written more than the task's prompt, the hinted one would lack it, and the models would
-        # read different questions.
+        # The hinted prompt replaces the policy's prompt as tokens. If the environment had written more than
+        # the task's prompt, the hinted prompt would lack this text, and the models would read different questions.
         if not np.array_equal(prompt_ids, self.ids(e.task, e.task.prompt)):
             raise ConfigError(
                 f"environment {self.rollout.environment.name!r} asks task {e.task.id!r} with more than its prompt, so"

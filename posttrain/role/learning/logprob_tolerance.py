@@ -72,7 +72,8 @@ def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperatu
         return least
     if (exact_M := exact()) is None:
         return unmeasured(dtype, temperature)
-    # Two correct computations each differ from the exact one by about this much, which depends on the weights.
+    # Two correct computations each differ from the exact one by about this much.
+    # How much that is depends on the weights, so no fixed number would do.
     learner_error = Gap.of(learner_M, exact_M)
     return Gap(
         min(max(least.worst, MARGIN * learner_error.worst), most.worst),

@@ -87,8 +87,8 @@ def smallest_unit(batch: Batch) -> Batch:
 
 
 def of_all_ranks(ranks: Ranks, parts: list[Terms], passes: Passes, packing: Packing) -> list[Terms]:
-    """The terms of the micro-batches of all ranks, in order. `passes` and `packing` get the entries of the other ranks
-    too, so that gauges and observers see the whole minibatch."""
+    """The terms of the micro-batches of all ranks, in order of the ranks. `passes` and `packing` get the entries of the
+    other ranks too, so that gauges and observers see the whole minibatch on every rank."""
     if ranks.world == 1:
         return parts
     # Exchanged as plain objects between processes; the losses are read as numbers from here on.

@@ -111,7 +111,8 @@ def whole(e: Episode) -> bool:
 def candidates_of(
     plain: Sequence[Group], hinted: Sequence[Group] = (), regenerated: Sequence[RegeneratedAnswer] = ()
 ) -> RoundSamples:
-    """The candidates of a round: of its rollouts, of regenerated wrong answers, and of rollouts with hints."""
+    """The candidates of a round: of its rollouts, of wrong answers that were regenerated, and of rollouts with hints,
+    each in prompt order."""
     prompts = {g.task.id: prompt_ids(g) for g in plain}
     candidates: list[Candidate] = []
     cut = 0
@@ -212,7 +213,8 @@ def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement
     for task_id, of_prompt in prompts.items():
         chosen = [of_prompt[i] for i in method.keep.chosen([c.reward for c in of_prompt], improvement)]
         different = once(chosen) if method.distinct else chosen
-        # What plain sampling found: with hinted and regenerated ones it would stay high although sampling finds fewer.
+        # The number of different answers that plain sampling found. With hinted and regenerated
+        # ones it would stay high although sampling itself finds fewer.
         if plain_keys := {c.key for c in chosen if c.plain}:
             distinct[task_id] = len(plain_keys)
         limited = different if method.most is None else different[: method.most]
@@ -237,8 +239,13 @@ def steps_of(kept: int, per_step: int, epochs: int) -> int:
 
 
 def drawn(kept: Sequence[Candidate], per_step: int, position: int, key: tuple[int, str, int]) -> list[Candidate]:
-    """The kept completions of one step, from its position in the round and (seed, stage, round). A pass shuffles all
-    and cuts them into steps of nearly equal size, so no completion is twice in a step."""
+    """The kept completions of one step. A pass shuffles all kept completions and cuts them into steps of nearly equal
+    size, so no completion is twice in a step.
+
+    Args:
+        position: steps of the round before this one.
+        key: (seed, stage, round).
+    """
     seed, stage, round = key
     # position // parts is the pass, position % parts the step within it. Parts of `array_split`
     # differ in size by one at most; slices of `per_step` completions could leave a small last part.

@@ -79,7 +79,8 @@ class ReplayBuffer:
         return dict(self._gauges)
 
     def rows(self) -> tuple[QueuedGroup, ...]:
-        """Returns the groups that it holds, as plain data (`begun` is the step), without their episodes."""
+        """Returns the groups that the buffer holds, as plain data. `begun` is the step. The episodes are written beside
+        it."""
         plain = [QueuedGroup(index=-1, visit=b.group.visit, cursor=0, begun=b.step) for b in self.held]
         return tuple(p.ended(b.group, Gauge(0, 0)) for p, b in zip(plain, self.held, strict=True))
 

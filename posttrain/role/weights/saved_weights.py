@@ -153,8 +153,8 @@ def save_weights(folder: Path, learner: Learner) -> None:
 
 
 def load_weights(folder: Path, learner: Learner) -> None:
-    """Load weights into the learner, in place; RunFolderError if they are another model's. A learner without a reward
-    head takes the other weights alone."""
+    """Load weights into the learner, in place; RunFolderError if their names or shapes are another model's. A learner
+    without a reward head takes the other weights alone."""
     if isinstance(learner, DividedWeights):
         learner.read_weights(folder)
         return
@@ -197,7 +197,8 @@ def load_average(folder: Path, learner: Learner) -> None:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, or of several processes' files; RunFolderError if they are missing or damaged."""
+    """The tensors of a file, or of the files of several processes; RunFolderError if they are missing, not files, cut
+    short or damaged."""
     return SavedTensors(path).whole()
 
 

@@ -157,12 +157,16 @@ def training_tasks(
 
 
 def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: int) -> Batch:
-    """A minibatch in which each judgement is a unit, its completions in order. Streams: SIDE, WEIGHT (the judgement's
-    own, not normalised), and MARGIN where all judgements are pairs with a margin."""
+    """A minibatch in which each judgement is a unit, its completions in order.
+
+    Streams, the same for all tokens of a completion: SIDE, WEIGHT (the judgement's own, not normalised), and MARGIN
+    where all judgements are pairs with a margin.
+    """
     parts = [segments(j, renderer, context) for j in judgements]
     sides = [side for j in judgements for _, side in completions(j)]
     weights = np.array([j.weight if isinstance(j, Pair) else 1.0 for j in judgements])
-    # [E]: one entry a completion. For a stream [M] it is repeated for each of the completion's spoken tokens.
+    # [E]: one entry a completion, judgement by judgement. For a stream [M] the entry of a completion is repeated once
+    # for each of its spoken tokens.
     each_E = np.repeat(weights, [len(p) for p in parts])
     flat = [s for p in parts for s in p]
     spoken = [s.spoken for s in flat]
@@ -177,7 +181,8 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
 
 
 def heldout_judgements(environment: Environment) -> list[Judgement]:
-    """One judgement about each held-out task, always the same: pairs, else labelled completions, else none."""
+    """One judgement about each held-out task, the same in every evaluation and every run: pairs, else labelled
+    completions; none where the environment gives neither."""
     offered = abilities.judgements(environment)
     kind: Kind | None = next((k for k in COMPARED if k in offered.kinds), None)
     if kind is None:
@@ -199,8 +204,14 @@ class AgreementReport:
 
     @staticmethod
     def of(score: np.ndarray, worth: np.ndarray, unit: np.ndarray, ids: Sequence[str] = ()) -> AgreementReport | None:
-        """The share of pairs inside units that the scores order as their worth does, from the score, worth and unit
-        (-1: compared with none) of each completion, and the units' names. None where no pair has a better side."""
+        """The share of pairs inside units that the scores order as their worth does. None where no completion is better
+        than another one of its unit.
+
+        Args:
+            score, worth: of each completion.
+            unit: the unit of each completion; -1: it is compared with none.
+            ids: names of the units, where they have names.
+        """
         if not np.all(np.isfinite(score)):
             not_finite = int((~np.isfinite(score)).sum())
             raise InvariantError(f"{not_finite} of {len(score)} scores of held-out completions are not finite")

@@ -30,7 +30,8 @@ from posttrain.stages.preference.preference_loss_checks import PreferenceLossChe
 from posttrain.system.errors import InvariantError
 
 EPISODES, TOKENS = 4, 16
-"""How many episodes of an opponent are scored again, and tokens of each: few, since whole distributions are read."""
+"""How many episodes of an opponent are scored again, and at most how many tokens of each. The numbers are small, since
+the log-probs of the whole vocabulary are read at each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +211,8 @@ def mixture_logp(policy: Examiner, reference: Examiner, packed: Packed, share: f
     """float64 [M]: log of pi^(1 - share) ref^share at each spoken token, from the two whole distributions."""
     mixed_MV = 0.0
     for model, weight in ((policy, 1 - share), (reference, share)):
-        # 0 gives the whole vocabulary, sorted by each model in another way: it is brought back to one order.
+        # `top` with 0 gives the whole vocabulary, sorted for each model in another way. `put_along_axis` brings it back
+        # to the order of the vocabulary, so that the two models can be added.
         top = model.top(packed, 0)
         logp_MV = np.full((len(top), int(top.ids.max()) + 1), -np.inf)
         np.put_along_axis(logp_MV, top.ids.astype(np.int64), top.logp.astype(np.float64), 1)

@@ -133,7 +133,12 @@ def prompts_of(batch: Batch) -> list[np.ndarray]:
 def tokens_are_as_judged(
     roles: PreferenceRoles | RewardRoles, batch: Batch, judged: Sequence[Judgement], units: Sequence[int]
 ) -> None:
-    """Checks that completions of these judgements have the tokens of the judged text, after a rollout's prompt."""
+    """Checks that a completion has the tokens of the judged text, after the prompt that a rollout of its task would
+    get.
+
+    Args:
+        units: the numbers of the judgements that are compared.
+    """
     prompts, unit_E = prompts_of(batch), np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
     for unit in units:
         judgement = judged[unit]

@@ -66,8 +66,8 @@ def starts_at_reference(
 class ReferenceCheck(Observer):
     """Checks of a stage that learns from preferences, at every `due` step.
 
-    The reference is still the one with which the stage began, every log-ratio to it is 0 before the first step, and
-    `START` has the log-probs of the policy's forward pass.
+    The reference is still the one with which the stage began. Before the first step every log-ratio to it is 0. The
+    log-probs in the stream `START`, the policy's at the start of the step, are those of its forward pass.
     """
 
     def __init__(self, *, first: bool) -> None:
@@ -91,7 +91,8 @@ class ReferenceCheck(Observer):
         batch, dtype, reference = event.batch, roles.run.model.dtype, roles.reference
         assert reference is not None
         if self._remembered is None:
-            # Kept with their reference log-probs, and scored again at every later `due` step.
+            # The first units of the first minibatch are kept with their reference log-probs, and scored again at every
+            # later `due` step.
             members = [batch.members(u) for u in range(min(REMEMBERED, batch.units))]
             self._remembered = batch.select(np.concatenate(members))
         remembered = self._remembered

@@ -22,8 +22,8 @@ from posttrain.stages.ranks.rank_lead import RankLead
 
 
 class RowCheck(Observer):
-    """A check that each rank makes of its own rows of gradients, moments and weights. `number`: its place among
-    these."""
+    """A check that every rank makes of its own rows of gradients, moments and weights. `number`: its place among these
+    checks, by which all ranks know it."""
 
     def __init__(self, inner: Observer, number: int, lead: RankLead) -> None:
         self.inner, self._number, self._lead = inner, number, lead

@@ -35,7 +35,11 @@ SETTLE = 3.0
 
 
 class RankLead:
-    """Orders work of all ranks, on rank 0. `processes`: the other ranks, where this process has started them."""
+    """Orders work of all ranks. Used on rank 0.
+
+    Args:
+        processes: the other ranks, where this process has started them; None: somebody else did, such as torchrun.
+    """
 
     def __init__(
         self, ranks: ProcessRanks, store: Store, processes: RankProcesses | None = None, parallel: Parallel = "rows"

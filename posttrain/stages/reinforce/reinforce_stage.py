@@ -107,7 +107,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return partial(ask, self.roles), partial(learn, self.roles)
 
     async def close(self) -> None:
-        # First disconnect the queue: else a later push would wait for the groups that are cancelled here.
+        # First disconnect the queue from the weight sync. Else a push of a later stage would wait for the groups that
+        # are cancelled here.
         self.parts.sync.ready = self.parts.queue = None
         await self.roles.groups.close()
 
@@ -205,7 +206,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
     def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
         """The source of the groups: played for the step that learns from them, or ahead of it."""
         stage, state, rollout, stream = self.stage, self.state, self.setting.rollout, stream_of(self.stage)
-        # The versions of the weights at this step and the `most_behind` steps before it; at first there is only one.
+        # A sample may be up to `most_behind` steps old. So the versions of the weights are kept for the present step
+        # and for `most_behind` steps before it. Where the stage begins, there is only the first version.
         begun = (self.trainer.version,) * stage.most_behind
         versions = deque(state.versions or begun, maxlen=stage.most_behind + 1)
         if not stage.staleness:

@@ -1,4 +1,7 @@
-"""Checks that wrong answers were generated anew from their first wrong step, which is found a second time here."""
+"""Checks that wrong answers were generated anew from their first wrong step.
+
+The first wrong step is found a second time here, from the verdicts alone.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ def goes_on_from_its_step(a: RegeneratedAnswer, settings: Regenerate, text: Call
             f"{named} keeps {a.kept} of its {len(ends)} steps, and the first wrong one comes after {kept}: right steps"
             " would be said anew, or the error stay"
         )
-    # Bisection ends with the last right step and the step after it, which was asked and found wrong, unless it is the
-    # last one of the answer: the whole answer is wrong.
+    # Bisection ends with two neighbours: the last right step, and the step after it, which was asked and found wrong.
+    # If that is the last step of the answer, it was not asked, since the whole answer is wrong.
     if by_completions and kept + 1 < len(ends) and kept + 1 not in a.asked:
         raise InvariantError(
             f"{named} was right from the end of step {kept} of {len(ends)}, and step {kept + 1} was not asked: nothing"

@@ -304,7 +304,8 @@ class RejectionCheck(Observer):
             self._rewards.setdefault(name, []).append(reward)
 
     def _take_regenerated(self, roles: RejectionRoles, event: RegeneratedEvent) -> None:
-        """Note the regenerated completions that go on from the last right step. `kept_was_played` raises for others."""
+        """Note the regenerated completions as played, but only those that go on from the last right step. So
+        `kept_was_played` raises if another one is kept."""
         settings = roles.stage.method.regenerate
         assert settings is not None  # nothing else makes the event
         text = roles.rollout.dialogue("").text

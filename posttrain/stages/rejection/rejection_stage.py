@@ -133,8 +133,11 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
             )
 
     def _regenerator(self) -> Regenerator | None:
-        """Returns what says wrong answers anew. ConfigError where a model judges: the environment judges these
-        alone."""
+        """Returns the regenerator that says wrong answers anew.
+
+        Raises:
+            ConfigError: a model judges the answers, and completions are judged by the environment alone.
+        """
         regenerate, stage, rollout = self.stage.method.regenerate, self.stage, self.setting.rollout
         if regenerate is None:
             return None
@@ -240,7 +243,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return merge(sampled, selection.gauges(self._asked, s.round)), notes
 
     def _take_in(self, work: RejectionWork) -> Gauges:
-        """Emits the events of the samples, writes their episodes, and keeps the candidates. Returns their gauges."""
+        """Emits the events of the samples, writes their episodes, and keeps the candidates for a resumed run. Returns
+        their gauges."""
         roles, s = self.roles, self.state
         if work.plain is None:
             return {}
@@ -269,7 +273,8 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
     def _restart(self) -> None:
         """The weights that the stage started from, with a new optimizer."""
         parts, trainer = self.parts, self.trainer
-        # The weights come first, since a new optimizer may copy them. The version rises, so that the engine takes them.
+        # The weights come first, since a new optimizer may copy them. The version rises, so that the engine does not
+        # take these weights for the ones that it has.
         load_kept(parts, self.progress, starts(parts.run.stages, self.stage))
         trainer.version += 1
         trainer.optimizer = parts.optimize(self.stage.optimizer)

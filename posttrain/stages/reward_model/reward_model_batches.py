@@ -144,9 +144,12 @@ def heldout_agreement(
 
 @dataclass(frozen=True, eq=False)
 class ScoredJudgements:
-    """Judged completions with the scores that a reward model gives them. All arrays are [S]: `score`; `worth`, how it
-    was judged; `tokens`, its length; `flattery`, its flattering phrases (all float64); `unit`, int64: completions of
-    one unit are compared with each other, those of -1 with none."""
+    """Judged completions with the scores that a reward model gives them.
+
+    All arrays are [S], one entry a completion: `score`; `worth`, how it was judged (more is better); `tokens`, its
+    length; `flattery`, its number of flattering phrases (these four float64); and `unit`, int64. Completions of one
+    unit are compared with each other; -1: with none.
+    """
 
     score: np.ndarray
     worth: np.ndarray
@@ -204,8 +207,12 @@ def scored_answers(
     renderer: PairRenderer,
     context: int,
 ) -> ScoredJudgements:
-    """The answers of a policy, prompt by prompt, with their scores. The answers to one prompt are a unit. `worth` is
-    rounded to 1e-9, so that float noise does not order answers."""
+    """The answers of a policy, prompt by prompt, with their scores. The answers to one prompt are a unit.
+
+    Args:
+        worth: what an answer is worth; not None for any of them. Values are rounded to 1e-9, so that float noise does
+            not order answers.
+    """
     episodes = [e for of_prompt in answers for e in of_prompt]
     judged = [Label(task=e.task, completion=e.text, good=True) for e in episodes]
     score, _, tokens, _ = _scores(judged, learner, renderer, context)

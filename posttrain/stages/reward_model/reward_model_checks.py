@@ -1,6 +1,8 @@
-"""Checks that a reward model is trained on what was judged. Its head gets a gradient and is read at the end of a
-sequence. The sides of a judgement have the same prompt, and end in one stop token each. The loss is that of its
-definition."""
+"""Checks that a reward model is trained on what was judged.
+
+Its head gets a gradient and is read at the end of a sequence. The sides of a judgement are those that were judged, have
+the same prompt, and end in one stop token each. The loss is the one of its definition.
+"""
 
 from __future__ import annotations
 
@@ -120,8 +122,8 @@ def expected_loss(
         r = [float(x) for x in score_S[next_S : next_S + len(completions)]]
         logps = None if logp_S is None else [float(x) for x in logp_S[next_S : next_S + len(completions)]]
         next_S += len(completions)
-        # R are the scores. A label: -log sigmoid(+-R). A pair: -log sigmoid(R_c - R_r - margin). A ranking: the mean
-        # over its pairs (2203.02155), or Plackett-Luce, sum_k log sum_(i >= k) exp(R_i - R_k).
+        # R are the scores. A label: -log sigmoid(+-R). A pair: -log sigmoid(R_c - R_r - margin), by Bradley and Terry.
+        # A ranking: the mean over its pairs (2203.02155), or Plackett-Luce, sum_k log sum_(i >= k) exp(R_i - R_k).
         if isinstance(j, Label):
             loss = _minus_log_sigmoid(r[0] if j.good else -r[0])
         elif isinstance(j, Pair):
@@ -195,8 +197,11 @@ class RankingCheck(Observer):
         return None
 
     def _language(self, roles: RewardRoles, batch: Batch) -> np.ndarray:
-        """float64 [S]: log-probs of the completions, or their log-ratios to the reference, where there is one. Its
-        weights must not have changed, and before the first step every log-ratio must be 0."""
+        """float64 [S]: log-probs of the completions, or their log-ratios to the reference, where there is one.
+
+        Also checks the reference, the model with which the stage began: its weights have not changed, and before the
+        first step every log-ratio to it is 0.
+        """
         logp_M, reference, dtype = roles.learner.score(batch), roles.reference, roles.run.model.dtype
         ratio_M = logp_M.astype(np.float64)
         if reference is not None:

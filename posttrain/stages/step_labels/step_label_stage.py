@@ -113,8 +113,8 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         name = rows_name(self.stage.name)
         before = [] if work.index == 1 else [r for r in rows_of(self.parts.book.kept(name)) if r["step"] < work.index]
         rows = [*before, *(a.row(work.index) for a in work.answers)]
-        # `keep` replaces the whole folder, so no row is ever half written. In ASCII, since a line separator of Unicode
-        # in an answer would cut its row in two for `splitlines`.
+        # `keep` writes the whole file into a new folder, which then replaces the old one. So no row is ever half
+        # written. In ASCII, since a line separator of Unicode in an answer would cut its row in two for `splitlines`.
         text = "".join(json.dumps(r) + "\n" for r in rows)
 
         def write(folder: Path) -> None:

@@ -57,9 +57,11 @@ class ImitationCheck(Observer):
 
 
 def _prompts(roles: SupervisedRoles, index: int, task: Task) -> list[str | Sequence[Message]]:
-    """The prompts that may stand before the first learned turn of a demonstration; [] where none can be compared. Where
-    the chat template rewrites history, any learned turn may come first. The template writes tool calls in its own form,
-    so prompts with calls are left out."""
+    """The prompts that may stand before the first learned turn of a demonstration; [] where none can be compared.
+
+    Where the chat template rewrites history, each learned turn is a sequence of its own, so any of them may come first.
+    The template writes tool calls in its own form, so prompts with a message that has calls are left out.
+    """
     stage = roles.stage
     if (talk := conversation_of(roles.environment, stage, task)) is not None:
         return _before_turns(talk, roles.run.model.history == "rewrite")
