@@ -100,7 +100,8 @@ class Algorithm:
     """The algorithm that it is a patch of."""
 
     def __post_init__(self) -> None:
-        # What an absent class refuses is not known. Its algorithm was checked where it was made.
+        # The class of an absent piece is not here, so nobody knows what it refuses. Such an algorithm
+        # was checked where it was made. Here it is only printed and compared.
         for reason in () if self.absent else _meaningless(self):
             raise ConfigError(f"algorithm {self.name!r}: {reason}")
 
@@ -141,7 +142,8 @@ class Algorithm:
 
     @property
     def taught(self) -> bool:
-        """True where it learns only from a teacher, which the stage must name. With a hint the policy is its own."""
+        """True where the algorithm learns only from a teacher, and the stage must name it. With a hint the policy is
+        its own teacher."""
         return self.rewards == "none" and self.hint is None
 
     @property

@@ -55,8 +55,11 @@ def learns_from(kind: type[Any]) -> str:
 
 
 def named_algorithm(kind: type[Any], name: str) -> Any:
-    """The algorithm of this type and name. The ConfigError for another name has the nearest one, or the ladder that has
-    it."""
+    """The algorithm of this type and name.
+
+    Raises:
+        ConfigError: its ladder has no such name. The message names the nearest one, or the other ladder that has it.
+    """
     if name in LADDERS[kind]:
         return LADDERS[kind][name]
     # A frequent mistake is algorithm=dpo in a stage that learns from reward: there the other ladder's name helps.

@@ -123,7 +123,8 @@ class PreferenceAlgorithm:
     def reads(self) -> frozenset[str]:
         """The inputs that must be known before the loss: subset of {reference, start, collision, margin}. All but
         `margin`, which the data gives, are scored by models."""
-        # START is needed only for streams that are made over the whole minibatch before the loss.
+        # START is needed only for streams that are made over the whole minibatch
+        # before the loss. The loss itself has the policy's log-probs.
         need = {stream for p in self.pieces for stream in p.reads()}
         if self.against == "reference":
             need.add("reference")
@@ -149,7 +150,8 @@ class PreferenceAlgorithm:
 
     @property
     def reads_margin(self) -> bool:
-        """True where each pair needs `MARGIN`: the data's, or for link=nash the chance that the chosen one wins."""
+        """True where each pair needs `MARGIN`: the data's margin, or for link=nash the probability that the chosen one
+        is preferred."""
         return "margin" in self.reads
 
     @property

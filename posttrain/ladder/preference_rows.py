@@ -1,7 +1,7 @@
 """The second ladder: every preference algorithm is a patch of another one, and the first is DPO. A row has parent,
 name, paper, and the changed choices.
 
-`ladder.preference_notes` says where papers and other libraries differ. To add one, write a row here; if it needs a new
+`ladder.algorithm_notes` says where papers and other libraries differ. To add one, write a row here; if it needs a new
 piece, also one type in `ladder.pieces` and its mathematics in `posttrain.algorithm.preference`.
 """
 

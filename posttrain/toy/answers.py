@@ -40,7 +40,8 @@ Disturb = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Sampled answers: prompt [E], tokens [E, T], the sampler's log-probs [E, T]; empty where nobody sampled them."""
+    """Sampled answers: prompt [E], tokens [E, T], and the sampler's log-probs [E, T]. For answers that nobody sampled,
+    such as demonstrations, `mu_ET` is empty."""
 
     prompt_E: Tensor
     tokens_ET: Tensor

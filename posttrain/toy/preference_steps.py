@@ -21,7 +21,8 @@ from posttrain.toy.pairs import AnswerPair, TablePolicy, batch_of_pairs, pair_lo
 
 
 def gap(policy: TablePolicy, reference: TablePolicy, pair: AnswerPair) -> float:
-    """Returns how many nats more the policy has raised the chosen answer's log-prob than the rejected one's."""
+    """Returns how much more the policy has raised the log-prob of the chosen answer than that of the rejected one, in
+    nats, against the reference."""
     with torch.no_grad():
         moved = pair_logp(policy, [pair]) - pair_logp(reference, [pair])
     first = len(pair[0])

@@ -69,7 +69,8 @@ def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
     stages: Any = cast("dict[str, Any]", run).get("stages") if isinstance(run, dict) else None
     for stage in cast("list[Any]", stages) if isinstance(stages, list) else []:
         a: Any = cast("dict[str, Any]", stage).get("algorithm") if isinstance(stage, dict) else None
-        # Its parents are inside it, and may have other pieces. A record comes from elsewhere, so types are tested.
+        # An algorithm's parents are recorded inside it, and may have other pieces. A record
+        # comes from elsewhere, so the type of each value is tested before it is used.
         while isinstance(a, dict):
             plain = cast("dict[str, Any]", a)
             for field, hint in _fields().items():
