@@ -4,10 +4,9 @@
     push = trust_region(logp, anchor, A, sequence)               factor of a token's policy gradient; not differentiated
     loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t )
 
-Every field is one choice, and no choice is spread over two fields. A piece with numbers is a type of its own
-(`posttrain.ladder.pieces`). It owns its numbers and defines what it reads, costs and refuses. A field is declared by
-the base class of its choice, so a new piece changes nothing here. `Algorithm` refuses combinations that mean nothing.
-`patch` refuses a change that changes nothing.
+Every field is one choice, and no choice is spread over two. A piece with numbers is a type (`posttrain.ladder.pieces`)
+that says what it reads, costs and refuses. A field is declared by the base class of its choice, so a new piece changes
+nothing here. `Algorithm` refuses combinations that mean nothing, `patch` a change that changes nothing.
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ class Algorithm:
 
     @property
     def own_teacher(self) -> bool:
-        """True where the teacher is the policy as each step begins, or its moving average, and so no reference is
-        kept."""
+        """True where the teacher is the policy as each step begins, or its average: no reference is kept."""
         return self.hint is not None and self.hint.weights != "start"
 
     @property
@@ -178,16 +176,14 @@ class Algorithm:
 
     @property
     def start_before_loss(self) -> bool:
-        """True where credit, or the choice of tokens, needs the log-probs at the start of the step before the loss
-        computes them."""
+        """True where credit, or the choice of tokens, needs the log-probs at the start of the step before the loss."""
         return any(p.reads_start_early(self) for p in self.pieces)
 
     @property
     def reads(self) -> frozenset[str]:
         """The streams that the step must score before the loss: subset of {start, reference, values, entropy, energy,
         teacher, implicit}."""
-        # Each piece knows its own streams. Here stands what follows from two choices
-        # together: a ratio needs START only with anchor=start.
+        # What follows from two choices together stands here: a ratio needs START only with anchor=start.
         need = {stream for p in self.pieces for stream in p.reads(self)}
         if (self.forms_ratio and self.anchor == "start") or self.start_before_loss:
             need.add("start")
@@ -237,8 +233,7 @@ class Algorithm:
 
 
 def _meaningless(a: Algorithm) -> Iterator[str]:
-    """Yields the reasons why a combination of choices means nothing. Each message says what to change. The pieces add
-    their own."""
+    """Yields the reasons why a combination of choices means nothing, with what to change. The pieces add their own."""
     yield from _meaningless_credit(a)
     for piece in a.pieces:
         yield from piece.refuses(a)

@@ -47,39 +47,28 @@ def reads(a: Algorithm) -> tuple[str, ...]:
 
 def cost(a: Algorithm) -> Cost:
     """The costs of a step of this algorithm."""
-    passes: list[str] = []
-    policy_outputs = _policy_outputs(a)
-    # Where the policy makes a pass over its tokens anyway, that pass gives START too. Else
-    # START costs a pass, and only where a step takes several optimizer steps.
-    late = int("start" in a.reads and not policy_outputs)
-    if policy_outputs:
-        # One pass of the layers gives all of the policy's own numbers, so they are counted as one.
-        passes.append(" with ".join(policy_outputs))
-    if "reference" in a.reads:
-        passes.append("the reference")
-    if "implicit" in a.reads:
-        passes.append("the implicit process reward model, which also learns from every token")
-    if "teacher" in a.reads:
-        passes.append("the teacher's distributions")
-    forwards = len(passes)
-    if late:
-        passes.append("the policy at the start of the step, where a step takes several optimizer steps")
-    if a.tokens is not None and a.tokens.reads_now:
-        late += 1
-        passes.append("the policy before every optimizer step of a batch but the first")
-    return Cost(forwards, late, tuple(passes), tuple(_generation(a)), tuple(_memory(a)))
-
-
-def _policy_outputs(a: Algorithm) -> list[str]:
-    """Returns the results of one pass of the policy over its own tokens (`core.streams.OWN`), besides those that need a
-    pass only where a step takes several optimizer steps."""
+    # One pass of the layers gives all of the policy's own numbers (`core.streams.OWN`), so they are counted as one.
     outputs = (
         ("the policy at the start of the step", a.start_before_loss),
         ("the values", "values" in a.reads),
         ("the policy's entropies", "entropy" in a.reads),
         ("the policy's energies, |d log pi / d logits|^2", "energy" in a.reads),
     )
-    return [name for name, yes in outputs if yes]
+    of_policy = " with ".join(name for name, yes in outputs if yes)
+    before_loss = (
+        (of_policy, of_policy != ""),
+        ("the reference", "reference" in a.reads),
+        ("the implicit process reward model, which also learns from every token", "implicit" in a.reads),
+        ("the teacher's distributions", "teacher" in a.reads),
+    )
+    passes = [name for name, yes in before_loss if yes]
+    late: list[str] = []
+    # Where the policy makes a pass anyway, that pass gives START too.
+    if "start" in a.reads and not of_policy:
+        late.append("the policy at the start of the step, where a step takes several optimizer steps")
+    if a.tokens is not None and a.tokens.reads_now:
+        late.append("the policy before every optimizer step of a batch but the first")
+    return Cost(len(passes), len(late), (*passes, *late), tuple(_generation(a)), tuple(_memory(a)))
 
 
 def _generation(a: Algorithm) -> list[str]:

@@ -62,8 +62,7 @@ def named_algorithm(kind: type[Any], name: str) -> Any:
     """
     if name in LADDERS[kind]:
         return LADDERS[kind][name]
-    # A frequent mistake is algorithm=dpo in a stage that learns from reward. There the
-    # name of the other ladder helps more than the nearest name on this one.
+    # A frequent mistake is algorithm=dpo in a stage that learns from reward: there the other ladder's name helps.
     other = next((k for k, rows in LADDERS.items() if name in rows), None)
     if other is not None:
         raise ConfigError(

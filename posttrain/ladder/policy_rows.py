@@ -179,8 +179,7 @@ SDFT         = _patch(SDPO,      "sdft",         "2601.19897", hint=Hint(of="ans
                                                                aggregate="sequence_mean")
 
 # fmt: on
-# Collected by type, in the order of definition: every row above is
-# on the ladder, and there is no list of names that could miss one.
+# Collected by type, in the order of definition: no list of names could miss a row.
 LADDER: dict[str, Algorithm] = {a.name: a for a in list(globals().values()) if isinstance(a, Algorithm)}
 """All algorithms above, by name."""
 

@@ -5,9 +5,7 @@
     x    = beta h_chosen - beta h_rejected - margin                      of each pair
     loss = sum over pairs of weight * coef * link(x) + what is added
 
-Every field is one choice, as in `ladder.algorithm`. A piece with numbers is a type of its own
-(`ladder.pieces.link`, `ladder.pieces.preference_pieces`, `ladder.pieces.pair_source`). `PreferenceAlgorithm` refuses
-combinations that mean nothing.
+Every field is one choice, as in `ladder.algorithm`, and combinations that mean nothing are refused.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class PreferenceAlgorithm:
         positive("coef", self.coef)
         positive("good", self.good)
         positive("bad", self.bad)
-        # As in `ladder.algorithm`: what a piece refuses is in its class, and an absent one has none.
+        # As in `ladder.algorithm`: what an absent piece refuses is not known.
         for reason in () if self.absent else _meaningless(self):
             raise ConfigError(f"preference algorithm {self.name!r}: {reason}")
 
@@ -115,8 +113,6 @@ class PreferenceAlgorithm:
     def absent(self) -> tuple[str, ...]:
         """The names of its pieces whose classes this program does not have. What they refuse is then not known."""
         return tuple(type(p).__name__ for p in self.pieces if p.absent)
-
-    # --- what a stage reads -------------------------------------------------------------------------------------------
 
     @property
     def kind(self) -> Kind:
@@ -144,8 +140,7 @@ class PreferenceAlgorithm:
 
     @property
     def reads_start(self) -> bool:
-        """True where the log-probs of the policy at the start of the optimizer step must be scored, because something
-        is made of them over the whole minibatch."""
+        """True where the policy's log-probs at the start of the optimizer step must be scored before the loss."""
         return "start" in self.reads
 
     @property
@@ -175,13 +170,15 @@ class PreferenceAlgorithm:
 
 
 def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
-    """Yields the reasons why a combination of choices means nothing. Each message says what to change. The pieces add
-    their own."""
+    """Yields the reasons why a combination of choices means nothing, with what to change. The pieces add their own."""
     for piece in a.pieces:
         yield from piece.refuses(a)
-    if a.rows == "label":
-        yield from _meaningless_labels(a)
-    elif (a.good, a.bad) != (1.0, 1.0):
+    if a.rows == "label" and a.link.of != "sides":
+        yield (
+            f"link={type(a.link).__name__.lower()} reads pairs, and rows=label has single completions. Set"
+            " link=prospect, binary or anchoredzero, or rows=pair"
+        )
+    if a.rows != "label" and (a.good, a.bad) != (1.0, 1.0):
         yield f"good and bad weigh single completions, and rows={a.rows} has pairs. Set good=1, bad=1"
     if a.weights is not None and a.rows != "pair":
         yield "weights=wpo is a product over the two sides of a pair. Set weights=none, or rows=pair"
@@ -209,25 +206,14 @@ def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
         yield "add=... has the same term twice. Keep one, with the sum of their weights"
 
 
-def _meaningless_labels(a: PreferenceAlgorithm) -> Iterator[str]:
-    """The reasons that concern rows=label."""
-    if a.link.of != "sides":
-        yield (
-            f"link={type(a.link).__name__.lower()} reads pairs, and rows=label has single completions. Set"
-            " link=prospect, binary or anchoredzero, or rows=pair"
-        )
-
-
 def _meaningless_match(a: PreferenceAlgorithm) -> Iterator[str]:
-    """The reasons that concern `match`."""
     if a.rows != "pair" or a.link.of != "difference":
         yield f"match={a.match} sorts what a link of differences reads. Set rows=pair, link=logsigmoid, or match=none"
     if a.against == "nothing":
         yield f"match={a.match} sorts log-ratios to the reference. Set against=reference"
     if a.weights is not None:
         yield f"match={a.match} joins sides of different pairs, whose weights are then nobody's. Set weights=none"
-    # `Desensitized` scores a completion by the length of the other side of its pair.
-    # After sorting it is compared with a side of another pair.
+    # `Desensitized` scores a completion by the length of the other side, and sorting compares it with another pair's.
     if type(a.statistic).__name__ == "Desensitized":
         yield f"match={a.match} joins sides of different pairs, and desensitized compares lengths within one"
 

@@ -1,7 +1,7 @@
 """The second ladder: every preference algorithm is a patch of another one, and the first is DPO. A row has parent,
 name, paper, and the changed choices.
 
-`ladder.preference_notes` says where papers and other libraries differ. To add one, write a row here; if it needs a new
+`ladder.algorithm_notes` says where papers and other libraries differ. To add one, write a row here; if it needs a new
 piece, also one type in `ladder.pieces` and its mathematics in `posttrain.algorithm.preference`.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.ladder.algorithm import patch
+from posttrain.ladder.algorithm_notes import PREFERENCE_NOTES
 from posttrain.ladder.pieces.link import (
     AnchoredDown,
     AnchoredZero,
@@ -43,12 +44,11 @@ from posttrain.ladder.pieces.preference_pieces import (
     Robust,
 )
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
-from posttrain.ladder.preference_notes import PREFERENCE_NOTES
 from posttrain.system.errors import ConfigError, nearest
 
 
 def _patch(parent: PreferenceAlgorithm, name: str, paper: str, **changes: Any) -> PreferenceAlgorithm:
-    """The parent with some choices changed, and its note from `ladder.preference_notes`."""
+    """The parent with some choices changed, and its note from `ladder.algorithm_notes`."""
     return patch(parent, name, paper, note=PREFERENCE_NOTES.get(name, ""), **changes)
 
 

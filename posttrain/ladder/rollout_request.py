@@ -69,11 +69,7 @@ class PassRate:
         return PassRate(self.played / 2, self.passed / 2)
 
     def wave(self, missing: int) -> int:
-        """Returns the number of groups to play so that on average `missing` of them pass. It is `missing` where no
-        group was played.
-
-        32 missing, 20 of 50 passed -> 80. None of 50 passed counts as half a group: -> 3200.
-        """
-        # missing / rate, rounded up. Where no group passed, half a group is counted, so
-        # that the wave is large and not infinite. The caller limits it.
+        """Returns the number of groups to play so that on average `missing` of them pass; `missing` where none was
+        played. 32 missing, 20 of 50 passed -> 80. None of 50 passed counts as half a group, so that the wave is not
+        infinite: -> 3200."""
         return missing if not self.played else max(missing, math.ceil(missing * self.played / max(self.passed, 0.5)))

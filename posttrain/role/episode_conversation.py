@@ -1,8 +1,6 @@
-"""The conversation of one episode: observations of the environment and turns of the seats, within limits.
-
-One seat is trained. The others may be played by the policy or by any other model. A `DemonstrationTalk` plays a
-demonstration through the same interface: its turns are written, and nothing is sampled.
-"""
+"""The conversation of one episode: observations of the environment and turns of the seats, within limits. One seat is
+trained. The others may be played by the policy or any other model. A `DemonstrationTalk` plays a demonstration through
+the same interface: nothing is sampled."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ from posttrain.system.errors import ConfigError, DataError, InvariantError, near
 
 @dataclass(frozen=True)
 class Player:
-    """The player of a seat: a sampler with its own encoder and sampling settings. It is the policy or any other
-    model."""
+    """The player of a seat, the policy or any other model: a sampler with its own encoder and sampling settings."""
 
     sampler: Sampler
     dialogue: Callable[[str], Dialogue]
@@ -79,16 +76,14 @@ class SeatConversation:
         return self._dialogue.format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        # The first content is the task's own prompt. What comes after a turn
-        # is the world's, such as the error of a tool that quotes its key.
+        # What comes after the task's own prompt is the world's, such as the error of a tool that quotes its key.
         ids = self._dialogue.see(content if not self.turns else without_secrets(content), tools)
         if self._dialogue.restarted:
             # The template wrote earlier turns anew. What was sampled stays as it was in a segment of its own: its
             # log-probs are those under the old context.
             self._closed.append(self._transcript)
             self._transcript = Transcript(self._sampling)
-        # Cut to the context, so that the sequence can be packed and
-        # read; the next `say` finds no room and ends with `context`.
+        # Cut to the context, so that the sequence can be packed; the next `say` finds no room and ends with `context`.
         self._transcript.see(ids[: max(0, self._sampler.context - len(self._transcript))])
 
     async def say(self, most: int | None = None) -> Utterance:
@@ -106,14 +101,12 @@ class SeatConversation:
         self._last = said.ids
         self.turns.append(text)
         self._record_turn(text, len(said.ids))
-        # The engine knows one limit, the tokens that it was given.
-        # Which limit of the episode made them so few is known here.
+        # The engine knows only the tokens that it was given. Which limit made them so few is known here.
         stop = limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop
         return Utterance(text, stop, len(said.ids), opened)
 
     async def _generate(self, allowed: int) -> SampledTurn:
-        """Sample the next turn. Its tokens are reserved meanwhile, so that seats that speak at once stay within the
-        limits."""
+        """Sample the next turn, with its tokens reserved: seats that speak at once stay within the limits."""
         spent = self._spent
         # Two seats may sample at once, each before the other has ended: so the most that the turn may have is taken
         # now, and what it did not use is given back.
@@ -122,8 +115,7 @@ class SeatConversation:
             said = await self._sampler.generate(
                 self._transcript.ids, shorter(self._sampling, allowed), self._place(len(self.turns))
             )
-        # A cancelled turn (time, an aborted sibling) is a BaseException.
-        # Its tokens are lost with it: they count for nobody.
+        # A cancelled turn (time, an aborted sibling) is a BaseException. Its tokens are lost: they count for nobody.
         except BaseException:
             spent.turns, spent.tokens = spent.turns - 1, spent.tokens - allowed
             self.cut = True
@@ -151,13 +143,11 @@ class SeatConversation:
         return allowed, reason
 
     def _record_turn(self, text: str, tokens: int) -> None:
-        """Record a turn that has ended."""
         raise NotImplementedError
 
 
 class OtherSeat(SeatConversation):
-    """A seat that is not trained. The record keeps its text and token counts only
-    (`core.exchange.other_seats.SeatTurn`)."""
+    """A seat that is not trained. The record keeps its text and token counts only (`SeatTurn`)."""
 
     def __init__(
         self, name: str, player: Player, task: str, spent: SeatUsage, place: Callable[..., int], *, policy: bool
@@ -250,10 +240,8 @@ class Conversation(SeatConversation):
 
 
 class DemonstrationTalk:
-    """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy.
-
-    If the environment asks for more turns than the demonstration has, that is a DataError.
-    """
+    """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy; where
+    it asks for more turns, that is a DataError."""
 
     def __init__(
         self,
@@ -330,8 +318,7 @@ def _without_secrets(content: Content) -> Content:
     clean = mapped(content, scrubbed)
     if isinstance(clean, str) or isinstance(content, str):
         return clean
-    # Joined, more is scrubbed than in the parts: a secret lay across
-    # their borders. Which part it was in is then not worth keeping.
+    # Joined, more is scrubbed than in the parts: a secret lay across their borders.
     whole = scrubbed("".join(part.text for part in content))
     if whole == "".join(part.text for part in clean):
         return clean
@@ -348,6 +335,6 @@ def shorter(sampling: Sampling, most: int) -> Sampling:
 
 def tokens_upto(text: Callable[[np.ndarray], str], ids: np.ndarray, characters: int) -> int:
     """Number of tokens of `ids` that make this many characters, found by bisection. `text` decodes ids."""
-    # Every beginning is decoded as a whole: log2 of the length decodings. The bytes of half a character at its end may
-    # decode to more characters than the whole one (U+FFFD for each), so they are left out, and text never shrinks.
+    # The bytes of half a character at the end of a beginning may decode to more characters than the whole one (U+FFFD
+    # for each): they are left out, so that text never shrinks.
     return bisect_left(range(len(ids)), characters, key=lambda n: len(text(ids[:n]).rstrip("\ufffd")))

@@ -1,22 +1,6 @@
-"""The events of a training step, and the observers that get them.
-
-A step emits one event after each phase. Every observer gets it, in a fixed order, before the step goes on. An observer
-may raise, which stops the run. Observers never change what is computed.
-
-    PlayedEvent           the rollouts were played and judged
-    LabelledEvent         answers were cut into steps, and completed from the end of each
-    RegeneratedEvent      wrong answers were said anew from their first wrong step
-    KeptEvent             completions were selected to be imitated, and the weights to train are in place
-    ScoredEvent           the models scored the judged answers; credit is not computed yet
-    OutcomesEvent         an implicit process reward model is about to learn the answers' outcomes
-    PackedEvent           a minibatch was packed; there was no forward pass on it yet
-    DifferentiatedEvent   the minibatch's gradient was computed; the optimizer has not stepped yet
-    LearnedEvent          the optimizer has stepped; the sampler has the old weights
-    PushedEvent           the sampler serves the new weights
-
-There are two more between steps. EvaluatedEvent: a held-out evaluation has ended. RestoredEvent: something was restored
-from a checkpoint.
-"""
+"""The events of a training step, in their order below, and the observers that get them. A step emits one event after
+each phase. Every observer gets it, in a fixed order, before the step goes on. An observer may raise, which stops the
+run. Observers never change what is computed."""
 
 from __future__ import annotations
 
@@ -272,8 +256,7 @@ class Observers:
 
 
 def _with(step: Step, report: ObserverReport) -> Step:
-    """The step's line with a report in it. A gauge of the report replaces the step's gauge of that name; notes are
-    added."""
+    """The line with a report in it: gauges of the report replace those of their name; notes are added."""
     return replace(step, gauges={**step.gauges, **report.gauges}, notes=(*step.notes, *report.notes))
 
 

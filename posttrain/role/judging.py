@@ -1,8 +1,5 @@
-"""Judging: each answer is judged once, and again if a reward source broke. Equal answers share one verdict.
-
-The environment judges an answer as soon as its episode has ended. Judges that read tokens (`core.ports.EpisodeJudge`)
-are called once all episodes of a group have ended.
-"""
+"""Judging: each answer is judged once, and again if a reward source broke. Equal answers share one verdict. The
+environment judges an answer as soon as its episode has ended, judges that read tokens once all of a group have."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ class ComparingJudge(Protocol):
 
     @property
     def compares(self) -> bool:
-        """True where the verdict depends on the others. Where the judge failed on some episodes, it is then asked again
-        about all of them."""
+        """True where the verdict depends on the others: where it failed on some, it is asked again about all."""
         ...
 
 
@@ -104,7 +100,8 @@ async def judged(environment: Environment, attempt: Attempt, alone: bool = True)
 
 @dataclass
 class SiblingVerdicts:
-    """The verdicts of one prompt's siblings. Equal answers are judged once, so that none has two rewards in a group.
+    """The verdicts of one prompt's siblings. Equal answers are judged once, so that none has two rewards in a group: a
+    score that varies (a model, a race, a clock) would give them different credit by chance.
 
     A score that varies (a model, a race, a clock) would give equal answers different credit by chance. Two answers are
     equal if everything a verifier may read is equal: the tokens seen and said in each segment, and the stop reason. An
@@ -126,9 +123,8 @@ class SiblingVerdicts:
         self, attempt: Attempt, segments: Sequence[Segment], sibling: int | None = None
     ) -> tuple[Judged, ...]:
         """The verdicts of an attempt, or those of an equal one. For a sibling, sources that judge the whole group are
-        not asked here but in `together`."""
-        # The whole group is judged at once later. Until then the
-        # attempt is kept, and the environment leaves those sources out.
+        asked in `together`."""
+        # Until the whole group is judged the attempt is kept, and the environment leaves those sources out.
         if sibling is not None and self.environment.abilities.together is not None:
             self._attempts[sibling] = attempt
             attempt = replace(attempt, batched=True)
@@ -168,8 +164,7 @@ class SiblingVerdicts:
 async def judged_together(
     together: Together, attempts: Sequence[Attempt], at: StepNumber
 ) -> tuple[list[tuple[Judged, ...]], Gauges]:
-    """The verdicts of sources that judge a whole group. They are asked again up to `JUDGE_RETRIES` times while one
-    fails."""
+    """The verdicts of sources that judge a whole group, asked again up to `JUDGE_RETRIES` times while one fails."""
     verdicts_by_attempt, logged = await together(attempts, at)
     for _ in range(JUDGE_RETRIES):
         if not any(_broken(verdicts) for verdicts in verdicts_by_attempt):
@@ -181,10 +176,8 @@ async def judged_together(
 
 
 async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode]) -> list[Episode]:
-    """The finished episodes of one group, with the verdicts of these judges appended to their own.
-
-    Each judge is called once with all of them. Equal episodes share its verdicts, as in `SiblingVerdicts`.
-    """
+    """The finished episodes of one group, with the verdicts of these judges appended. Each judge is called once with
+    all of them, and equal episodes share its verdicts, as in `SiblingVerdicts`."""
     out = list(episodes)
     alike: dict[tuple[Any, ...], list[int]] = {}
     # An episode that failed already has no outcome, whatever a judge would add.

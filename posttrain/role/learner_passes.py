@@ -17,8 +17,7 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True)
 class Needs:
-    """The data that observers need of an optimizer step apart from its gauges. Data that no observer needs is not
-    copied."""
+    """What observers need of an optimizer step apart from its gauges. The rest is not copied."""
 
     logp: bool = False
     """The learner's log-prob of every spoken token."""
@@ -65,13 +64,9 @@ class Passes:
         self.stale_gradients = sum(each.stale_gradients for each in ranks)
 
     def joined(self, batch: Batch, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """[M]: values per spoken token of each micro-batch, in the order of the minibatch.
-
-        Raises:
-            InvariantError: the parts do not have one value for each of its tokens.
-        """
-        # Within a micro-batch the tokens keep the order of the minibatch, so `flatnonzero` gives
-        # the places of its values in their order.
+        """[M]: values per spoken token of each micro-batch, in the order of the minibatch; InvariantError where they
+        are not one for each token."""
+        # Within a micro-batch the tokens keep the order of the minibatch.
         places = [np.flatnonzero(np.isin(batch.sequence_M, chosen)) for chosen in self.episodes]
         place = np.concatenate([np.zeros(0, np.int64), *places])
         if not np.array_equal(np.sort(place), np.arange(batch.spoken)) or [*map(len, places)] != [*map(len, parts)]:
@@ -84,10 +79,8 @@ class Passes:
         return out
 
     def record(self, micro: Batch, scores: TokenScores, episodes: np.ndarray) -> None:
-        """Keep the scores of a micro-batch, and their gradients once backward has computed them.
-
-        The hooks on the scores only read gradients; they never change them.
-        """
+        """Keep the scores of a micro-batch, and, by hooks that only read them, their gradients once backward has
+        computed them."""
         if not (self.needs.logp or self.needs.gradients):
             return
         self.micros.append(micro)
@@ -97,8 +90,7 @@ class Passes:
         if not self.needs.gradients:
             return
         if scores.entropy is not None and scores.entropy.requires_grad:
-            # Hooks run inside backward, where the gradient by a score exists for a
-            # moment. Divided by the scale, it is the gradient of the loss itself.
+            # Inside backward the gradient by a score exists for a moment. Divided by the scale, it is that of the loss.
             scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad) / self.scale))
         if scores.value is not None and scores.value.requires_grad:
             value_M = _numbers(scores.value)

@@ -1,7 +1,5 @@
-"""The highest memory use of a phase of a step, and the settings to lower where memory does not suffice.
-
-Numbers are bytes of the whole process: what torch's allocator gave out on an accelerator, else resident memory.
-"""
+"""The highest memory use of a phase of a step, and the settings to lower where memory does not suffice. Numbers are
+bytes: what torch's allocator gave out on an accelerator, else the process's resident memory."""
 
 from __future__ import annotations
 
@@ -93,11 +91,7 @@ def mebibytes(count: float) -> str:
 
 @contextmanager
 def memory_suffices(packed: Packed, micro_tokens: int) -> Iterator[None]:
-    """Around a forward and backward pass: out of memory becomes a sentence that says what to lower.
-
-    Raises:
-        ConfigError: torch could not get the memory.
-    """
+    """Around a forward and backward pass: out of memory becomes a ConfigError that says what to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

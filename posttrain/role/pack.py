@@ -1,10 +1,10 @@
 """PACK: cuts the credited groups of a step into minibatches, one for each optimizer step.
 
-Token weights are computed here, once for a whole minibatch. Every later split into micro-batches only selects tokens.
+Token weights are computed here, once for a whole minibatch; every later split only selects tokens. An episode whose
+advantages are all 0 may be left out of the forward pass, but counts in the denominators.
 
-Worked example: 32 prompts x 8 siblings = 256 episodes. With minibatches=4 and epochs=2 that gives 8 minibatches of 8
-whole groups. Only the first one is on-policy for certain. An episode whose advantages are all 0 may be left out of the
-forward pass, but it still counts in the denominators of the weights.
+32 prompts x 8 siblings = 256 episodes. With minibatches=4 and epochs=2 that gives 8 minibatches of 8 whole groups, of
+which only the first is on-policy for certain.
 """
 
 from __future__ import annotations
@@ -62,15 +62,13 @@ def pack(
     if not groups:
         return
     for epoch in range(stage.epochs):
-        # The first epoch keeps the order of the prompts. Later ones are
-        # shuffled, so that other groups come together in a minibatch.
+        # Later epochs are shuffled, so that other groups come together in a minibatch.
         order = np.arange(len(groups))
         if epoch:
             order = seeds.generator(seed, "minibatch-order", step, epoch).permutation(len(groups))
         parts = [p for p in np.array_split(order, min(stage.minibatches, len(groups))) if len(p)]
         for i, part in enumerate(parts):
-            # Within a minibatch the groups keep the order of the step, whatever
-            # the shuffle was: the batch is a function of its members alone.
+            # In the order of the step, whatever the shuffle was: the batch is a function of its members alone.
             chosen = [groups[j] for j in sorted(part)]
             rng = seeds.generator(seed, "tokens", step, epoch, i)
             # Its number within this step, from 0. The weights after it have version + optimizer_step + 1.
@@ -97,8 +95,7 @@ def _minibatch(
     now: Callable[[Packed], np.ndarray] | None,
 ) -> Minibatch:
     """One minibatch of these groups: its weights, its batch, and the streams made over the whole of it."""
-    # First weights are normalised over all episodes that count. Only then are silent episodes left out: the
-    # denominator must not depend on which answers have credit.
+    # Weights first, then silent episodes are left out: the denominator must not depend on which answers have credit.
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
     not_silent = [
@@ -110,8 +107,7 @@ def _minibatch(
         return Minibatch(None, first, len(members))
     credits = [e for e, _ in not_silent]
     batch = _batch(credits, np.array([w for _, w in not_silent]))
-    # These streams are made over the whole minibatch, before it is split: choices
-    # of tokens and weights of imitation must not depend on micro-batches.
+    # Over the whole minibatch: choices of tokens and weights of imitation must not depend on micro-batches.
     context = MinibatchContext(a, batch, credits, versions, rng, now)
     made = {stream: x_M for maker in WHOLE for stream, x_M in maker.make(context).items()}
     return Minibatch(batch.having(made), first, len(members))

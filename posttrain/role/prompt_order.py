@@ -30,12 +30,9 @@ class RevisitingTasks(Protocol):
 
 @dataclass
 class Prompts:
-    """An endless iterator over the tasks of a source.
-
-    A finite source is shuffled anew every epoch; generated tasks come in order. `visit` counts how often a task was
-    used before. It is part of every random key of the task's episodes (law 8). A curriculum leaves tasks out, or draws
-    them in proportion to a weight (`Curriculum.weight`). It reads raw outcomes only.
-    """
+    """An endless iterator over the tasks of a source: a finite one is shuffled anew every epoch, generated tasks come
+    in order. `visit` counts how often a task was used before, a part of every random key of its episodes (law 8). A
+    curriculum leaves tasks out, or draws them in proportion to a weight. It reads raw outcomes only."""
 
     source: TaskSource
     seed: int

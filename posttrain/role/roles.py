@@ -1,7 +1,5 @@
-"""The roles of a stage in one object: a step calls them in order, and observers read them.
-
-There is one class for each kind of stage. `RoleCosts` measures time and memory of each role.
-"""
+"""The roles of a stage in one object, of a class for each kind: a step calls them in order, and observers read them.
+`RoleCosts` measures time and memory of each role."""
 
 from __future__ import annotations
 
@@ -41,10 +39,7 @@ from posttrain.role.trainer import Trainer
 
 @dataclass
 class RoleCosts:
-    """Wall-clock seconds and peak memory per role. They are for people: no digest covers them.
-
-    A role within another counts for both.
-    """
+    """Wall-clock seconds and peak memory per role, for people, in no digest. A role within another counts for both."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     total: dict[str, float] = field(default_factory=dict[str, float])
@@ -71,8 +66,8 @@ class RoleCosts:
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
         """Measures a role: around its work."""
-        # The process has one peak counter, and an inner role resets it. So the outer role's peak until now
-        # is put on the stack. When the inner role ends, its peak counts for the outer one too.
+        # The process has one peak counter, and an inner role resets it: the outer role's peak until now is put on the
+        # stack, and the inner role's counts for it too.
         if self._open:
             self._open[-1] = max(self._open[-1], self.peak.read())
         self._open.append(0.0)
@@ -97,8 +92,7 @@ class RoleCosts:
         """A phase of the innermost role ends now. Its peak memory is noted as `ROLE/name`; '' notes nothing."""
         if not self._open:
             return
-        # The reset below clears the counter. The role's own peak is the
-        # largest of its phases, so it is kept on the stack.
+        # The reset clears the counter, and the role's own peak is the largest of its phases.
         used = self.peak.read()
         self._open[-1] = max(self._open[-1], used)
         if name:
@@ -178,18 +172,24 @@ class RewardRoles(DataRoles[RewardModel]):
 
 
 @dataclass(kw_only=True)
-class OnlineRoles(StageRoles[OnlinePreference]):
-    """The roles of a stage that learns from preferences between its own samples."""
+class SamplingRoles(StageRoles[S]):
+    """The roles of a stage that samples."""
 
     sampling: Sampling
     """The stage's sampling settings, resolved."""
     rollout: Rollout
     prompts: Prompts
+    other_environments: tuple[Environment, ...] = ()
+    """Other environments on which the run or a later stage is evaluated: their held-out tasks stay untrained."""
+
+
+@dataclass(kw_only=True)
+class OnlineRoles(SamplingRoles[OnlinePreference]):
+    """The roles of a stage that learns from preferences between its own samples."""
+
     reference: Reference | None
     opponent: Opponent | None = None
     """The player that says the completions of `stage.opposed`; None: the policy itself."""
-    other_environments: tuple[Environment, ...] = ()
-    """Other environments on which the run or a later stage is evaluated."""
 
     @property
     def place(self) -> int:
@@ -198,30 +198,20 @@ class OnlineRoles(StageRoles[OnlinePreference]):
 
 
 @dataclass(kw_only=True)
-class RejectionRoles(DataRoles[Rejection]):
+class RejectionRoles(DataRoles[Rejection], SamplingRoles[Rejection]):
     """The roles of a stage that imitates the best of its own samples."""
 
-    sampling: Sampling
-    """The stage's sampling settings, resolved."""
-    rollout: Rollout
-    prompts: Prompts
     regenerator: Regenerator | None = None
     """Says wrong answers anew from their first wrong step, where the method asks for it."""
     reference: Reference | None = None
     """None: nothing here compares with one. Checks of sampling stages ask for it."""
-    other_environments: tuple[Environment, ...] = ()
-    """Other environments on which the run or a later stage is evaluated."""
 
 
 @dataclass(kw_only=True)
-class LabelRoles(StageRoles[StepLabeling]):
+class LabelRoles(SamplingRoles[StepLabeling]):
     """The roles of a stage that labels steps of its own answers."""
 
     environment: Environment
-    sampling: Sampling
-    """The stage's sampling settings, resolved."""
-    rollout: Rollout
-    prompts: Prompts
     labeler: StepLabeler
 
 
@@ -231,13 +221,9 @@ def stream_of(stage: Stage) -> str:
 
 
 @dataclass(kw_only=True)
-class ReinforceRoles(StageRoles[Reinforce]):
+class ReinforceRoles(SamplingRoles[Reinforce]):
     """The roles of a reinforcement stage, and the small state that a checkpoint must store."""
 
-    sampling: Sampling
-    """The stage's sampling settings, resolved."""
-    rollout: Rollout
-    prompts: Prompts
     groups: GroupSource
     """Plays the prompts, for the step that learns from them or ahead of it."""
     reference: Reference | None
@@ -247,12 +233,8 @@ class ReinforceRoles(StageRoles[Reinforce]):
     """Learns outcomes beside the policy, where the algorithm reads implicit process rewards."""
     adaptive: AdaptiveState = AdaptiveState()
     """Adaptive coefficients and moving averages, which change from step to step."""
-    other_environments: tuple[Environment, ...] = ()
-    """Other environments on which the run or a later stage is evaluated. Their held-out tasks must not be trained on
-    either."""
     own_reference: bool = True
-    """Whether the reference began as a copy of the policy and reads what it does, so that their KL is 0 before the
-    first step."""
+    """Whether the reference began as a copy of the policy and reads the same: their KL is 0 before the first step."""
     hints: Hints | None = None
     """Prompts that the reference reads instead of the policy's, where the algorithm has a hint."""
 

@@ -1,9 +1,6 @@
-"""ROLLOUT: samples episodes, has them judged, and keeps the log-prob of every sampled token.
-
-An episode is a coroutine over a `Transcript`. Thousands run at once, and the engine batches the requests that are
-ready. A failed rollout is data: if the environment or a verifier breaks, the episode gets a `failed` verdict, never a
-reward of 0.
-"""
+"""ROLLOUT: samples episodes, has them judged, and keeps the log-prob of every sampled token. An episode is a coroutine
+over a `Transcript`; the engine batches the requests that are ready. A failed rollout is data: if the environment or a
+verifier breaks, the episode gets a `failed` verdict, never a reward of 0."""
 
 from __future__ import annotations
 
@@ -72,12 +69,11 @@ class Rollout:
     """Players of the seats other than the trained one, by the seat's name. If empty, the policy plays them too, with
     the episode's sampling settings."""
     opponents: Mapping[int, Player] = field(default_factory=dict[int, Player])
-    """Players that play siblings in the place of the policy, by the sibling's number. An opponent plays its whole
-    episode, the other seats too where there are no `players`."""
+    """Players that play siblings in the place of the policy, by the sibling's number: the whole episode, the other
+    seats too where there are no `players`."""
 
     plays: EpisodePlayer | None = None
-    """The player of the episodes. None: the environment, in this process. Answers are judged by the environment either
-    way."""
+    """The player of the episodes; None: the environment, in this process. It judges the answers either way."""
     right: float | None = None
     """The smallest outcome of a right answer, where it is named (`Env.right`)."""
 
@@ -113,8 +109,8 @@ class Rollout:
         except PosttrainError:
             raise
         except Exception as error:
-            # An environment's code is the user's: what it raises fails this episode, and never stops the run. The
-            # verdict is `failed`, so the answer leaves baseline and batch and does not count as wrong.
+            # What the user's code raises fails this episode, and never stops the run. With the verdict `failed` the
+            # answer leaves baseline and batch and does not count as wrong.
             source = DEADLY if isinstance(error, UnanswerableTurn) else "environment"
             why = scrubbed(f"{type(error).__name__}: {error}")
             verdicts: tuple[Judged, ...] = (Judged(source, 1.0, Verdict.failed(source, why)),)
@@ -206,17 +202,13 @@ class Rollout:
         )
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
-        """Play all siblings of one prompt concurrently.
-
-        With `request.shown` the last siblings are demonstrations. With `request.greedy` there is one argmax answer
-        besides them. Equal answers share their verdicts (`SiblingVerdicts`).
-
-        With `request.extra`, that many more episodes are started. Once the wanted number has ended, the rest are
-        aborted. This favours short answers; `Group.aborted` counts how many were lost to it.
-        """
+        """Play all siblings of one prompt concurrently. With `request.shown` the last ones are demonstrations, with
+        `request.greedy` there is one argmax answer besides them. With `request.extra`, that many more are started, and
+        the rest aborted once the wanted number has ended. This favours short answers; `Group.aborted` counts how many
+        were lost to it."""
         shown, greedy = request.shown, request.greedy
-        # Numbers of siblings: 0 to started - 1 are sampled, and demonstrations come
-        # behind them, so that no two share random numbers, also where some are aborted.
+        # 0 to started - 1 are sampled, and demonstrations come behind them: no two share random numbers, also where
+        # some are aborted.
         wanted = request.siblings - (shown.siblings if shown else 0)
         started, talks = wanted + request.extra, dict[int, Conversation]()
         judging = SiblingVerdicts(self.environment, not self.judges)
@@ -234,8 +226,7 @@ class Rollout:
             ended, others = await together([sampled, together(others_playing)])
         finally:
             await judging.close()
-        # An aborted sibling has no episode, but the engine spent time on its
-        # turns. So its tokens are counted from its conversation.
+        # The engine spent time on an aborted sibling's turns, so its tokens are counted from its conversation.
         spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
         aborted = started - len(ended)
         # The greedy answer is the last of `others`, so the first `request.siblings` are the siblings.

@@ -1,8 +1,5 @@
-"""SCORE: computes the streams that an algorithm reads of a step's judged episodes, such as log-probs and values.
-
-With `model.router_replay=start` the episodes first get the router choices of the learner, in place of the sampler's
-(`at_start`).
-"""
+"""SCORE: computes the streams that an algorithm reads of a step's judged episodes, such as log-probs and values. With
+`model.router_replay=start` they first get the learner's router choices in place of the sampler's."""
 
 from __future__ import annotations
 
@@ -56,8 +53,8 @@ def score(
         return ()
     if reroute:
         episodes = at_start(episodes, learner)
-    # All episodes of the step are packed into one sequence. Each model then scores it in passes of a size that fits,
-    # and streams that need the same numbers of the policy share one pass.
+    # Packed into one sequence, which each model scores in passes of a size that fits; streams that need the same
+    # numbers of the policy share one.
     segments = [s for e in episodes for s in e.segments]
     hinted_episodes = _told(groups, a, hints)
     hinted = None if hinted_episodes is None else [s for t in hinted_episodes for s in t.segments]
@@ -89,8 +86,7 @@ def score(
 
 
 def _told(groups: Sequence[Group], a: Algorithm, hints: Hints | None) -> list[HintedEpisode] | None:
-    """The judged episodes with the hint in their prompts, as the teacher reads them. None for an algorithm without a
-    hint: its teacher reads the policy's own episodes."""
+    """The judged episodes with the hint in their prompts, as the teacher reads them; None without a hint."""
     if a.hint is None:
         return None
     if hints is None:

@@ -1,7 +1,5 @@
-"""Weight sync: sends the learner's weights to a sampler, and proves by two checks that they arrived and are used.
-
-`Sync` pushes the weights. `InProcess` is the transport inside one process; `whole_tensors` joins shards for it.
-"""
+"""Weight sync: sends the learner's weights to a sampler (`Sync`), and proves by two checks that they arrived and are
+used. `InProcess` is the transport inside one process; `whole_tensors` joins shards for it."""
 
 from __future__ import annotations
 
@@ -115,8 +113,8 @@ class Sync:
     ready: Callable[[], Awaitable[None]] | None = None
     """Waits until new weights may come. None: they may come at any time."""
     elsewhere: Callable[[], Awaitable[None]] | None = None
-    """Waits until weights that were sent have left for engines in processes of their own: the learner's half of the
-    checks is computed while they install them. None: the engine works in this process."""
+    """Waits until sent weights have left for engines in processes of their own, which install them while the learner
+    computes its half of the checks. None: the engine works in this process."""
     forget: Callable[[], None] = nothing_is_kept
     """Empties what the sampler keeps of earlier turns, as new weights do."""
     tried: bool = False
@@ -157,11 +155,8 @@ class Sync:
         return served
 
     async def _try_adapter(self, version: int) -> None:
-        """Show once that the sampler computes with the adapter, by pushing a loud one as `version`.
-
-        A young adapter changes log-probs by less than rounding, so a sampler that leaves it out would pass the other
-        checks.
-        """
+        """Show once that the sampler computes with the adapter, by pushing a loud one as `version`. A young adapter
+        changes log-probs by less than rounding, so a sampler without it would pass the other checks."""
         trial = self.learner.adapter()
         if trial is None:
             return
@@ -184,7 +179,7 @@ class Sync:
 
     async def _send(self, version: int) -> tuple[str, np.ndarray | None]:
         """Send what the learner holds as `version`; returns its fingerprint, which both sides have, and the learner's
-        log-probs of the probe where there was time for them."""
+        log-probs of the probe where there was time."""
         if self.elsewhere is None:
             served = await self.transport.send(version, self.learner.shards(), self.sampler)
             ours, scores = self.learner.fingerprint(), None
@@ -204,12 +199,9 @@ class Sync:
         return served, scores
 
     async def _meanwhile(self, version: int, have_left: Callable[[], Awaitable[None]]) -> tuple[str, str, np.ndarray]:
-        """Send the weights, and compute the learner's half of both checks while they are installed.
-
-        Returns the served fingerprint, the learner's fingerprint, and the learner's log-probs of the probe.
-        """
-        # This order saves time: the weights leave first. While the engine
-        # installs them, the learner computes its half of both checks.
+        """Send the weights, and compute the learner's half of both checks while they are installed. Returns the served
+        fingerprint, the learner's, and its log-probs of the probe."""
+        # The weights leave first, so that the engine installs them meanwhile.
         sending = asyncio.ensure_future(self.transport.send(version, self.learner.shards(), self.sampler))
         try:
             await have_left()
@@ -222,11 +214,7 @@ class Sync:
                 await asyncio.gather(sending, return_exceptions=True)
 
     async def _scores_alike(self, version: int, ours: np.ndarray | None = None) -> None:
-        """Compare log-probs, since correct weights can still be used wrongly: caches, adapters, another dtype.
-
-        Args:
-            ours: the learner's, where they are known.
-        """
+        """Compare log-probs (`ours`: the learner's, where known): correct weights can still be used wrongly."""
         n, packed = len(self.probe_ids), packed_text(self.probe_ids)
         ours = self.learner.packed_score(packed) if ours is None else ours
         theirs = await self.sampler.score(self.probe_ids)

@@ -40,13 +40,8 @@ class NonFiniteGradient(InvariantError):
         super().__init__(self.told([f"episode {e} of its batch" for e in culprits]))
 
     def told(self, names: Sequence[str], where: str = "", unnamed: int = 0) -> str:
-        """The error message.
-
-        Args:
-            names: names of the culprits. The message has the first `NAMED`, and the number of the others.
-            where: words behind the number of the optimizer step.
-            unnamed: further culprits, which `names` leaves out.
-        """
+        """The error message with the first `NAMED` names of culprits, and the number of the others and the `unnamed`.
+        `where` stands behind the number of the optimizer step."""
         if not self.culprits:
             cause = (
                 f"The loss and gradient of each of its {self.episodes} episodes alone are finite: their sum overflows"
@@ -91,10 +86,8 @@ class Packing:
         self.computed += len(micro.ids_N) if scores.computed is None else scores.computed
 
     def gauges(self) -> Gauges:
-        """Gauges of one optimizer step.
-
-        A minibatch in one pass wastes no room. A pass with more tokens than `room`, some of them shared, wastes none.
-        """
+        """Gauges of one optimizer step. A minibatch in one pass, or a pass with more tokens than `room`, wastes
+        none."""
         total, passes = sum(self.sizes), len(self.sizes)
         room = sum(max(self.room, n) for n in self.sizes) if passes > 1 else total
         return {
@@ -302,13 +295,8 @@ class Trainer:
                 p.requires_grad_(True)
 
     def _update(self, batch: Batch, loss: Loss, overflow: bool, share: float) -> Gauges:
-        """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause.
-
-        Args:
-            overflow: whether the scale of the loss alone can be that cause. Then the step is left out, and the next
-                step has a smaller scale.
-            share: of the learning rate, which the step uses.
-        """
+        """The optimizer's step, with this share of the learning rate. If the gradient is not finite, each unit's loss
+        alone shows the cause, unless the loss scale alone can be it (`overflow`): then the step is left out."""
         lr, scale = self.optimizer.lr * share, self.optimizer.loss_scale
         norm = self.optimizer.step() if share == 1 else self.optimizer.step(share)
         self.learner.train_mode(False)
@@ -349,8 +337,7 @@ class Trainer:
 def key(episode: Episode) -> bytes:
     """The spoken tokens and their log-probs as bytes. Finds an episode again in a batch."""
     ids_and_logps = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
-    # First the ids of all segments, then their log-probs: `named` builds the same bytes
-    # from a batch. Log-probs tell siblings with equal tokens apart.
+    # Ids of all segments, then their log-probs, as `named` has them: they tell siblings with equal tokens apart.
     return b"".join(x.tobytes() for x in (*ids_and_logps[::2], *ids_and_logps[1::2]))
 
 

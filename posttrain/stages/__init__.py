@@ -1,9 +1,6 @@
-"""Stages one after another on the same learner, each evaluated, checkpointed and resumable.
-
-Read `loop` (the loop over the steps of a stage), then `training_step` (one RL step), then the folder of a kind: its
-stage, its batches and the checks that only it has. A new kind is a folder here and a file in `config.stages`;
-`checks_by_kind` says which checks observe it.
-"""
+"""Stages one after another on the same learner, each evaluated, checkpointed and resumable. Read `loop`, then
+`training_step` (one RL step), then the folder of a kind. A new kind is a folder here and a file in `config.stages`;
+`checks_by_kind` says which checks observe it."""
 
 from __future__ import annotations
 

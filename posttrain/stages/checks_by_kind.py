@@ -45,15 +45,12 @@ from posttrain.stages.supervised.imitation_checks import ImitationCheck
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a reinforcement stage, in the order in which they get events."""
-    # `steps` is empty where the stage begins. In a resumed stage, checks that are made only once (such as whether the
-    # weights move) find in these lines whether they passed already.
+    # `steps` is empty where the stage begins. In a resumed one, checks made only once look here whether they passed.
     history, bets = StageHistory(steps), Bets.of(kept.get("bets"))
     return [
         ResumeCheck(history),
         LossCheck(),
-        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
+        *updates(steps),
         CreditCheck(),
         ImplicitCheck(),
         SamplerCheck(fresh=not steps),
@@ -77,26 +74,21 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
     ]
 
 
+def updates(steps: Sequence[Step], always: bool = False) -> list[Observer]:
+    """The checks of every stage that trains. `always`: every step has something to learn, so the
+    first one has shown that weights move."""
+    moved = bool(steps) if always else any("canary/moved" in s.gauges for s in steps)
+    return [UpdateCheck(moved=moved), ScaleCheck(done=scale_was_checked(steps)), FrozenCheck()]
+
+
 def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a supervised stage."""
-    # Every step has tokens to learn, so the first one was checked already.
-    return [
-        UpdateCheck(moved=bool(steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
-        ImitationCheck(first=not steps),
-        JudgingCheck(),
-    ]
+    return [*updates(steps, always=True), ImitationCheck(first=not steps), JudgingCheck()]
 
 
 def ranking(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that trains a reward model."""
-    return [
-        UpdateCheck(moved=bool(steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
-        RankingCheck(first=not steps),
-    ]
+    return [*updates(steps, always=True), RankingCheck(first=not steps)]
 
 
 def labels(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
@@ -111,9 +103,7 @@ def preference(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]
         JudgementCheck(),
         ReferenceCheck(first=not steps),
         PreferenceLossCheck(kept.get("preference", {}) if steps else None),
-        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
+        *updates(steps),
     ]
 
 
@@ -127,9 +117,7 @@ def online(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
         OpponentCheck(),
         ReferenceCheck(first=not steps),
         OnlineLossCheck(),
-        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
+        *updates(steps),
         SamplerCheck(fresh=False),
         TaskCheck(),
         VerifierCheck(history),
@@ -141,9 +129,7 @@ def rejection(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
     """The checks of a stage that imitates the best of its own samples."""
     history = StageHistory(steps)
     return [
-        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
-        ScaleCheck(done=scale_was_checked(steps)),
-        FrozenCheck(),
+        *updates(steps),
         SamplerCheck(fresh=False),
         TaskCheck(),
         RejectionCheck(history, kept.get("rejection", {}).get("start", "") if steps else ""),
@@ -166,17 +152,11 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
     Rejection: rejection,
     StepLabeling: labels,
 }
-"""The function that makes a stage's checks, by the type of the stage. A stage whose type is not here, and derives from
-none of these, has only `PhasePeaks`."""
+"""The function that makes a stage's checks, by its type. Stages of other, underived types have only `PhasePeaks`."""
 
 
 def checks_of(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
-    """The checks of `stage`.
-
-    Args:
-        steps: the lines of the steps that the stage has taken already.
-        kept: the state of all observers, as a checkpoint stored it.
-    """
+    """The checks of `stage`, which has taken these steps already. `kept`: the observers' state in a checkpoint."""
     # A derived stage type has the checks of the nearest kind that it derives from.
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
     return [PhasePeaks(), *([] if kind is None else OF[kind](steps, kept))]

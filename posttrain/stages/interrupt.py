@@ -1,9 +1,6 @@
-"""Ends a run early, after a signal or because the program's own `on_step` asks for it.
-
-After a signal the running step is finished, a checkpoint is written, and the run ends. A step that does not end in time
-after SIGTERM or SIGHUP is cancelled. Where `on_step` returns True, its stage is finished after that step, and the run
-ends.
-"""
+"""Ends a run early, after a signal or because the program's own `on_step` asks for it. After a signal the running step
+is finished and a checkpoint is written; a step that does not end in time after SIGTERM or SIGHUP is cancelled. Where
+`on_step` returns True, its stage is finished after that step."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ class Stopper:
 
     def after(self, step: Step) -> str:
         """Calls `on_step` with a step that was just recorded. Returns the reason why its stage ends here, or ''.
-
-        Raises:
-            ConfigError: `on_step` returned neither a bool nor None.
-        """
+        ConfigError where `on_step` returned neither a bool nor None."""
         answer = None if self.on_step is None else self.on_step(step)
         if answer is not None and not isinstance(answer, bool | np.bool_):
             raise ConfigError(

@@ -1,6 +1,4 @@
-"""The loop over the steps of a stage, and what all kinds of stage share around it.
-
-Shared are the start, evaluations, budgets, checkpoints, the result and messages. A kind of stage has a settings type
+"""The loop over the steps of a stage, and what all kinds of stage share around it. A kind of stage has settings
 (`config.stages.stage.Stage`), a state (`StageState`) and a driver: a class derived from `Driver`, which says how the
 stage opens and how it takes one step. Defining the class enters it into `DRIVERS` under its settings type.
 """
@@ -11,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -27,12 +26,11 @@ from posttrain.role.events import EvaluatedEvent, RestoredEvent
 from posttrain.role.heldout_evaluation import EvaluationReport
 from posttrain.role.memory_peaks import PeakMemory
 from posttrain.role.roles import RoleCosts
-from posttrain.role.trainer import Trainer
 from posttrain.role.weights.saved_weights import load_optimizer, save_optimizer, save_weights
 from posttrain.stages.interrupt import Interrupted, Stopper
 from posttrain.stages.measure_heldout_loss import HeldoutDemonstrations
 from posttrain.stages.preference.judged_batches import AgreementReport
-from posttrain.stages.progress import Progress, Reopening, StageResult, StageState, state_fingerprint
+from posttrain.stages.progress import Progress, Reopening, StageState, state_fingerprint
 from posttrain.stages.run_parts import MeasuredReport, RunParts, keep, load_kept
 from posttrain.stages.stage_result import agreed, is_recorded, measured_words, refuse_unjudged, result_of, waited_out
 from posttrain.stages.warm_up import largest, warm_up
@@ -43,23 +41,21 @@ from posttrain.system.shell import command_line
 S = TypeVar("S", bound=Stage)
 T = TypeVar("T", bound=StageState)
 A = TypeVar("A")
+AskAndLearn = tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]
+"""What `Driver.open` returns: (`ask`, `learn`)."""
 
 DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
 """Drivers that take the steps of a stage, by the type of its settings."""
 
 
 class Driver(ABC, Generic[S, T, A]):
-    """One stage of a run, from where it stands to its end.
-
-    A kind derives `class MyDriver(Driver[MyStage, MyState, RoundSamples], stage=MyStage, state=MyState)`, where
-    `RoundSamples` is what its `ask` returns and its `learn` takes.
-    """
+    """One stage of a run. A kind derives `class MyDriver(Driver[MyStage, MyState, RoundSamples], stage=MyStage,
+    state=MyState)`, where `RoundSamples` is what its `ask` returns and its `learn` takes."""
 
     state_type: ClassVar[type[StageState]]
     measures_before: ClassVar[bool] = False
-    """Whether held-out tasks are evaluated before the first step. Where False, the last measurement of the same weights
-    is used. A loaded model (`model.path`) is measured in any case by a stage that begins with it, so that its gain is
-    known."""
+    """Whether held-out tasks are evaluated before the first step; else the last measurement of the same weights is
+    used. A stage that begins with a loaded model (`model.path`) measures it in any case, so that its gain is known."""
 
     def __init_subclass__(cls, *, stage: type[Stage], state: type[StageState]) -> None:
         super().__init_subclass__()
@@ -73,8 +69,7 @@ class Driver(ABC, Generic[S, T, A]):
     def __init__(
         self, parts: RunParts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None
     ) -> None:
-        """`checkpoint`: the folder with the stage's optimizer, where the stage was interrupted in its middle; else
-        None."""
+        """`checkpoint`: the folder with the stage's optimizer, where the stage was interrupted in its middle."""
         self.parts, self.progress, self.stage = parts, progress, stage
         self.stopper, self.checkpoint = stopper, checkpoint
         # The state lives in `progress`, which every checkpoint contains. So a resumed stage finds its own state there.
@@ -92,8 +87,7 @@ class Driver(ABC, Generic[S, T, A]):
         """Loss of held-out demonstrations after the last step, where it was measured."""
         env, rollout = self.setting.environment, self.setting.rollout
         self._shown = HeldoutDemonstrations.of(stage, env, parts.renderer, rollout)
-        # `limit`: most seconds of a stage that shall take as long as an earlier one (`time_of`). It is read from the
-        # results in `progress`, where a resumed stage finds the same number.
+        # Most seconds of a stage that shall take as long as an earlier one; in a resumed stage the same number.
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
         self._files: Callable[[Path], None] = lambda folder: None
@@ -101,25 +95,18 @@ class Driver(ABC, Generic[S, T, A]):
     # --- what a kind writes ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]:
-        """Called before the first step, when weights and optimizer are in place; returns (`ask`, `learn`).
-
-        `ask(index)` returns the data from which step `index` (from 1) learns. `learn(asked)` takes the step with
-        `self.trainer`, and returns the step's line of the record.
-
-        Args:
-            checkpoint: the folder from which an interrupted stage goes on; None where the stage begins.
-        """
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[A]:
+        """Called before the first step, when weights and optimizer are in place; returns (`ask`, `learn`). `ask(index)`
+        returns the data from which step `index` (from 1) learns. `learn(asked)` takes the step with `self.trainer`, and
+        returns its line of the record. `checkpoint`: the folder from which an interrupted stage goes on; None where the
+        stage begins."""
 
     def reads(self, packed: Packed) -> Reads:
         """Returns what the stage's loss reads of a forward pass over these sequences."""
         return Reads()
 
     def remember(self, asked: A, step: Step) -> Step:
-        """Called after a step: stores in `self.state` what later steps need. Returns the step's line, perhaps with one
-        more note."""
+        """Called after a step: stores in `self.state` what later steps need. Returns the line, maybe with a note."""
         return step
 
     async def close(self) -> None:
@@ -135,10 +122,8 @@ class Driver(ABC, Generic[S, T, A]):
         the sampler. So both go on alike."""
 
     def note(self) -> Callable[[Path], None]:
-        """Called before a checkpoint inside the stage: stores in `self.state` what changes between steps.
-
-        Returns a function that writes further files into the checkpoint's folder, beside weights, optimizer and state.
-        """
+        """Called before a checkpoint inside the stage: stores in `self.state` what changes between steps. Returns a
+        function that writes further files into the checkpoint's folder."""
         return lambda folder: None
 
     def measured_before(self, report: EvaluationReport | None) -> None:
@@ -149,8 +134,7 @@ class Driver(ABC, Generic[S, T, A]):
         return None
 
     def enough(self, report: EvaluationReport | None) -> str:
-        """Returns the reason why the stage ends after this step, or ''. `report`: the evaluation after this step, where
-        there was one."""
+        """Returns the reason why the stage ends after this step, or ''. `report`: the evaluation after it, if any."""
         seconds = self.seconds()
         if self.stage.wall_time is not None and seconds >= self.stage.wall_time:
             return f"wall time of {self.stage.wall_time:g} s reached at step {self.state.step}"
@@ -162,8 +146,7 @@ class Driver(ABC, Generic[S, T, A]):
 
     async def run(self) -> None:
         """Runs the stage to its end. After a signal it ends earlier, with `Interrupted`."""
-        # `ended` returns False where a signal came and the running step did not end in time. Its work was cancelled
-        # then, and nothing of that step is kept.
+        # False: a signal came, and the running step did not end in time. It was cancelled, and nothing of it is kept.
         if not await self.stopper.ended(self._run(), lambda: self.state.step):
             where = f"in the middle of {self.stage.name} step {self.state.step + 1}"
             raise self._interrupted(f"{where}, which did not end after the signal, so nothing of it was kept")
@@ -179,17 +162,17 @@ class Driver(ABC, Generic[S, T, A]):
         if isinstance(optimizer := self.trainer.optimizer, StageOptimizer) and (words := optimizer.words()):
             self.parts.say(f"{self.stage.name}: {words}")
         if checkpoint is not None:
-            self._load_optimizer(checkpoint, self.trainer)
-            # The setting `optimizer.skips` limits the skipped steps in a row. With a count that began at 0 again, each
-            # resumed run could skip that many once more.
+            load_optimizer(checkpoint, optimizer)
+            fingerprint_now = partial(state_fingerprint, optimizer)
+            self.parts.watch.emit(RestoredEvent("optimizer state", self.state.optimizer, fingerprint_now))
+            # A count that began at 0 again would let each resumed run skip `optimizer.skips` steps more.
             self.trainer.skipped = self.state.skipped
         # Checks and rules compare a step with those before it, so a resumed stage reads its own lines again.
         lines = [] if checkpoint is None else run_reader.steps(self.parts.book.folder)
         taken = [s for s in lines if s.stage == self.stage.name]
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
-        # After `open`, when a reference and other models of the stage are in memory: the largest pass must fit beside
-        # them.
+        # After `open`, when the stage's other models are in memory: the largest pass must fit beside them.
         self._warm_up()
         # Also after `open`, which draws the held-out judgements. A resumed stage has both numbers in its state.
         if checkpoint is None and self.stage.eval:
@@ -198,8 +181,7 @@ class Driver(ABC, Generic[S, T, A]):
             self.state.loss_before = loss and loss.score.mean
             if loss is not None:
                 self.parts.say(f"{self.stage.name}: {loss.words} before its first step ({len(loss.rows)} rows)")
-        # A stop condition that was met before the checkpoint still holds: then the range is empty, and the stage only
-        # ends.
+        # A stop condition that was met before the checkpoint still holds: the range is then empty.
         last = 0 if self.state.ended else self.stage.steps
         try:
             with during_steps():
@@ -238,8 +220,7 @@ class Driver(ABC, Generic[S, T, A]):
         start = starts(parts.run.stages, self.stage)
         s.before, s.reward_before = self._known(start)
         if start != come_to(parts.run.stages, self.stage):
-            # The stage starts from other weights than the run has now. They get a new version number. Else the engine
-            # and the remembered evaluation would take them for the weights before.
+            # Other weights get a new version. Else engine and remembered evaluation would take them for those before.
             load_kept(parts, p, start)
             p.version = parts.version = p.version + 1
             if self._of_the_run:
@@ -258,14 +239,12 @@ class Driver(ABC, Generic[S, T, A]):
         self.measured_before(report)
 
     def _known(self, start: str) -> tuple[float | None, float | None]:
-        """(accuracy, mean reward) of the weights `start`, where they were measured on the held-out tasks of this stage;
-        else (None, None)."""
+        """(accuracy, mean reward) of the weights `start`, where they were measured on this stage's held-out tasks."""
         progress, run = self.progress, self.parts.run
         # The stage starts from the weights that the run has come to, so the run's last measurement is theirs.
         if start == come_to(run.stages, self.stage) and self._on_its_tasks:
             return progress.accuracy and progress.accuracy[0], progress.reward and progress.reward[0]
-        # Else look at earlier stages with the same tasks: first the stage that ended with these weights, then one that
-        # started from them.
+        # Else earlier stages with the same tasks: one that ended with these weights, then one that started from them.
         same_tasks = [
             result for result in progress.results if run.env_of(run.stage(result.name)) == run.env_of(self.stage)
         ]
@@ -287,8 +266,7 @@ class Driver(ABC, Generic[S, T, A]):
 
     @property
     def _of_the_run(self) -> bool:
-        """True where a measure of the stage's weights is a measure of the run: the weights are handed on, and the tasks
-        are the run's."""
+        """True where a measure of the stage is one of the run: its weights are handed on, its tasks are the run's."""
         return self.stage.hands_on and self._on_its_tasks
 
     @property
@@ -328,17 +306,20 @@ class Driver(ABC, Generic[S, T, A]):
         """Writes the stage's result and its last checkpoint. Its weights are kept, and then handed on, or the run's
         weights from before are loaded again."""
         p, parts, stage = self.progress, self.parts, self.stage
-        # Before the weights are replaced and the state is dropped: a finished run that is made longer goes on from
-        # this.
+        # Before weights and state are replaced: a finished run that is made longer goes on from this.
         reopening = self._reopening(report) if stage is parts.run.stages[-1] and stage.hands_on else None
-        result = self._result(report)
+        if stage.hands_on:
+            # Unknown (None) where the stage was measured on other tasks than the run's.
+            of_run = report if self._of_the_run else None
+            p.accuracy = None if of_run is None else of_run.accuracy.known
+            p.reward = None if of_run is None else of_run.reward.known
+        result = result_of(self, report)
         p.results = (*p.results, result)
         parts.say(f"{stage.name}: done, {result.why}{measured_words(result)}{'' if report is None else report.words}")
         # Before the checkpoint, which holds the fingerprint of the kept weights.
         keep(parts, p, stage.name)
         if not stage.hands_on:
-            # The weights from before the stage come back, under a new version number, which no engine and no remembered
-            # evaluation has.
+            # The weights from before come back under a new version, which no engine and no remembered evaluation has.
             load_kept(parts, p, come_to(parts.run.stages, stage))
             p.version = parts.version = p.version + 1
         p.stage, p.running, p.reopening = p.stage + 1, None, reopening
@@ -410,23 +391,18 @@ class Driver(ABC, Generic[S, T, A]):
     # --- borders -----------------------------------------------------------------------------------------------------
 
     async def _border(self, report: EvaluationReport | None) -> None:
-        """Called between two steps: writes a checkpoint when due, and raises `Interrupted` after a signal.
-
-        A stage that hands nothing on gets no checkpoint, since the run never goes on with its weights. A resumed run
-        begins such a stage anew.
-        """
+        """Called between two steps: writes a checkpoint when due, and raises `Interrupted` after a signal. A stage that
+        hands nothing on gets no checkpoint: a resumed run begins it anew."""
         stage, step = self.stage, self.state.step
         due = stage.checkpoint_every and step % stage.checkpoint_every == 0
         # A signal waits for a step at which the kind is at rest. With `sync_steps` above 1 the sampler has older
-        # weights than the learner in between, and a resumed run, which pushes when it begins, would go on with other
-        # samples.
+        # weights in between, and a resumed run, which pushes when it begins, would go on with other samples.
         stopped = bool(self.stopper.number) and self.at_rest
         if stage.hands_on and (due or stopped):
             # A checkpoint that is due is written at once, even if the kind is not at rest. A resumed run would begin by
             # pushing the weights, so this run pushes them now too (`catch_up`).
             await self.catch_up()
-            # All checkpoints of the run are compared by this number, so it counts only if it was measured on the run's
-            # own tasks.
+            # All checkpoints are compared by this number, so it counts only if measured on the run's own tasks.
             known = report.reward.known if self._on_its_tasks and report else None
             self._checkpoint(known[0] if known else self._unjudged_metric)
         if stopped:
@@ -458,15 +434,3 @@ class Driver(ABC, Generic[S, T, A]):
         with self.clock.of("checkpoint"):
             name = f"{p.version:08d}-{self.stage.name}-{s.step if s is not None else 0:06d}"
             parts.book.checkpoint(name, write, p.plain(), metric)
-
-    def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
-        load_optimizer(checkpoint, trainer.optimizer)
-        now = lambda: state_fingerprint(trainer.optimizer)  # noqa: E731
-        self.parts.watch.emit(RestoredEvent("optimizer state", self.state.optimizer, now))
-
-    def _result(self, report: EvaluationReport | None) -> StageResult:
-        p, stage = self.progress, self.stage
-        accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
-        if stage.hands_on:  # unknown (None) where the stage was measured on other tasks than the run's
-            p.accuracy, p.reward = (accuracy, reward) if self._of_the_run else (None, None)
-        return result_of(self, report)

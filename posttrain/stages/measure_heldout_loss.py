@@ -20,14 +20,12 @@ from posttrain.role.rollout import Rollout
 from posttrain.system.errors import InvariantError
 
 HELDOUT = 20_261_128
-"""Seed of held-out demonstrations. It is not the run's seed, so that runs of different seeds are measured on the
-same."""
+"""Seed of held-out demonstrations, not the run's: runs of different seeds are measured on the same."""
 
 
 @dataclass
 class HeldoutDemonstrations:
-    """The demonstration of each held-out task, in the form in which the stage imitates. They are made once, at the
-    first call of `loss`."""
+    """The demonstration of each held-out task, as the stage imitates it. They are made once, when first needed."""
 
     environment: Environment
     renderer: PairRenderer
@@ -47,11 +45,7 @@ class HeldoutDemonstrations:
         )
 
     async def loss(self, learner: Learner, tokens: int) -> HeldoutLoss | None:
-        """Their loss under the learner's weights; None where no task is held out.
-
-        Args:
-            tokens: about how many tokens are scored at once.
-        """
+        """Their loss under the learner's weights, about `tokens` tokens at once; None where no task is held out."""
         if self._demonstrations is None:
             self._demonstrations = [await self._demonstration(task) for task in self.environment.heldout]
         return heldout_loss(learner, self._demonstrations, tokens) if self._demonstrations else None
@@ -93,8 +87,8 @@ def _parts(ones: Sequence[Demonstrated], tokens: int) -> Iterator[list[Demonstra
 
 
 def _key(d: Demonstrated) -> str:
-    """A digest (16 hex digits) of the tokens, of which of them count, and of their weights. So two runs have a row in
-    common only where they scored the same."""
+    """A digest of the tokens, of which count, and of their weights: runs share a row only where they scored the
+    same."""
     h = hashlib.blake2b(digest_size=8)
     for s in d.segments:
         h.update(s.ids.tobytes() + s.mask.tobytes())

@@ -33,8 +33,7 @@ class StageResult:
     roles: Mapping[str, float]
     accuracy: tuple[float, float, float] | None
     """Share of held-out answers that are right (pass@1), as (mean, and the two ends of its 95 % interval). None where
-    nothing was measured, nothing could be judged, or outcomes are grades without such a share
-    (`core.measure.right`)."""
+    nothing was measured or judged, or outcomes are grades without such a share (`core.measure.right`)."""
     greedy: float | None
     """Share of right answers where each token is the likeliest one."""
     pass_at: Mapping[str, float]
@@ -55,15 +54,13 @@ class StageResult:
     peaks: Mapping[str, float] = field(default_factory=dict[str, float])
     """Peak bytes of each role."""
     agreement: tuple[float, float, float] | None = None
-    """For a stage that learns from judgements: share of held-out pairs that its scores order as they were judged, with
-    its 95 % interval."""
+    """Share of held-out pairs that its scores order as they were judged, with its 95 % interval."""
     agreement_before: float | None = None
     loss: tuple[float, float, float] | None = None
     """For a stage that imitates: the held-out loss with its 95 % interval."""
     loss_before: float | None = None
     proxy: tuple[float, float, float] | None = None
-    """Mean of the reward that is paid for held-out answers, with its 95 % interval. Only set where accuracy and reward
-    are of another reward, which is measured and not paid."""
+    """Mean of the reward that is paid, with its 95 % interval, where another reward is measured and not paid."""
     proxy_before: float | None = None
 
 
@@ -107,8 +104,8 @@ class Reopening:
     progress: Mapping[str, Any]
     """The progress as it was before the stage was ended."""
     gauges: Mapping[str, Any]
-    """[sum, count] of each gauge of the last evaluation, by name. A longer stage may evaluate after this step
-    (`eval_every`), and then its record has these gauges in the line of the step. Empty where it would not evaluate."""
+    """[sum, count] of each gauge of the last evaluation, by name: a longer stage may evaluate after this step, and then
+    has these gauges in its line. Empty where it would not."""
 
 
 @dataclass

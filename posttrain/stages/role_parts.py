@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.stages.stage import starts
 from posttrain.core.ports import Reference, TaskSource
 from posttrain.role.events import RestoredEvent
-from posttrain.role.prompt_order import RevisitingTasks
+from posttrain.role.prompt_order import Prompts, RevisitingTasks
+from posttrain.role.rollout import Rollout
 from posttrain.role.weights.saved_weights import restore, snapshot
 from posttrain.stages.loop import Driver
 from posttrain.stages.run_parts import load_kept
@@ -45,6 +48,17 @@ def data_parts(driver: Driver[Any, Any, Any]) -> dict[str, Any]:
     }
 
 
+def sampling_parts(driver: Driver[Any, Any, Any], cursor: int, rollout: Rollout) -> dict[str, Any]:
+    """The fields of `role.roles.SamplingRoles`, for a stage that walks through its tasks from `cursor` on."""
+    parts, setting = driver.parts, driver.setting
+    return stage_parts(driver) | {
+        "sampling": parts.sampling(driver.stage),
+        "rollout": rollout,
+        "prompts": Prompts(setting.environment.train, parts.run.seed, cursor),
+        "other_environments": parts.other_environments(driver.stage),
+    }
+
+
 def say_passes(driver: Driver[Any, Any, Any], source: TaskSource, begins: str) -> None:
     """Prints how a stage that learns from rows begins and how many passes it makes; warns where these are too many."""
     stage, parts = driver.stage, driver.parts
@@ -63,23 +77,27 @@ def say_passes(driver: Driver[Any, Any, Any], source: TaskSource, begins: str) -
         )
 
 
-def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Reference:
-    """A frozen copy of the model with which the stage began, or of weights that were kept under `name`.
-
-    Args:
-        checkpoint: set where the stage is resumed in its middle: then the kept weights are loaded for the copy.
-        name: the name of kept weights; '': those that the stage starts from.
-    """
-    parts = driver.parts
+@contextmanager
+def start_weights(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Iterator[None]:
+    """Inside, the learner has the weights with which the stage began, or those that were kept under `name`.
+    `checkpoint`: where the stage is resumed in its middle; the learner has its weights, which come back at the end."""
     if checkpoint is None:
-        return same_reference(driver, parts.freeze())
-    # The learner has the checkpoint's weights. They are put aside while the kept weights are loaded and frozen.
+        yield
+        return
+    parts = driver.parts
     now = snapshot(parts.learner)
     try:
         load_kept(parts, driver.progress, name or starts(parts.run.stages, driver.stage))
-        reference = parts.freeze()
+        yield
     finally:
+        # Also after an error: the policy must not keep the weights of the reference.
         restore(parts.learner, now)
+
+
+def frozen_start(driver: Driver[Any, Any, Any], checkpoint: Path | None, name: str = "") -> Reference:
+    """A frozen copy of the weights of `start_weights`."""
+    with start_weights(driver, checkpoint, name):
+        reference = driver.parts.freeze()
     return same_reference(driver, reference)
 
 

@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 
 def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
-    """Run a coroutine to its end; returns its result. `stopper`: gets the first interrupt, and lets the work end by
-    itself."""
+    """Run a coroutine to its end; returns its result. `stopper` gets the first interrupt, so that the work ends."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -63,9 +62,7 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
 
 
 def _watch(
-    done: threading.Event,
-    stopper: Stopper | None,
-    loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]],
+    done: threading.Event, stopper: Stopper | None, loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]
 ) -> None:
     """Wait until the work has ended. The first interrupt goes to the stopper; the next one cancels the work."""
     while not done.is_set():

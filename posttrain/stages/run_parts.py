@@ -117,8 +117,7 @@ class RunParts:
     close: Callable[[], None] = lambda: None
     """Stops the engine and frees its threads, processes and memory."""
     idle: Callable[[], Awaitable[None]] = nothing_waits
-    """Waits until the learner may compute: until an engine in this process has nothing to do, or until an engine in
-    another process has received its turns."""
+    """Waits until the learner may compute: an engine here has nothing to do, or one elsewhere has its turns."""
     sleep: Callable[[], None] = nothing_sleeps
     """Called before the learner works: engines in this process that must sleep then free their caches."""
     queue: GroupQueue | None = None
@@ -150,11 +149,8 @@ class RunParts:
         return setting.judged_by((*setting.rollout.judges, *self.trained_judges(stage)))
 
     def sampling(self, stage: Stage) -> Sampling:
-        """The sampling settings with which a stage is evaluated, resolved.
-
-        They are the stage's own. A stage in which the policy does not generate has none: it takes those of the next
-        stage in which the policy generates, or else of the first one in the run.
-        """
+        """The sampling settings with which a stage is evaluated, resolved: its own; or, where its policy does not
+        generate, those of the next stage that does, else of the first one in the run."""
         this_and_later = self.run.stages[self.run.stages.index(stage) :]
         # Later stages come first in the list, then all stages: a last stage that imitates takes an earlier stage's.
         settings_and_tops = [
@@ -181,8 +177,7 @@ class RunParts:
             await self.sync.push(self.version)
 
     def known(self, sampling: Sampling, environment: Environment, judges: tuple[str, ...]) -> EvaluationReport | None:
-        """The last evaluation, where it was made of the present weights with the same sampling, tasks and judges; else
-        None."""
+        """The last evaluation, if it was of the present weights with the same sampling, tasks and judges."""
         last = self.measured
         if last is None or last.environment is not environment:
             return None
@@ -190,11 +185,8 @@ class RunParts:
         return last.report if same else None
 
     async def evaluate(self, setting: StageSetting, sampling: Sampling) -> EvaluationReport:
-        """Evaluate the learner's weights on held-out tasks.
-
-        The engine's counters and caches are emptied afterwards. A resumed run does not repeat the evaluation, and its
-        record must be the same as without the interruption.
-        """
+        """Evaluate the learner's weights on held-out tasks. The engine's counters and caches are emptied afterwards: a
+        resumed run does not repeat the evaluation, and its record must be the same."""
         await self.publish()
         result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
         # The call empties the counters; what it returns is dropped.

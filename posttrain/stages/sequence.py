@@ -25,17 +25,14 @@ class Stages:
 
     def left(self, checkpoint: Path | None = None) -> Iterator[Driver[Any, Any, Any]]:
         """Yields the drivers of the stages that are left, in order. Run each one to its end before you take the next.
-
-        `checkpoint`: the folder with the optimizer of a stage that was interrupted in its middle; None: there is none.
-        """
+        `checkpoint`: the folder with the optimizer of a stage that was interrupted in its middle."""
         p, parts = self.progress, self.parts
         parts.watch.emit(RestoredEvent("weights", p.weights, parts.learner.fingerprint))
         parts.version = p.version
         if not p.stage and p.running is None:
             keep(parts, p, START)
         for stage in parts.run.stages[p.stage :]:
-            # Only the first stage of this loop can be an interrupted one. When it has ended, `p.running` is None, and
-            # the stages after it begin without a checkpoint.
+            # Only the first stage of this loop can be an interrupted one: when it has ended, `p.running` is None.
             resumed_from = checkpoint if p.running is not None else None
             yield DRIVERS[type(stage)](parts, p, stage, self.stopper, resumed_from)
 
@@ -51,11 +48,7 @@ def check_drivers(run: Run) -> None:
 
 
 def where(run: Run, state: Mapping[str, Any]) -> Progress:
-    """Reads a checkpoint's state strictly, as the progress of a run.
-
-    Raises:
-        ConfigError, InvariantError: the state cannot be one of this run; the message names the place.
-    """
+    """Reads a checkpoint's state strictly, as a run's progress. ConfigError or InvariantError where it cannot be."""
     p = dataclass_json.from_plain(Progress, dict(state))
     # A finished run has no running stage.
     if not 0 <= p.stage <= len(run.stages) or (p.running is not None and p.stage == len(run.stages)):

@@ -1,8 +1,5 @@
-"""Optimizer steps that are left out because their gradient is not finite (`Optimizer.skips`).
-
-Such a step changes neither weights nor optimizer. It is counted and noted in the record. Its batch is kept in the run
-folder, so that the user can look into it.
-"""
+"""Optimizer steps that are left out because their gradient is not finite (`Optimizer.skips`). Such a step changes
+neither weights nor optimizer. It is counted and noted, and its batch is kept in the run folder."""
 
 from __future__ import annotations
 
@@ -46,8 +43,7 @@ def left_out(roles: StageRoles[Any], batch: Batch, index: int, error: InvariantE
     stage, trainer = roles.stage, roles.trainer
     if not stage.optimizer.skips:
         raise error
-    # The batch is kept before the limit is checked, since the batch of the step that ends the run is the one to look
-    # at.
+    # Before the limit is checked: the batch of the step that ends the run is the one to look at.
     trainer.skipped += 1
     folder = f"skipped-{stage.name}-{index:06d}-{trainer.skipped}"
     roles.book.beside(folder, lambda path: save_batch(batch, path))
@@ -77,14 +73,8 @@ def save_batch(batch: Batch, folder: Path) -> None:
 
 
 def load_batch(folder: Path, further: Iterable[Stream] = ()) -> Batch:
-    """The minibatch of `save_batch`.
-
-    Args:
-        further: the declarations of streams that are not posttrain's own.
-
-    Raises:
-        RunFolderError: the file is missing or damaged.
-    """
+    """The minibatch of `save_batch`; RunFolderError where the file is missing or damaged. `further`: declarations of
+    streams that are not posttrain's own."""
     path = folder / BATCH
     declared = {s.name: s for s in (*vars(streams).values(), *further) if isinstance(s, Stream)}
     # Opened and closed again: `opened` refuses what is no plain file, before safetensors maps it into memory.

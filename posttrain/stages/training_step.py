@@ -11,7 +11,7 @@ produces   new weights at the sampler, and one `Step` for the record
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,24 +79,21 @@ class UnfinishedStep:
     experience: Experience
     credit: Credit | None = None
     learned: list[Gauges] = field(default_factory=lambda: [{"optim/steps": Gauge(0, 1)}])
-    """Gauges of its updates. The first entry is of none: a step without any update then records 0 optimizer steps, and
-    not nothing."""
+    """Gauges of its updates. The first entry is of none, so that a step without any records 0 optimizer steps."""
     skipped: list[str] = field(default_factory=list[str])
     """Messages about optimizer steps that were left out."""
     line: Step | None = None
 
 
 async def learn(roles: ReinforceRoles, e: Experience) -> Step:
-    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record.
-
-    A step that a check or the loss stops is recorded too, as far as it got. Its note says what stopped it.
-    """
+    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record,
+    which is also written where a check or the loss stops the step, with the reason as its note."""
     stage, version, unfinished = roles.stage, roles.trainer.version, UnfinishedStep(e)
     # Value warm-up: in the first steps only the values learn, and `algorithm` has no term that moves the policy. The
     # credit is computed as always, since the targets of the values come from it; `without_credit` then sets it to 0.
     algorithm, warming = of_step(stage.algorithm, roles.adaptive, e.index)
-    # Scores and credit of the whole step are computed before its first update. Else later minibatches would be scored
-    # by a policy that earlier minibatches have changed. `unfinished` holds what is done so far.
+    # Scores and credit of the whole step come before its first update: else later minibatches would be scored by
+    # another policy. `unfinished` holds what is done so far.
     with stopped_is_recorded(roles, unfinished):
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
@@ -155,8 +152,8 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
             roles.watch.emit(PushedEvent(e, credit))
         if roles.replay is not None:
             roles.replay.add(e.index, e.fresh)
-        # The line is made once, because making it also writes the episodes. If an observer stops the run in `after`,
-        # `stopped_is_recorded` writes this same line with the reason.
+        # Made once, because making it also writes the episodes: if an observer stops the run in `after`,
+        # `stopped_is_recorded` writes this same line.
         unfinished.line = _line(roles, unfinished, notes(e, credit, stage.prompts))
         roles.adaptive = _adapted(roles, unfinished, credit)
         line = await roles.watch.after(unfinished.line)
@@ -186,10 +183,8 @@ def _adapted(roles: ReinforceRoles, unfinished: UnfinishedStep, credit: Credit) 
 
 @contextmanager
 def stopped_is_recorded(roles: ReinforceRoles, unfinished: UnfinishedStep) -> Iterator[None]:
-    """Around a step: when it is stopped, its line is written to the record, with the reason as a note.
-
-    An error of the record itself (`RunFolderError`) is raised as it is, since writing again would fail again.
-    """
+    """Around a step: when it is stopped, its line is written to the record, with the reason as a note. A
+    `RunFolderError` is raised as it is, since writing again would fail again."""
     try:
         yield
     except RunFolderError:
@@ -271,22 +266,18 @@ async def learn_nothing(roles: StageRoles[Any], index: int, sampled: Gauges, not
 
 
 def _write(roles: ReinforceRoles, unfinished: UnfinishedStep) -> None:
-    """Write the step's episodes to the record. If the step stopped before credit was computed, they have none."""
+    """Write the step's episodes to the record. Groups without a judged episode have no credit, and if the step stopped
+    before credit was computed, none has any."""
     if not roles.run.record_episodes:
         return
     credit, index, groups = unfinished.credit, unfinished.experience.index, unfinished.experience.fresh
-    groups_without_credit = groups if credit is None else _unjudged(groups)
+    groups_without_credit = groups if credit is None else tuple(g for g in groups if not g.judged)
     # Replayed groups are in the file of the step that played them.
     replayed_ids = {id(g) for g in unfinished.experience.replayed}
     fresh_credit = credit and replace(credit, groups=tuple(g for g in credit.groups if id(g.group) not in replayed_ids))
     roles.book.write_episodes(
         roles.stage.name, index, fresh_credit or Credit((), roles.adaptive.ema), groups_without_credit
     )
-
-
-def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Groups without a judged episode. They get no credit, but the record keeps them."""
-    return tuple(g for g in groups if not g.judged)
 
 
 def _line(roles: ReinforceRoles, unfinished: UnfinishedStep, notes: tuple[str, ...]) -> Step:
@@ -296,8 +287,7 @@ def _line(roles: ReinforceRoles, unfinished: UnfinishedStep, notes: tuple[str, .
     experience, report = unfinished.experience, roles.watch.take()
     credit = unfinished.credit or Credit((), roles.adaptive.ema)
     replayed = roles.replay.gauges() if roles.replay else {}
-    # `gauges` must be the same in a run that was interrupted and resumed. So whatever depends on time goes into
-    # `clock`.
+    # `gauges` must be the same in a resumed run. So whatever depends on time goes into `clock`.
     gauges = merge(rollout_gauges(experience, credit), experience.engine, replayed, report.gauges, *unfinished.learned)
     time_dependent = dict(roles.rollout.gauges())
     if roles.stage.staleness:  # what the engine did meanwhile depends on time

@@ -1,7 +1,5 @@
 """Runs the largest pass that a stage's settings allow before its first step, so too little memory is found in seconds.
-
-Nothing of the pass remains: the gradients are thrown away, and weights, optimizer and random numbers stay as they were.
-"""
+Gradients are thrown away, and weights, optimizer and random numbers stay as they were."""
 
 from __future__ import annotations
 
@@ -42,11 +40,7 @@ def largest(stage: Stage, context: int, ids: np.ndarray) -> Packed:
 
 def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) -> str:
     """One forward and backward pass, while memory is held for what the optimizer's first step will add. Returns a line
-    about time and memory.
-
-    Raises:
-        ConfigError: memory does not suffice. It says which setting to lower.
-    """
+    about time and memory; ConfigError says which setting to lower where memory does not suffice."""
     learner = trainer.learner
     parameters = [p for p in (*learner.parameters().values(), *trainer.trained().values()) if p.requires_grad]
     device = next(iter(learner.parameters().values())).device
@@ -62,8 +56,7 @@ def warm_up(trainer: Trainer, packed: Packed, reads: Reads, peak: PeakMemory) ->
             with trainer.frozen():
                 scores = learner.forward(packed, reads)
                 reward_scores = None if scores.rewards is None else scores.rewards.score
-                # Every output that the stage reads is differentiated. So the pass keeps the same tensors in memory as
-                # with a real loss.
+                # Every output that the stage reads is differentiated: the pass keeps the tensors of a real loss.
                 outputs = (scores.logp, scores.entropy, scores.value, scores.candidates, reward_scores)
                 torch.stack([x.sum() for x in outputs if x is not None]).sum().backward()
                 trainer.optimizer.gather()

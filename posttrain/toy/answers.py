@@ -100,14 +100,8 @@ def groups_of(
     reference_ET: Tensor | None = None,
     values_ET: Tensor | None = None,
 ) -> list[ScoredGroup]:
-    """The answers as the library's scored groups. The siblings of a prompt must follow each other.
-
-    Args:
-        rewards_PG: [P, G], or [P, G, K] of K sources of weight 1. The name of source k is its number.
-        start_ET: log-probs at the start of the step, where credit reads them.
-        reference_ET: log-probs of the reference, where credit reads them.
-        values_ET: values, where credit reads them.
-    """
+    """The answers as the library's scored groups, with the log-probs and values that credit reads. The siblings of a
+    prompt must follow each other. Rewards are [P, G], or [P, G, K] of K sources of weight 1, named by number."""
     # Answer e = i * G + j is sibling j of prompt i.
     p, g = rewards_PG.shape[:2]
     rewards_EK = rewards_PG.reshape(p * g, -1)
@@ -134,12 +128,8 @@ def batch_of_answers(
     start_ET: Tensor | None = None,
     reference_ET: Tensor | None = None,
 ) -> Batch:
-    """One minibatch of these answers, each after a prompt of one token.
-
-    Args:
-        credit_ET: credit of every token, [E, T], or one number per answer, [E].
-        weight_E: weight of each token of an answer in the loss (`posttrain.algorithm.loss.token_weights`).
-    """
+    """One minibatch of these answers, each after a prompt of one token. Credit is that of every token, [E, T], or one
+    number per answer, [E]; weights [E] are those of `token_weights`."""
     e, t = answers.tokens_ET.shape
     ids = np.concatenate([np.zeros((e, 1), np.int32), answers.tokens_ET.numpy().astype(np.int32)], 1)
     return Batch(

@@ -22,8 +22,8 @@ MODULUS, TRAINED, HELD_OUT = 7, 3000, 300
 
 @dataclass(frozen=True)
 class Chain:
-    """Different problems of `depth` numbers. Seven in ten of all possible ones are trained on, at most 3,000. Of the
-    others 300 are held out, or all of them where there are fewer."""
+    """Different problems of `depth` numbers. Seven in ten of all possible ones are trained on, at most 3,000; of the
+    others at most 300 are held out."""
 
     depth: int
     step_by_step: bool

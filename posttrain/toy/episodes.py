@@ -108,7 +108,6 @@ def _cut(x: np.ndarray, episode: Episode) -> tuple[np.ndarray, ...]:
 
 
 def _scored(episode: Episode, plain: PlainEpisode) -> Scored:
-    """The episode with those of its streams that are given."""
     streams = {START: plain.start, REFERENCE: plain.reference, VALUE: plain.values}
     streams |= {ENTROPY: plain.entropy, ENERGY: plain.energy, IMPLICIT: plain.implicit}
     streams |= {} if plain.teacher is None else {TOP_IDS: plain.teacher.ids, TOP_LOGP: plain.teacher.logp}

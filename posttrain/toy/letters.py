@@ -45,9 +45,7 @@ def taught(steps: int = 60, lr: float = 300.0) -> Tensor:
         segments.append(t.segment())
     spoken = sum(int(s.mask.sum()) for s in segments)
     batch = Batch.of(
-        segments,
-        unit_E=np.arange(len(segments), dtype=np.int32),
-        streams={WEIGHT: np.full(spoken, 1 / spoken)},
+        segments, unit_E=np.arange(len(segments), dtype=np.int32), streams={WEIGHT: np.full(spoken, 1 / spoken)}
     )
     # A token's row in the table is the character before it, at the packed position `source_M`.
     before, target = (torch.as_tensor(x, dtype=torch.int64) for x in (batch.ids_N[batch.source_M], batch.target_M))

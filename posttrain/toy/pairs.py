@@ -40,8 +40,7 @@ class TablePolicy(Protocol):
 
 
 class TiedPolicy:
-    """One softmax for all positions: what is learned about a token at one place holds at all places. Token 0 ends an
-    answer."""
+    """One softmax for all positions: what is learned at one place holds at all places. Token 0 ends an answer."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.logits = torch.tensor([shares], dtype=torch.float64).log().requires_grad_()

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 
 class PositionReader(nn.Module):
-    """Logits [B, T, letters] of the next letter.
-
-    Attention that depends on positions alone weighs the vectors of the letters so far. Their weighted mean, of size
-    `width`, goes through one matrix.
-    """
+    """Logits [B, T, letters] of the next letter: the mean of the letters so far, as vectors of size `width` that
+    attention weighs by positions alone, goes through one matrix."""
 
     def __init__(self, *, letters: int, positions: int, width: int, seed: int) -> None:
         super().__init__()

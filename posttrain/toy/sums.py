@@ -1,7 +1,5 @@
-"""The world that most miniatures share: a + b mod m, answered in a few tokens by a small network.
-
-The network first imitates answers of which only a share is right.
-"""
+"""The world that most miniatures share: a + b mod m, answered in a few tokens by a small network, which first imitates
+answers of which only a share is right."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ class Sums:
     m: int = 11
     free: int = 0
     skew: float = 0.0
-    """How uneven the imitated tokens are: the k-th choice has weight k^-skew, and the right sum is the last choice, the
-    least common one."""
+    """The k-th choice of imitated tokens has weight k^-skew, and the right sum is the last, the least common one."""
 
     @property
     def prompts(self) -> int:
@@ -47,8 +44,8 @@ class Sums:
         return (torch.arange(self.prompts) // self.m + torch.arange(self.prompts) % self.m) % self.m
 
     def taught(self, seed: int, *, hidden: int, steps: int, right: float | tuple[float, float]) -> NetworkPolicy:
-        """A network that imitated answers: a share `right` of them was correct, the others were drawn at random. Two
-        shares are for prompts of even and of odd number."""
+        """A network that imitated answers of which a share was correct, and the others random. Two shares are for
+        prompts of even and of odd number."""
         return deepcopy(self._taught(seed, hidden, steps, right if isinstance(right, tuple) else (right, right)))
 
     @cache  # noqa: B019  (worlds live as long as the program)
@@ -60,8 +57,7 @@ class Sums:
         tokens_ET = torch.multinomial(
             choices, len(prompt_E) * self.length, replacement=True, generator=generator
         ).reshape(-1, self.length)
-        # Choice k becomes the token k + 1 places after the sum (modulo m), so the last and least common choice is the
-        # sum itself.
+        # The token k + 1 places after the sum (modulo m): the last and least common choice is the sum itself.
         tokens_ET[:, -1] = (self.truth_P[prompt_E] + 1 + tokens_ET[:, -1]) % self.m
         # `prompt_E % 2` chooses between the shares of even and of odd prompts.
         good_E = torch.rand(len(prompt_E), generator=generator) < torch.tensor(right)[prompt_E % 2]

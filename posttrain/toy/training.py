@@ -1,10 +1,5 @@
-"""Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer.
-
-The library computes everything: `credit_step` the credit, `weigh` the weights, `choose` the tokens, `objective` the
-loss. The code here only remembers credit that was computed before, and steps an optimizer.
-
-Axis letters: P prompts, G siblings, E = P * G answers of T tokens each.
-"""
+"""Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer. All
+is computed by the library. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each."""
 
 from __future__ import annotations
 
@@ -30,8 +25,6 @@ from posttrain.ladder.pieces.baseline import Ema, Value
 from posttrain.toy.answers import Answers, batch_of_answers, groups_of, logp_of, said_logp
 from posttrain.toy.policies import ToyPolicy
 
-# --- credit -----------------------------------------------------------------------------------------------------------
-
 
 def _short_group(rewards_GK: np.ndarray) -> ScoredGroup:
     """One group whose answers have one token each."""
@@ -49,10 +42,8 @@ def _of_pattern(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[f
 
 def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     """Credit [P, G] of rewards [P, G], or [P, G, K] of K sources: one number an answer, all answers equally long.
-
-    `credit_step` is called once for every different group of sorted rewards, and its result is remembered. That is
-    enough because permuting siblings permutes credit (law 4). Whitening over the step comes afterwards, by the library.
-    """
+    `credit_step` is called once for every different group of sorted rewards, since permuting siblings permutes credit
+    (law 4). Whitening over the step comes afterwards."""
     # These choices read more than one group, or more than rewards: the rewards of a group do not decide its credit.
     assert (
         not isinstance(a.baseline, Ema | Value)
@@ -62,8 +53,7 @@ def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     plain = a if a.whiten is None else replace(a, whiten=None)
     p, g = rewards_PG.shape[:2]
     rewards_PGK = rewards_PG.reshape(p, g, -1)
-    # Siblings are sorted by their rewards. Credit is computed for the sorted siblings, and put back into their old
-    # places.
+    # Computed for siblings sorted by reward, and put back into their old places.
     order_PG = np.lexsort(np.moveaxis(rewards_PGK, 2, 0), axis=1)
     sorted_PGK = np.take_along_axis(rewards_PGK, order_PG[..., None], 1)
     # There are few different patterns: with rewards 0 and 1 a group of G has G + 1.
@@ -98,9 +88,6 @@ def credit_in_full(
     groups = groups_of(answers, rewards_PG, start_ET, reference_ET)
     credit = credit_step(a, groups, max_tokens=answers.tokens_ET.shape[1], ema=0.0)
     return np.stack([e.advantage[0] for group in credit.groups for e in group.episodes])
-
-
-# --- from credit to a step of the optimizer ---------------------------------------------------------------------------
 
 
 def batch_of(

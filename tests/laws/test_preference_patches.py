@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from posttrain.ladder.algorithm import differences, patch
+from posttrain.ladder.algorithm_notes import PREFERENCE_NOTES
 from posttrain.ladder.formula.preference_formula import preference_formula, preference_formulas
 from posttrain.ladder.pieces.link import AnchoredZero, Binary, Exact, Hinge, Link, Nash, Prospect, SelfPlay, Square
 from posttrain.ladder.pieces.pair_source import (
@@ -38,7 +39,6 @@ from posttrain.ladder.pieces.preference_pieces import (
 )
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.ladder.preference_algorithm import PREFERENCE_CHOICES, PreferenceAlgorithm
-from posttrain.ladder.preference_notes import PREFERENCE_NOTES
 from posttrain.ladder.preference_rows import (
     AOT,
     APO_DOWN,

@@ -1,7 +1,4 @@
-"""The state of an algorithm between steps: adaptive coefficients of KL and entropy, moving baselines, pass rates.
-
-The coefficients change after each step, by the KL and the entropy that the step measured.
-"""
+"""The state of an algorithm between steps: adaptive coefficients of KL and entropy, moving baselines, pass rates."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ def steered(a: Algorithm, state: AdaptiveState) -> Algorithm:
     """The algorithm with the current values of its adaptive coefficients."""
     if state.pull is not None and isinstance(a.pull, KL):
         a = replace(a, pull=replace(a.pull, coef=state.pull))
-    # Above the target the term stays, with the coefficient 0: so the forward pass still measures the entropy that
-    # the rule reads after the step. The state keeps the coefficient, and the bonus comes back where it stood.
+    # Above the target the term stays, with the coefficient 0: so the forward pass still measures the entropy that the
+    # rule reads. The state keeps the coefficient, and the bonus comes back where it stood.
     if state.entropy is not None and a.entropy is not None:
         a = replace(a, entropy=replace(a.entropy, coef=0.0 if state.spread else state.entropy))
     return a
@@ -50,8 +47,7 @@ def steered(a: Algorithm, state: AdaptiveState) -> Algorithm:
 
 def standing(a: Algorithm) -> Algorithm:
     """The algorithm without any term that changes the policy; only values are learned (value warm-up, A19)."""
-    # The policy term needs no switch here: its credit is set to 0
-    # (`step_credit.without_credit`). These terms have a gradient also where credit is 0.
+    # The policy term is set to 0 by `step_credit.without_credit`; these terms have a gradient also where credit is 0.
     return replace(a, pull=None, entropy=None, imitate=None, distill=None, hint=None)
 
 
@@ -91,8 +87,7 @@ def remember(
 def adapted(pull: KL, coef: float, kl: float, episodes: int) -> float:
     """The KL coefficient after a step that measured `kl` nats a token."""
     assert pull.target is not None
-    # The relative error is bounded, so that one step far from the target
-    # moves the coefficient by 20 % of episodes / horizon at most. It stays above
-    # 0, because a stage refuses steps of 5 * horizon or more episodes.
+    # Bounded, so that one step far from the target moves the coefficient by 20 % of episodes / horizon at most. It
+    # stays above 0, because a stage refuses steps of 5 * horizon or more episodes.
     error = min(0.2, max(-0.2, kl / pull.target - 1))
     return coef * (1 + error * episodes / pull.horizon)

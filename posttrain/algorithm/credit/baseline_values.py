@@ -78,8 +78,8 @@ def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
 @centred.register(Zero)
 @centred.register(ToGo)
 def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
-    # `Zero` has no baseline. `ToGo` has none here either: `step_credit._by_samples`
-    # later takes off, token by token, what was earned before the token.
+    # `Zero` has no baseline. `ToGo` has none here either: `step_credit._over_tokens` takes off, token by token, what
+    # was earned before the token.
     return siblings.rewards, siblings.ema
 
 

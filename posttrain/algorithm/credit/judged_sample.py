@@ -74,7 +74,7 @@ def penalty(a: Algorithm, scored: Scored) -> Array:
     # at the start of the step. Otherwise the sampler's own log-probs are taken, which cost no forward pass.
     drawn_T = joined(scored[START]) if a.anchor == "start" else said_logp(scored)
     gap_T = drawn_T - joined(scored[REFERENCE])
-    # The loss differentiates the same function, so that both placements have one formula. Credit is numpy in float64.
+    # The loss differentiates the same function, so both placements have one formula. Credit is numpy in float64.
     each_T = reference_penalty.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
     return pull.coef * each_T * early_weight(pull.early, gap_T)
 

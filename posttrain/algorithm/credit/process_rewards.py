@@ -1,8 +1,6 @@
 """Implicit process rewards (PRIME, 2502.01456): beta * (log phi - log ref) of each token, compared with the siblings'.
-
-The model phi learns outcomes alone: sigmoid(sum_t beta * log phi/ref) is the chance that an answer is right. A model
-that is trained so has in each token's term what that token adds to the log-odds of success.
-"""
+The model phi learns outcomes alone: sigmoid(sum_t beta * log phi/ref) is the chance that an answer is right. So each
+token's term is what it adds to the log-odds of success."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ class OutcomeLoss:
         held = streams(micro, logp_M.device, logp_M.dtype)
         # Log-odds z of each answer [E]: its tokens' terms added up, over all of its segments. Only phi has a gradient.
         odds_E = self.beta * logp_M.new_zeros(held.episodes).index_add(0, held.sequence_M, logp_M - held[REFERENCE])
-        # Outcome and weight are the same on all tokens of an answer, so its first token is read. `sequence_M` ascends.
+        # Both are the same on all tokens of an answer, so its first token is read. `sequence_M` ascends.
         first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
         outcome_E, weight_E = held[OUTCOME][first_E], held[WEIGHT][first_E]
         # -y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)) = log(1 + e^z) - y z:

@@ -40,8 +40,7 @@ def shaped(
     pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode], max_tokens: int
 ) -> tuple[Array, list[str]]:
     """(rewards [G] after all pieces, why each episode may have no gradient or '') of one prompt's judged siblings."""
-    # The first reason stays. A dropped episode keeps its reward:
-    # it is still one of those that siblings are compared with.
+    # The first reason stays. A dropped episode keeps its reward: siblings are compared with it.
     why = ["said nothing" if e.spoken == 0 else "" for e in episodes]
     for piece in pieces:
         why = [reason or dropped(piece, e) for reason, e in zip(why, episodes, strict=True)]
@@ -119,7 +118,8 @@ def _(piece: DropTruncated, episode: Episode) -> str:
 def _(piece: BestOf, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     # A sample is in k / G of all k-subsets. With the factor k the group's mean of
     # credit * grad log pi is the gradient of the mean, over all k-subsets, of the best reward.
-    return min(piece.k, len(rewards)) * (best_gain(rewards, piece.k) if piece.gain else best_of(rewards, piece.k))
+    best = best_gain(rewards, piece.k) if piece.gain else best_of(rewards, piece.k)
+    return min(piece.k, len(rewards)) * best
 
 
 @grown.register
@@ -142,8 +142,9 @@ def _(piece: RankLength, rewards: Array, episodes: Sequence[Episode], max_tokens
 def _(piece: TargetLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
     """exact: R - alpha * |target - length|. most: R * clip(alpha * (target - length) + .5, 0, 1)."""
     gap = np.array([_column("targetlength", e, "n_gold", piece.target) for e in episodes]) - _length(episodes)
-    alpha = piece.alpha
-    return rewards - alpha * np.abs(gap) if piece.form == "exact" else rewards * np.clip(alpha * gap + 0.5, 0.0, 1.0)
+    if piece.form == "exact":
+        return rewards - piece.alpha * np.abs(gap)
+    return rewards * np.clip(piece.alpha * gap + 0.5, 0.0, 1.0)
 
 
 @grown.register
@@ -241,8 +242,7 @@ def best_of(rewards: Array, k: int) -> Array:
     as_best = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) * low_to_high
     out = np.empty(n)
     out[order] = (as_best + better_is_best) / total
-    # The sort puts equal rewards in some order, and the rank
-    # decides the result. Their mean gives each of them the same.
+    # The sort puts equal rewards in some order, and the rank decides. Their mean gives each of them the same.
     for value in np.unique(rewards):
         tied = rewards == value
         out[tied] = math.fsum(out[tied]) / np.count_nonzero(tied)
@@ -267,8 +267,7 @@ def best_gain(rewards: Array, k: int) -> Array:
 
 
 def best_spread(rewards: Array, k: int) -> float:
-    """Standard deviation of the best reward over all k-subsets. All subsets are counted, so ddof is 0. For outcomes of
-    {0, 1} it is sqrt(p (1 - p))."""
+    """Standard deviation of the best reward over all k-subsets (ddof 0): sqrt(p (1 - p)) for outcomes of {0, 1}."""
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return 0.0

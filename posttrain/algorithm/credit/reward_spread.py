@@ -1,8 +1,6 @@
-"""Mean and spread of a few rewards. Sums are exact, so permuting the siblings changes nothing.
-
-`noise` is the largest difference of values that counts as rounding (`core.measure.equal_numbers.rounding`). Differences
-are formed before they are summed, so that the result for nearly equal values is as exact as the values are.
-"""
+"""Mean and spread of a few rewards. Sums are exact, so permuting the siblings changes nothing. `noise` is the largest
+difference that counts as rounding (`core.measure.equal_numbers.rounding`). Differences are formed before they are
+summed, so nearly equal values lose no digits."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ def from_lowest(x: Array) -> Array:
 
 
 def std(x: Array, noise: float) -> float:
-    """Standard deviation, ddof 1; exactly 0 without spread. It is computed in units of max - min,
-    so that no square underflows."""
+    """Standard deviation, ddof 1; exactly 0 without spread. In units of max - min, so that no square underflows."""
     if not spread(x, noise):
         return 0.0
     # std(x) = width * std(y) for y = (x - min) / width in [0, 1]. Of rewards that differ
@@ -81,8 +78,7 @@ def _whitened(whiten: Whiten, credit: Sequence[Array], noise: float) -> list[Arr
     flat = np.concatenate(spoken)
     if not spread(flat, noise):
         return [np.zeros_like(x) for x in credit]
-    # As in `std`: differences from the lowest, in units of the
-    # width, so that sums of squares neither cancel nor underflow.
+    # As in `std`: sums of squares neither cancel nor underflow.
     low, width = float(flat.min()), float(flat.max() - flat.min())
     flat = (flat - low) / width
     # [all tokens]. `sample`: the tokens of an episode share a weight of 1, so the count is that of the episodes.

@@ -87,8 +87,7 @@ def credit_step(
     )
     if a.charges_tokens:
         final = [x - s.penalty_T for x, s in zip(final, samples_in_order, strict=True)]
-    # The discount of replayed groups comes last of all. Earlier it would
-    # change the mean and deviation by which fresh groups are whitened.
+    # The discount of replayed groups would change the mean and deviation by which fresh groups are whitened.
     discounts = (g.group.discount for g, samples in zip(groups, samples_P, strict=True) for _ in samples)
     final = [x if d == 1 else x * d for x, d in zip(final, discounts, strict=True)]
     # Flat lists in the order of group and sibling: `_episode_credit` takes them back in this order.
@@ -119,10 +118,8 @@ def without_credit(credit: Credit) -> Credit:
 
 
 def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
-    """One prompt's judged siblings, shaped.
-
-    All are dropped where the baseline needs a judged greedy answer and there is none.
-    """
+    """One prompt's judged siblings, shaped; all dropped where the baseline needs a judged greedy answer and has
+    none."""
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
     terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
@@ -239,11 +236,8 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
 
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
-    """GDPO (A31): each source's rewards are centred and scaled over the siblings, then summed with the sources' weights
-    [G].
-
-    A sample is left out of the comparison of a source that abstained on it.
-    """
+    """GDPO (A31): each source's rewards are centred and scaled over the siblings on which it did not abstain, then
+    summed with the sources' weights [G]."""
     total = np.zeros(len(scored))
     # In order of first appearance, so that the sum over sources is always formed in the same order.
     sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.counts))
@@ -264,13 +258,10 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
 
 
 def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, float]]:
-    """(sibling, weight, score) of each sibling to which a source gave a value.
-
-    A source that pays turns gives every sibling the weighted sum of these payments, with weight 1.
-    """
+    """(sibling, weight, score) of each sibling to which a source gave a value. A source that pays turns gives the
+    weighted sum of these payments, with weight 1."""
     verdicts_G = [[j for j in s.episode.verdicts if j.source == source and j.counts] for s in scored]
-    # The weights are inside the sum, so the sum has weight 1. A sibling
-    # that was paid nothing has the value 0; it is not left out.
+    # A sibling that was paid nothing has the value 0; it is not left out.
     if any(j.paid for js in verdicts_G for j in js):
         return [(i, 1.0, math.fsum(j.weight * (j.verdict.score or 0.0) for j in js)) for i, js in enumerate(verdicts_G)]
     return [
@@ -293,8 +284,7 @@ def _noise_of_source(scored: Sequence[Scored], source: str) -> float:
 def _scales(
     a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], samples_P: Sequence[Sequence[Sample]]
 ) -> list[float]:
-    """The scale by which each group's credit is divided. It is 0 or less where there is no spread, and credit is then
-    exactly 0."""
+    """The scale of each group's credit. It is 0 or less where there is no spread, and credit is then exactly 0."""
     match a.scale:
         case "one":
             return [1.0] * len(rewards_P)
@@ -329,7 +319,6 @@ def _scales(
 
 def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
     """The per-token arrays cut back into the episode's segments."""
-    # [T] over all segments becomes one array for each segment: streams of an episode have this form.
     # Each cut ends a segment, so nothing is behind the last one; an episode without segments has no part.
     cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])
     parts, targets = (None if x is None else tuple(np.split(x, cuts)[:-1]) for x in (advantage_T, return_T))

@@ -1,8 +1,5 @@
 """Turn-level credit: a turn's reward is compared with turns of the siblings, of the same number or from the same state.
-
-A turn is a run of spoken tokens. Positions count the spoken tokens of all segments of an episode, so observations are
-in no sum.
-"""
+A turn is a run of spoken tokens. Positions count the spoken tokens of all segments, so observations are in no sum."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ def turns(episode: Episode) -> list[Turn]:
         for begin, end in edges.reshape(-1, 2).tolist():
             n = end - begin
             out.append(
-                # Token ids as bytes are the keys by which equal states are
-                # found: text could be equal for different tokens.
+                # Token ids, since text could be equal for different tokens.
                 Turn(
                     spoken,
                     spoken + n,
@@ -63,8 +59,7 @@ def earned(episode: Episode) -> Array:
     """Rewards of turns [T], each at the last token of its turn."""
     out = np.zeros(episode.spoken)
     for j in episode.verdicts:
-        # `end` counts spoken tokens from 1, so the turn's last token has
-        # index end - 1. Scores of steps are no payment and stay out.
+        # `end` counts spoken tokens from 1. Scores of steps are no payment and stay out.
         if j.paid and j.end is not None and j.verdict.score is not None and 0 < j.end <= len(out):
             out[j.end - 1] += j.weight * j.verdict.score
     return out
@@ -88,8 +83,7 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
     )
     out = [np.full(e.spoken, b.outcome * a) for e, a in zip(episodes, outcome, strict=True)]
     for number in range(max(map(len, turns_G), default=0)):
-        # Turn k is compared among the episodes that have a turn k. An
-        # episode that is alone there gets no credit for the turn.
+        # Among the episodes that have a turn k. One that is alone there gets no credit for the turn.
         having = [i for i, ts in enumerate(turns_G) if number < len(ts)]
         credit = compared(np.array([turns_G[i][number].paid for i in having]), noise, scaled=scaled)
         for i, a in zip(having, credit, strict=True):

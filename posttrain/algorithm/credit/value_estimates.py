@@ -26,8 +26,7 @@ def gae(
     if values_T.shape != rewards_T.shape or values_T.ndim != 1:
         raise InvariantError(f"gae: {values_T.shape} values for {rewards_T.shape} rewards")
     advantage_T = np.zeros_like(values_T)
-    # The episode is over after its last token, so V behind it is 0 and nothing is bootstrapped. An
-    # episode that a limit cut off is treated the same way: its reward is the last word about it.
+    # V behind the last token is 0 and nothing is bootstrapped, not even where a limit cut the episode off.
     value_next, advantage_next = 0.0, 0.0
     for t in range(len(values_T) - 1, -1, -1):
         delta = rewards_T[t] + gamma * value_next - values_T[t]
@@ -73,10 +72,8 @@ def v_trace(
 
 
 def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: float | None) -> Tensor:
-    """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05).
-
-    Without `clip` it is the first term alone, and `old_M` is not read. V_old .5, V .9, ret 1, clip .2 -> 0.045.
-    """
+    """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05), or without
+    `clip` the first term. V_old .5, V .9, ret 1, clip .2 -> 0.045."""
     plain_M = (value_M - return_M).square()
     if clip is None:
         return 0.5 * plain_M

@@ -1,8 +1,6 @@
-"""Distances between two next-token distributions at the sampled positions: binary, top-k, and whole.
-
-Q is the policy's distribution. P is the one it is compared with: the anchor's (often the sampler's), or a teacher's.
-There are K candidate tokens; all other tokens are summed into one.
-"""
+"""Distances between two next-token distributions at the sampled positions: binary, top-k, and whole. Q is the policy's,
+P the one it is compared with: the anchor's (often the sampler's), or a teacher's. There are K candidate tokens; all
+others are summed into one."""
 
 from __future__ import annotations
 

@@ -43,11 +43,8 @@ def balance_weights(routed_N: np.ndarray, experts: int) -> np.ndarray:
 
 
 def to_balance(batch: Batch, experts: int) -> Batch:
-    """The minibatch with the weight of each expert in its load-balance loss (`Batch.balance_E`).
-
-    Raises:
-        InvariantError: no choice of a router is known of it.
-    """
+    """The minibatch with the weight of each expert in its load-balance loss (`Batch.balance_E`); InvariantError where
+    no choice of a router is known."""
     if batch.routed_N is None or not known_rows(batch.routed_N).any():
         raise InvariantError(
             "a load-balance loss reads which experts were chosen for the tokens of the minibatch, and none is known:"
@@ -70,8 +67,7 @@ class BalancedLoss:
         plain = self.loss.terms(micro, scores)
         if scores.balance is None:
             raise InvariantError("a load-balance loss was asked for, and the learner's pass has none")
-        # Count 0: micro-batches add up to the loss of the minibatch, which
-        # is one number and not a mean over them. `gauges` sets the 1.
+        # Count 0: the loss of the minibatch is a sum over micro-batches and no mean. `gauges` sets the 1.
         balance_gauge = Gauge(float(scores.balance.detach()), 0)
         return Terms(
             plain.loss + self.coef * scores.balance.to(plain.loss.dtype), {**plain.gauges, GAUGE: balance_gauge}

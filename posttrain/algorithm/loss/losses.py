@@ -1,5 +1,4 @@
-"""Losses as the trainer uses them: what each needs from a forward pass, and how it computes its terms from a batch and
-its scores."""
+"""Losses as the trainer uses them: what each needs from a forward pass, and how it computes its terms from it."""
 
 from __future__ import annotations
 

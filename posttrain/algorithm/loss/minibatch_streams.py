@@ -1,10 +1,5 @@
-"""Streams that are made over a whole minibatch before it is split, so that a split changes nothing.
-
-They say which tokens are chosen, imitated, heard or shown, how the proximal anchor mixes sampler and policy, and which
-top-k candidates the sampler recorded.
-
-To add one, write its `Stream` and its `Maker` here, and put the maker into `WHOLE` (see `core/streams.py`).
-"""
+"""Streams that are made over a whole minibatch before it is split, so that a split changes nothing. To add one, write
+its `Stream` and its `Maker` here, and put the maker into `WHOLE` (see `core/streams.py`)."""
 
 from __future__ import annotations
 
@@ -91,8 +86,7 @@ def _imitated(w: MinibatchContext) -> np.ndarray:
 
 def _heard(w: MinibatchContext) -> np.ndarray:
     """One over the number of heard tokens in the minibatch, at every spoken token."""
-    # A stream has one entry per spoken token, so heard tokens have none. All heard tokens have the same
-    # weight. It is written at every spoken token, and a micro-batch reads it at its first one.
+    # Heard tokens have no entry. Their weight is written at every spoken token, and a micro-batch reads its first one.
     return np.full(w.batch.spoken, 1 / max(1, w.batch.heard().spoken))
 
 

@@ -89,10 +89,9 @@ def _(piece: Mask, mismatch: Mismatch) -> Tensor:
 @factor.register
 def _(piece: BinaryKL, mismatch: Mismatch) -> Tensor:
     mu_M = mismatch.batch[MU]
+    start_M = mismatch.log_M + mu_M
     # KL is not symmetric. One direction alone would let tokens pass that one of the two policies thinks impossible.
-    near_M = (binary_kl(mismatch.log_M + mu_M, mu_M) <= piece.phi) & (
-        binary_kl(mu_M, mismatch.log_M + mu_M) <= piece.phi
-    )
+    near_M = (binary_kl(start_M, mu_M) <= piece.phi) & (binary_kl(mu_M, start_M) <= piece.phi)
     return torch.where(near_M, mismatch.raw_M, 0.0)
 
 
@@ -111,12 +110,10 @@ def _(piece: Veto, mismatch: Mismatch) -> Tensor:
 
 @factor.register
 def _(piece: NegativeMask, mismatch: Mismatch) -> Tensor:
-    moved_away_M = (
-        # Compared with the present policy, not with the one at the start of the step. So an answer
-        # from which earlier updates of this batch have moved away is left out too.
-        mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length() > piece.delta
-    )
-    return (~((mismatch.batch[ADVANTAGE] < 0) & moved_away_M)).to(mismatch.raw_M.dtype)
+    # Compared with the present policy, not with the one at the start of the step. So an answer from which earlier
+    # updates of this batch have moved away is left out too.
+    gap_M = mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length()
+    return (~((mismatch.batch[ADVANTAGE] < 0) & (gap_M > piece.delta))).to(mismatch.raw_M.dtype)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:

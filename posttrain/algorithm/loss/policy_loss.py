@@ -70,8 +70,8 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     # Last, so that it replaces the factor of a shown token. A demonstration has no sampler,
     # so its ratio, trust region and correction have no meaning.
     factor_M = _chosen(a, factor_M, logp_M.detach(), batch)
-    # The gradient is -factor * A * grad log pi. Every published objective has this form for
-    # some factor (law 1), so no objective is differentiated through its min, clip or ratio.
+    # Every published objective has the gradient -factor * A * grad log pi for some factor (law 1), so none is
+    # differentiated through its min, clip or ratio.
     term_M = -(factor_M * batch[ADVANTAGE]).detach() * logp_M + _further_terms(a, log_ratio_M, logp_M, batch, scores)
     gauge_sums = _GaugeSums(batch)
     # Under the policy's weights: a silent token has value error
@@ -245,8 +245,7 @@ class _GaugeSums:
         self._add("value/residual_square", residual_M.square())
 
     def correction(self, corrected: CorrectionFactor) -> None:
-        """Raw and used start/mu. `mismatch_correction.effective_share` computes the effective sample size
-        from used and used_square."""
+        """Raw and used start/mu. `effective_share` computes the effective sample size from used and used_square."""
         self._add("correction/raw", corrected.raw_M)
         self._add("correction/used", corrected.used_M)
         self._add("correction/used_square", corrected.used_M.square())

@@ -35,8 +35,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, eq=False)
 class Push:
-    """push_M is the factor of the token's policy gradient. low_M and high_M (bool) show at which
-    bound it was masked."""
+    """The factor of each token's policy gradient. low_M and high_M (bool) show at which bound it was masked."""
 
     push_M: Tensor
     low_M: Tensor
@@ -150,11 +149,9 @@ def _(region: Geometric, inputs: TrustInputs) -> Push:
 @pushed.register
 def _(region: Divergence, inputs: TrustInputs) -> Push:
     r_M = inputs.ratio_M
+    anchor_M = inputs.logp_M - inputs.log_ratio_M
     # Masked only where it is far and its push leads further: a token that comes back towards the anchor always learns.
-    far_M = (
-        distance(region, inputs.logp_M, inputs.logp_M - inputs.log_ratio_M, inputs.batch, inputs.candidates_MK)
-        > region.delta
-    )
+    far_M = distance(region, inputs.logp_M, anchor_M, inputs.batch, inputs.candidates_MK) > region.delta
     return _clipped(r_M.clamp(max=region.cap), inputs.down_M & (r_M < 1) & far_M, inputs.up_M & (r_M > 1) & far_M)
 
 
@@ -168,13 +165,11 @@ def _(region: FutureKL, inputs: TrustInputs) -> Push:
 @pushed.register
 def _(region: Hump, inputs: TrustInputs) -> Push:
     r_M = inputs.ratio_M
-    k_M, fade_M = (
-        _either(inputs.up_M, region.k, region.k_negative, r_M),
-        _either(inputs.up_M, region.fade, region.fade_negative, r_M),
-    )
-    # r^k e^{fade (1 - r)}: it rises from 0, is 1 on policy, and
-    # fades for large r, with no edge where a gradient ends suddenly. A power beyond the dtype
-    # is its largest number: infinity times a factor that has faded to 0 would be NaN.
+    k_M = _either(inputs.up_M, region.k, region.k_negative, r_M)
+    fade_M = _either(inputs.up_M, region.fade, region.fade_negative, r_M)
+    # r^k e^{fade (1 - r)}: it rises from 0, is 1 on policy, and fades for large r, with no edge where a gradient ends
+    # suddenly. A power beyond the dtype is its largest number: infinity times a factor that has faded to 0 would be
+    # NaN.
     return _unmasked(r_M.pow(k_M).clamp(max=torch.finfo(r_M.dtype).max) * torch.exp(fade_M * (1 - r_M)))
 
 

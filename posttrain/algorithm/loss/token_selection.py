@@ -84,8 +84,7 @@ def _(tokens: SecondMoment, batch: Batch, entropy_M: np.ndarray | None, rng: np.
 
 
 def _before(batch: Batch) -> Array:
-    """Log-probs before the optimizer step [M]: the learner's of now, else those at the start of the batch, else the
-    sampler's."""
+    """Log-probs before the optimizer step [M]: of now, else at the start of the batch, else the sampler's."""
     return np.asarray(next(batch[s] for s in (NOW, START, MU) if s in batch), np.float64)
 
 
@@ -125,7 +124,6 @@ def mixing(version_M: np.ndarray, start: int, making: int) -> Array:
 
     Sampled by version 3, step started at 6, making 7: .75.
     """
-    # A turn may have been sampled under newer weights than those at the start of the step. Then
-    # it counts as sampled at the start. making > start, so nothing is divided by 0.
+    # A turn of newer weights counts as sampled at the start. making > start, so nothing is divided by 0.
     said_M = np.minimum(version_M, start)
     return (start - said_M) / (making - said_M)

@@ -43,8 +43,7 @@ def weigh(
     if not len(tokens_E):
         return np.zeros(0)
     episodes = float(len(tokens_E))
-    # An aggregation is only this one number per token. It is computed over the whole
-    # minibatch and never over a part, because a part has other denominators.
+    # Over the whole minibatch and never over a part, which has other denominators.
     match aggregate:
         case "token_mean":
             return np.full_like(tokens_E, 1 / tokens_E.sum())

@@ -15,8 +15,7 @@ from posttrain.core.streams import TOP_IDS, WEIGHT, Streamed
 
 @dataclass(frozen=True, eq=False)
 class Streams(Streamed[Tensor]):
-    """The input of the loss, one entry per spoken token: the streams of a batch, by the same declarations. Nothing here
-    has a gradient."""
+    """The input of the loss, one entry per spoken token: the streams of a batch. Nothing here has a gradient."""
 
     HOLDER: ClassVar[str] = "the minibatch"
     sequence_M: Tensor
@@ -27,8 +26,7 @@ class Streams(Streamed[Tensor]):
 
     def episode_sum(self, x_M: Tensor) -> Tensor:
         """[M] -> [M]: for every token the sum over its whole episode, all segments. Differentiable."""
-        # Scattered by episode [E] and read back [M]. Micro-batches
-        # hold whole episodes, so a sum is never one of a part.
+        # Micro-batches hold whole episodes, so a sum is never one of a part.
         return x_M.new_zeros(self.episodes).index_add(0, self.sequence_M, x_M)[self.sequence_M]
 
     def episode_length(self) -> Tensor:
@@ -62,8 +60,7 @@ def discounted(x_M: Tensor, sequence_M: Tensor, discount: float) -> Tensor:
 
 def streams(batch: Batch, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Streams:
     """The batch's streams on `device`: floats in `dtype`, integers as int64, booleans as they are."""
-    # float64 streams of numpy become the loss's own type; laws
-    # pass float64 here, to compare gradients without rounding.
+    # Laws pass float64 here, to compare gradients without rounding.
     kinds = {"f": dtype, "i": torch.int64, "b": torch.bool}
 
     def put(x: np.ndarray) -> Tensor:

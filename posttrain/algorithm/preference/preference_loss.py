@@ -20,14 +20,7 @@ from torch import Tensor
 
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.algorithm.loss.torch_streams import Streams, streams
-from posttrain.algorithm.preference.preference_link import (
-    Completions,
-    Margins,
-    noisy,
-    owed,
-    side,
-    statistic,
-)
+from posttrain.algorithm.preference.preference_link import Completions, Margins, noisy, owed, side, statistic
 from posttrain.algorithm.preference.preference_minibatch import (
     LIKELIHOOD,
     MATCH,
@@ -110,8 +103,6 @@ class _Judged:
         """[M] -> [E] of a stream that is equal within a completion."""
         return stream_M[self.first_E]
 
-    # --- the preference term ------------------------------------------------------------------------------------------
-
     def preference(self) -> Tensor:
         """The preference term, a sum over the micro-batch."""
         a, weight_E = self.a, self.each(self.held[WEIGHT])
@@ -177,16 +168,12 @@ class _Judged:
         plain = self.plain
         return own_E * (self.a.beta * plain.sum(charged_M) - (preferred_E - 0.5) * plain.sum(self.logp_M))
 
-    # --- what is added ------------------------------------------------------------------------------------------------
-
     def added(self) -> Tensor:
         """The sum of the terms that are added to the preference term."""
         out = self.logp_M.new_zeros(())
         for term in self.a.add:
             out = out + added(term, self.logp_M, self.held)
         return out
-
-    # --- gauges -------------------------------------------------------------------------------------------------------
 
     def gauges(self) -> Gauges:
         """Rewards and log-probs of both sides, their margins, and the share of them that agrees with the judgement."""

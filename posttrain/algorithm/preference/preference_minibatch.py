@@ -37,9 +37,6 @@ OWN = Stream("own", "float64", "how likely the policy itself says both sides of 
 SHIFT = Stream("shift", "float64", "what is subtracted from each reward, the same in the whole minibatch", "shift=...")
 
 
-# --- the completions of a batch ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class CompletionLayout:
     """The lengths of completions, and the positions of their tokens."""
@@ -71,13 +68,8 @@ def layout(batch: Batch) -> CompletionLayout:
 
 
 def sides_of(a: PreferenceAlgorithm, batch: Batch) -> np.ndarray:
-    """int32 [E]: the `SIDE` of each completion.
-
-    Raises:
-        InvariantError: the sides are not those of units of `a.rows`, in their order.
-    """
-    # A stream that belongs to a completion has its value on each of the completion's tokens. The value of the first
-    # token is read, and then all others are compared with it.
+    """int32 [E]: the `SIDE` of each completion; InvariantError where these are not units of `a.rows`, in order."""
+    # The value of a completion's first token is read, and then all others are compared with it.
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     side_M = batch[SIDE]
     side_E = side_M[first_E]
@@ -119,9 +111,6 @@ def scores_of(a: PreferenceAlgorithm, batch: Batch, l_M: np.ndarray) -> np.ndarr
     """float64 [E]: `score` of each completion."""
     # The same functions as in the loss, in float64 and without gradient: what is matched is what is learned.
     return score(a, completions(batch, torch.as_tensor(l_M.astype(np.float64)))).numpy()
-
-
-# --- what is made -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,12 +261,8 @@ def _normalised(batch: Batch) -> np.ndarray:
 
 
 def mismatched(segments: Sequence[Segment], longest: int) -> list[Segment]:
-    """Each prompt with the completion of the nearest row before it, counted in a circle, whose prompt is another one.
-    What is longer than `longest` tokens is left out.
-
-    Raises:
-        DataError: there is no such row for any prompt.
-    """
+    """Each prompt with the completion of the nearest row before it, in a circle, whose prompt is another one; DataError
+    where there is none. What is longer than `longest` tokens is left out."""
     # The first spoken token ends the prompt.
     cuts = [int(np.argmax(s.mask)) for s in segments]
     prompts = [s.ids[:cut].tobytes() for s, cut in zip(segments, cuts, strict=True)]

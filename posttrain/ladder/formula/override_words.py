@@ -28,8 +28,7 @@ def word(value: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    """`word` without fields that are off: those at a default of none, 0 or false, and those that only such a field
-    reads."""
+    """`word` without fields that are off (those at a default of none, 0 or false) and those that only these read."""
     if isinstance(value, tuple):
         return ",".join(compact(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if not dataclasses.is_dataclass(value) or isinstance(value, type | AnyAlgorithm):
@@ -79,8 +78,7 @@ def source(a: AnyAlgorithm) -> str:
 
 
 def year(a: AnyAlgorithm) -> str:
-    """Returns the year of the source: from the first two digits of an arXiv id, or the year it names; '' where it names
-    none."""
+    """Returns the year of the source, from its arXiv id or the year it names; '' where it names none."""
     if _arxiv(a):
         return f"20{a.paper[:2]}"
     named = re.search(r"\b(19|20)\d\d\b", a.paper)

@@ -102,7 +102,8 @@ def _read(a: PreferenceAlgorithm) -> tuple[str, str]:
     """Returns the input of the algorithm's link as (letter, formula)."""
     if a.link.of != "difference":
         # [4:]: without `u = `, with which each of these lines begins. Here the letter stands apart.
-        return ("u", f"beta h, beta = {a.beta:g}" if a.shift is None else f"{_SHIFT[a.shift][4:]}, beta = {a.beta:g}")
+        reward = "beta h" if a.shift is None else _SHIFT[a.shift][4:]
+        return ("u", f"{reward}, beta = {a.beta:g}")
     minus_margin = "" if a.margin is None else f" - {a.margin.words()}"
     return ("x", f"beta (h_chosen - h_rejected){minus_margin}, beta = {a.beta:g}")
 

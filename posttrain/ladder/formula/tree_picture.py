@@ -14,8 +14,8 @@ WIDTH = 100
 
 
 def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> Iterator[str]:
-    """Lines with `words` after `lead`; further lines begin with `below`. A word is cut, at its commas, only where it is
-    too long for a line."""
+    """Lines with `words` after `lead`; further lines begin with `below`. A word that is too long is cut at its
+    commas."""
     line, empty = lead, True
     for text in words:
         fits = len(below) + len(text) <= width
@@ -31,8 +31,8 @@ def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> 
 
 
 def picture(width: int = WIDTH, ladder: Mapping[str, Any] = LADDER) -> list[str]:
-    """All algorithms of a ladder as lines, each under the one that it patches, with its source and its changes. With
-    fewer than `WIDTH` columns the sources are left out, so that the changes have room."""
+    """All algorithms of a ladder as lines, each under the one that it patches, with its changes and, in at least
+    `WIDTH` columns, its source."""
     # Columns of a source: 13 of text, as below, and two spaces.
     source = 15 if width >= WIDTH else 0
     children: dict[str, list[AnyAlgorithm]] = {}

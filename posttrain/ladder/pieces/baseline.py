@@ -17,8 +17,7 @@ SEVERAL = "scale=one or group_std, shape=none, and pull=none or one in the loss"
 
 
 class Baseline(Piece, begin=True):
-    """The value that a reward is compared with. Its mathematics is in `algorithm.credit.baseline_values`: one number
-    per sample, or several where `per_token`."""
+    """The value that a reward is compared with; its mathematics is in `algorithm.credit.baseline_values`."""
 
     relative: ClassVar[bool] = False
     """Whether siblings are compared, so that a group without spread has credit exactly 0."""
@@ -48,7 +47,6 @@ class Baseline(Piece, begin=True):
 
 
 def _of_tokens(b: Baseline, a: Algorithm) -> Iterator[str]:
-    """Refusals of baselines that compare single tokens."""
     # A deviation of whole answers is not the deviation of these differences, and divides none of them.
     if a.scale != "one":
         answer_scale = f"scale={a.scale} is one number for an answer"
@@ -56,7 +54,6 @@ def _of_tokens(b: Baseline, a: Algorithm) -> Iterator[str]:
 
 
 def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
-    """Refusals of baselines that compare turns."""
     # Other scales, and a KL in the reward, are one number for a whole answer, which belongs to no single turn.
     if a.scale not in ("one", "group_std") or a.charges_answers:
         yield (

@@ -55,12 +55,12 @@ class Link(PreferencePiece, begin=True):
     """The function by which a margin, or the reward of a side, becomes a loss."""
 
     of: ClassVar[Literal["difference", "sides", "both", "own"]] = "difference"
-    """The input of the link. difference: x alone. sides: u of each completion alone. both: the two of a pair. own: what
-    the policy itself said."""
+    """What it reads. difference: x alone. sides: u of each completion alone. both: the two of a pair. own: what the
+    policy itself said."""
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
-        # In a difference of two rewards of one prompt everything cancels that depends on the prompt alone.
-        # Other links have no such difference, so choices that rely on it are refused.
+        # In a difference of two rewards of one prompt everything cancels that depends on the prompt alone. Other links
+        # have no such difference, so choices that rely on it are refused.
         if self.of == "difference":
             return
         name = type(self).__name__.lower()

@@ -22,8 +22,7 @@ class PairSource(PreferencePiece, begin=True):
         return None
 
     def opposed(self) -> range:
-        """Returns the indices of a prompt's completions that are not the policy's: the second, where there is an
-        opponent."""
+        """Returns the indices of a prompt's completions that are not the policy's: the second, with an opponent."""
         return range(0) if self.opponent() is None else range(1, 2)
 
     def pairs(self) -> int:

@@ -47,8 +47,7 @@ class Piece(Open, ABC):
         return False
 
     def compares_siblings(self) -> bool:
-        """Returns whether the piece makes credit compare siblings, so that a group without spread has credit exactly
-        0."""
+        """Returns whether it makes credit compare siblings, so that a group without spread has credit exactly 0."""
         return False
 
     def stores_top(self) -> int:

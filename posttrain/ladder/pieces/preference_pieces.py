@@ -16,8 +16,6 @@ from posttrain.system.errors import ConfigError
 if TYPE_CHECKING:
     from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 
-# --- the statistic of a completion -----------------------------------------------------------------------------------
-
 
 class Statistic(PreferencePiece, begin=True):
     """The statistic by which the tokens of a completion become one number. l is log pi - log ref of a token, or log pi
@@ -75,9 +73,6 @@ class LogOdds(Statistic):
                 "statistic=logodds reads p as a probability, and a ratio to a reference is none. Set against=nothing,"
                 " or statistic=average"
             )
-
-
-# --- the divergence to the reference ---------------------------------------------------------------------------------
 
 
 class FDivergence(PreferencePiece, begin=True):
@@ -138,9 +133,6 @@ class AlphaDivergence(FDivergence):
         return f"h = (exp({self.alpha - 1:g} sum of l) - 1) / {self.alpha - 1:g}"
 
 
-# --- label noise -----------------------------------------------------------------------------------------------------
-
-
 class LabelNoise(PreferencePiece, begin=True):
     """The correction for pairs whose sides were swapped by whoever judged them."""
 
@@ -172,9 +164,6 @@ class Robust(LabelNoise):
 
     def words(self) -> str:
         return f"({1 - self.rate:g} f(x) - {self.rate:g} f(-x)) / {1 - 2 * self.rate:g}"
-
-
-# --- the margin ------------------------------------------------------------------------------------------------------
 
 
 class MarginTerm(PreferencePiece, begin=True):
@@ -228,9 +217,6 @@ class DataMargin(MarginTerm):
 
     def reads(self) -> tuple[str, ...]:
         return ("margin",)
-
-
-# --- what is added ---------------------------------------------------------------------------------------------------
 
 
 class Added(PreferencePiece, begin=True):

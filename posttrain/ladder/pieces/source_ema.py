@@ -11,9 +11,9 @@ from posttrain.ladder.pieces.baseline import Ema
 class SourceEma(Ema):
     """A moving average for each `source` of the tasks, as `Ema` is for all of them (RAE, SPIRAL 2506.24119).
 
-    The source is a column of the task. Of a game it names the game and the role that the policy plays in it: rewards of
-    roles differ whatever the policy does, and an average over all roles would be credit for the role. Tasks without
-    the column share one average.
+    The source is a column of the task; tasks without it share one average. Of a game it names the game and the role
+    that the policy plays: rewards of roles differ whatever the policy does, and one average over all roles would be
+    credit for the role.
     """
 
     each_source = True

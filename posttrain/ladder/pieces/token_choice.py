@@ -13,8 +13,6 @@ from posttrain.system.errors import ConfigError
 if TYPE_CHECKING:
     from posttrain.ladder.algorithm import Algorithm
 
-# --- which tokens of a minibatch are masked: chosen over the whole minibatch, before it is split --------------------
-
 
 class Tokens(Piece, begin=True):
     """A choice of tokens of the minibatch. Its mathematics is in `algorithm.loss.token_selection`."""
@@ -122,9 +120,6 @@ class SecondMoment(Tokens):
 
     def reads_start_early(self, a: Algorithm) -> bool:
         return True
-
-
-# --- further terms ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,12 +274,8 @@ class Distill(Piece):
         return f"{self.top} ids and log-probs a token" if self.top else "the vocabulary's log-probs a token"
 
 
-# --- which prompts are drawn ------------------------------------------------------------------------------------------
-
-
 class Curriculum(Piece, begin=True):
-    """The rule that decides which task is played next, by its pass rate when it was last played (0 where it never
-    was)."""
+    """The rule that decides which task is played next, by its pass rate when it was last played (0 where never)."""
 
     drawn: ClassVar[bool] = False
     """Whether tasks are drawn in proportion to their weight. Else all tasks of weight > 0 are played in turn."""

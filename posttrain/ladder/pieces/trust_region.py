@@ -1,7 +1,4 @@
-"""Trust regions: the factor of each token's policy gradient, the push. Each is a type that owns its numbers.
-
-A token is masked where its push is exactly 0.
-"""
+"""Trust regions: the factor of each token's policy gradient, the push. Where it is exactly 0 the token is masked."""
 
 from __future__ import annotations
 
@@ -273,10 +270,8 @@ class Hump(TrustRegion):
             positive(f"clip.{name}", getattr(self, name))
 
     def words(self) -> str:
-        up, down = (
-            f"rho^{self.k:g} exp({self.fade:g} (1 - rho))",
-            f"rho^{self.k_negative:g} exp({self.fade_negative:g} (1 - rho))",
-        )
+        up = f"rho^{self.k:g} exp({self.fade:g} (1 - rho))"
+        down = f"rho^{self.k_negative:g} exp({self.fade_negative:g} (1 - rho))"
         return f"{up} where A > 0, {down} where A < 0"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:

@@ -1,9 +1,6 @@
-"""Pieces of an algorithm whose class this program does not have, as a run folder records them.
-
-Reading a run executes no code of it. So a piece that the user's own file defines is read as its recorded numbers, under
-its own name: as an instance of a stand-in class. It can be printed and compared. It has no mathematics, and the checks
-of an algorithm leave it out.
-"""
+"""Pieces of an algorithm whose class this program does not have, as a run folder records them. Reading a run executes
+no code of it. So a piece of the user's own file is read as its recorded numbers, as an instance of a stand-in class
+with its name. It can be printed and compared, and has no mathematics and no checks."""
 
 from __future__ import annotations
 
@@ -52,12 +49,8 @@ def _inner(declared: Any) -> Iterator[Any]:
 @contextmanager
 def read_without(run: Any, names: Collection[str]) -> Generator[None]:
     """Context in which the pieces `names` of a plain run can be read although this program has no class for them.
-
-    Raises:
-        RunFolderError: the record of one of them cannot be a piece.
-    """
-    # Only inside the block are the stand-ins alternatives of their choices:
-    # outside, an override with such a name must stay an error.
+    RunFolderError where the record of one cannot be a piece."""
+    # Stand-ins are alternatives only inside the block: outside, an override with such a name must stay an error.
     made: dict[tuple[type[Any], str], type[Any]] = {}
     try:
         for base, data in _recorded(run) if names else ():

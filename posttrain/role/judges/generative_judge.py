@@ -1,8 +1,6 @@
-"""Generative judges of finished episodes: a trained judge reads answers, writes its reasons and votes.
-
-A judge of pairs compares the answers of a group with each other, each pair in both orders; a judge of single answers
-says whether each is good. Each comparison is judged `votes` times in each order. The votes are in the verdict's `why`.
-"""
+"""Generative judges of finished episodes: a trained judge reads answers, writes its reasons and votes. It compares the
+answers of a group in pairs, each in both orders, or says of single answers whether each is good, `votes` times. The
+votes are in the verdict's `why`."""
 
 from __future__ import annotations
 
@@ -56,13 +54,9 @@ class Vote:
 
 @dataclass(eq=False)
 class GenerativeJudge:
-    """`core.ports.EpisodeJudge` of a policy that learned to judge.
-
-    The score of an answer is a mean over its votes. Where the verdict is a choice, a vote counts 1 (won), 0 (lost) or
-    1/2 (tie). Where the verdict is points, it counts these points; with a fixed number of votes their mean ranks
-    answers as their sum does (2504.02495). Where one answer is judged alone, it counts p(Yes). An answer that is alone
-    in its group is compared with itself.
-    """
+    """`core.ports.EpisodeJudge` of a policy that learned to judge. The score of an answer is a mean over its votes. A
+    vote counts 1 (won), 0 (lost) or 1/2 (tie); or its points, whose mean ranks answers as their sum does (2504.02495);
+    or, where one answer is judged alone, p(Yes). An answer that is alone in its group is compared with itself."""
 
     name: str
     weight: float
@@ -117,13 +111,10 @@ class GenerativeJudge:
             why = " ".join(self._written(episodes, i, votes[n], kept[n]) for n in its_comparisons)
             values = [v for n in its_comparisons for v in self._values(i, votes[n], kept[n])]
             if yes and values:
-                # One answer is judged alone: the score is the mean chance of Yes.
-                # It is finer than the share of votes that said Yes.
+                # The mean chance of Yes is finer than the share of votes that said Yes.
                 values = [mean_yes(np.array([yes[n][k] for k in kept[n]])) for n in its_comparisons]
             out.append(self._verdict(episode, values, why, [v for n in its_comparisons for v in votes[n]]))
         return out
-
-    # --- asking ------------------------------------------------------------------------------------------------------
 
     async def _votes(self, episodes: Sequence[Episode], sides: tuple[int, ...]) -> list[Vote]:
         """All votes about one comparison: `votes` in each order."""
@@ -142,18 +133,13 @@ class GenerativeJudge:
         prompt = self.judging.prompt(question, [whole(episodes[i].text) for i in sides])
         try:
             return await self.vote(prompt, sides, task.id, first.visit, *siblings, order, vote)
-        # A prompt that is too long for the judge is a vote without a verdict.
-        # If no vote has one, the answer is `failed`, never a bad answer.
+        # A prompt that is too long is a vote without a verdict, and an answer without any is `failed`, never bad.
         except DataError as error:
             return Vote(sides, np.zeros(0, np.int32), 0, None, "", str(error))
 
     async def vote(self, prompt: str, sides: tuple[int, ...], *place: seeds.Coordinate) -> Vote:
-        """One judgement of this prompt, with the random numbers of `place`. It is drawn up to `DRAWS` times, until it
-        has a verdict.
-
-        Raises:
-            DataError: the prompt cannot be encoded, or is too long.
-        """
+        """One judgement of this prompt, with the random numbers of `place`, drawn up to `DRAWS` times until it has a
+        verdict. DataError where the prompt cannot be encoded, or is too long."""
         ids = self.renderer.prompt(prompt, str(place[0]))
         drawn: Vote | None = None
         # Each draw has a random place of its own: with the same place the judge would write the same text again.
@@ -175,8 +161,8 @@ class GenerativeJudge:
 
     async def log_says(self, vote: Vote, end: str) -> float:
         """log p(this verdict) after the reasoning of a vote that has a verdict."""
-        # Everything before the last verdict in the text: the reasoning may name Yes and No earlier. A verdict is a
-        # whole word, as where it is read: the No of "Note" is none.
+        # Before the last verdict in the text, since the reasoning may name both. A verdict is a whole word: the No of
+        # "Note" is none.
         ends = "|".join(rf"\b{e}\b" if e.isalpha() else re.escape(e) for e in self.judging.ends)
         before = vote.text[: max((m.start() for m in re.finditer(ends, vote.text)), default=len(vote.text))]
         ids = self._verdict_ids(before + end)
@@ -189,8 +175,6 @@ class GenerativeJudge:
     def _verdict_ids(self, text: str) -> np.ndarray:
         """int32: a judgement in the judge's own tokens (`says_yes` proves that they are its own)."""
         return self.renderer.encode(text)
-
-    # --- counting ----------------------------------------------------------------------------------------------------
 
     def kept(self, votes: Sequence[Vote]) -> list[int]:
         """The votes about one comparison that count: those with a verdict; with a meta reward model its better half."""
@@ -233,8 +217,7 @@ class GenerativeJudge:
 
 
 def _marks(vote: Vote, i: int) -> list[str]:
-    """Returns the score that a vote gives answer i, as a short number; twice where the answer is compared with
-    itself."""
+    """The score that a vote gives answer i, as a short number; twice where it is compared with itself."""
     if vote.scores is None:
         return [UNREAD]
     return [f"{s:.12g}" for side, s in zip(vote.sides, vote.scores, strict=True) if side == i]
@@ -297,8 +280,7 @@ async def asked(judge: GenerativeJudge, tasks: Sequence[Task], votes: int) -> li
 
 
 def right(judging: Judging, task: Task, vote: Vote) -> bool:
-    """Whether the better side has the highest score (2504.02495, Eq. 10). The pair's label says which side is better,
-    never a vote."""
+    """Whether the better side has the highest score (2504.02495, Eq. 10), as the pair's label says it, never a vote."""
     return chosen(vote.scores) == judging.better(task)
 
 
@@ -308,14 +290,9 @@ def labels(judging: Judging, each: JudgedTask) -> list[bool | None]:
 
 
 def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, str | bool]]:
-    """Rows with prompt, completion and label, for a stage that trains a reward model with `judgement=label`.
-
-    Judgements without a verdict are left out. So are tasks whose judgements are all right, or all wrong.
-
-    Raises:
-        DataError: nothing is left.
-        InvariantError: the labels are not those of the pairs.
-    """
+    """Rows with prompt, completion and label, for a stage that trains a reward model with `judgement=label`. Left out
+    are judgements without a verdict, and tasks whose judgements are all right, or all wrong. DataError where nothing is
+    left, InvariantError where the labels are not those of the pairs."""
     rows: list[dict[str, str | bool]] = []
     labelled = list[tuple[Task, Vote, bool]]()
     for each in judged:
@@ -335,10 +312,8 @@ def meta_rows(judging: Judging, judged: Sequence[JudgedTask]) -> list[dict[str, 
 
 
 def labels_are_the_pairs(judging: Judging, labelled: Sequence[tuple[Task, Vote, bool]]) -> None:
-    """InvariantError where a judgement that is labelled good names another side than the pair's better one.
-
-    This checks the labels in a second way: it counts the sides that good judgements name, over all pairs.
-    """
+    """InvariantError where a judgement that is labelled good names another side than the pair's better one, counted
+    over all pairs."""
     named: Counter[tuple[str, int | None]] = Counter()
     better = {task.id: judging.better(task) for task, _, _ in labelled}
     for task, vote, good in labelled:

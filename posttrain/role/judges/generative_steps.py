@@ -1,8 +1,5 @@
-"""A process reward model that writes: a policy that learned to verify judges each step of an answer.
-
-It reads the answer up to the end of a step, and writes its reasoning and a verdict. The step's score is the chance of
-Yes after that reasoning (2504.16828, 2504.00891).
-"""
+"""A process reward model that writes: a policy that learned to verify judges each step of an answer. It reads the
+answer up to the end of a step. The step's score is the chance of Yes after its reasoning (2504.16828, 2504.00891)."""
 
 from __future__ import annotations
 
@@ -32,20 +29,16 @@ class StepVotes:
     score: float | None
     """The mean chance of Yes over the votes that count; None where none of them has a verdict."""
     said: str
-    """The chance of Yes of each vote, for the record: `-` has no verdict, and `*` was left out by the meta reward
-    model."""
+    """The chance of Yes of each vote: `-` has no verdict, and `*` was left out by the meta reward model."""
     sample: str = ""
     """The reason why there is no score."""
 
 
 @dataclass(eq=False)
 class GenerativeStepJudge:
-    """`core.ports.EpisodeJudge` of a verifier that writes.
-
-    Every beginning of an answer that ends with a step is verified `votes` times. Equal beginnings of siblings
-    are verified once. The reward says what becomes of the scores (`step_judge.step_verdicts`), as for every process
-    reward model.
-    """
+    """`core.ports.EpisodeJudge` of a verifier that writes. Every beginning of an answer that ends with a step is
+    verified `votes` times; equal ones of siblings once. The reward says what becomes of the scores, as for every
+    process reward model."""
 
     verifier: GenerativeJudge
     """The verifier: its engine, its form, its votes and its meta reward model."""
@@ -82,12 +75,10 @@ class GenerativeStepJudge:
         asked: dict[str, tuple[Episode, int]] = {}
         for e, upto, beginnings in zip(episodes, ends, texts, strict=True):
             for number, (end, text) in enumerate(zip(upto, beginnings, strict=True), 1):
-                # The step's end in characters must lie within its last token:
-                # else the text and the number of tokens belong to different steps.
+                # It must lie within the step's last token: else text and number of tokens are of different steps.
                 prefixes = [self.ends.text(_said(e)[:n]) for n in (end - 1, end)]
                 reads_to_the_step(text, prefixes[0], prefixes[1], f"task {e.task.id!r}, step {number} of {len(upto)}")
-                # In order of siblings: the random numbers are those of the first sibling
-                # with this beginning, whichever is verified first.
+                # The random numbers are those of the first sibling with this beginning, whichever is verified first.
                 asked.setdefault(text, (e, number))
         asking = [self.verified(e.task, text, e.visit, e.sibling, number) for text, (e, number) in asked.items()]
         votes = dict(zip(asked, await together(asking), strict=True))
@@ -106,7 +97,9 @@ class GenerativeStepJudge:
         question = task.prompt if isinstance(task.prompt, str) else conversation(task.prompt)
         prompt = self.verifier.judging.prompt(question, [text])
         try:
-            votes = await together([self._vote(prompt, task, *place, k) for k in range(self.verifier.votes)])
+            votes = await together(
+                [self.verifier.vote(prompt, (0,), task.id, *place, k) for k in range(self.verifier.votes)]
+            )
         except DataError as error:
             return StepVotes(None, UNREAD, str(error))
         kept = self.verifier.kept(votes)
@@ -122,9 +115,6 @@ class GenerativeStepJudge:
         """The score of each of these beginnings, as a search asks for them; None where no vote can be read."""
         votes: list[StepVotes] = await self.verifier.run(together([self.verified(task, t, "search", t) for t in texts]))
         return [v.score for v in votes]
-
-    async def _vote(self, prompt: str, task: Task, *place: int | str) -> Vote:
-        return await self.verifier.vote(prompt, (0,), task.id, *place)
 
     async def _chance(self, vote: Vote) -> float | None:
         """p(Yes) / (p(Yes) + p(No)) after the vote's own reasoning; None where it has no verdict."""

@@ -39,8 +39,7 @@ class RegeneratedAnswer:
 
     @property
     def completions(self) -> tuple[Episode, ...]:
-        """The completions that replace the first wrong step and all after it. None exist where the first step is
-        wrong."""
+        """The completions that replace the first wrong step and all after it; none where that is the first."""
         return self.asked.get(self.kept, ())
 
 
@@ -61,12 +60,8 @@ def right_steps(scores: Sequence[float], at: float) -> int:
 
 
 def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The end of each step that has a score, and the scores. Steps that end with the same token count as one step with
-    the lowest of their scores, because no completion can start between them.
-
-    Raises:
-        ConfigError: two sources score its steps.
-    """
+    """The end of each step that has a score, and the scores: the lowest of steps that end with the same token, between
+    which no completion can start. ConfigError where two sources score its steps."""
     of_steps = [j for j in e.verdicts if j.end is not None and not j.paid and j.verdict.score is not None]
     if len(sources := {j.source for j in of_steps}) > 1:
         raise ConfigError(
@@ -85,8 +80,8 @@ async def halved(steps: int, from_step: From) -> tuple[int, dict[int, tuple[Epis
     """(steps before the first wrong one, the completions that were asked) of a wrong answer with `steps` steps. None
     where no completion of some step could be judged, so that nothing is known."""
     asked: dict[int, tuple[Episode, ...]] = {}
-    # Bisection takes log2(steps) rounds of completions. It assumes that after a wrong step no completion is right.
-    # After the first `low` steps a completion can be right, after the first `high` steps it cannot.
+    # After the first `low` steps a completion can be right, after the first `high` steps it cannot: it is assumed that
+    # after a wrong step none is right.
     low, high = 0, steps
     while high - low > 1:
         middle = (low + high) // 2
@@ -110,11 +105,8 @@ class Regenerator:
     how: Regenerate
 
     async def regenerate(self, groups: Sequence[Group]) -> tuple[RegeneratedAnswer, ...]:
-        """Every wrong answer whose first wrong step was found, in order.
-
-        Raises:
-            ConfigError: an answer has several turns, or no step of any wrong answer has the scores that are to be read.
-        """
+        """Every wrong answer whose first wrong step was found, in order. ConfigError where an answer has several turns,
+        or no step has the scores that are to be read."""
         regenerated = [x for one in await together([self._group(g) for g in groups]) for x in one]
         wrong = [e for g in groups for e in wrong_ones(g)]
         if self.how.by == "scores" and wrong and not any(scored_steps(e)[0] for e in wrong):

@@ -52,12 +52,8 @@ class JudgeMember:
     """The stage of this run that trained it; '' for any other."""
 
     def segment(self, episode: Episode) -> Segment:
-        """The episode as this model reads it: the tokens themselves, or the conversation written anew.
-
-        Raises:
-            ConfigError: the episode has several turns, and the model has another tokenizer.
-            DataError: it cannot be encoded, or is too long for the model.
-        """
+        """The episode as this model reads it: the tokens themselves, or the conversation written anew. DataError where
+        it cannot be encoded or is too long, ConfigError where it has several turns and the model another tokenizer."""
         if self.renderer is None:
             last = episode.segments[-1]
             ids, mask = last.ids, last.mask
@@ -82,11 +78,8 @@ class JudgeMember:
 
 @dataclass(eq=False)
 class RewardModelJudge:
-    """`core.ports.EpisodeJudge` of one or several reward models.
-
-    Several are combined as mean - pessimism * standard deviation, or the worst (2310.02743). The members' own scores
-    are in the verdict's `why`.
-    """
+    """`core.ports.EpisodeJudge` of one or several reward models, combined as mean - pessimism * standard deviation, or
+    the worst (2310.02743). The members' own scores are in the verdict's `why`."""
 
     name: str
     weight: float

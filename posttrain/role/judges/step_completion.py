@@ -75,10 +75,8 @@ class TokenEnds:
 
 @dataclass(frozen=True)
 class ContinuedSampler:
-    """A sampler whose first turn begins with these tokens, which were said before. It is for episodes of one turn.
-
-    The rest of `Sampler` is that of `inner`.
-    """
+    """A sampler whose first turn begins with these tokens, for episodes of one turn. The rest of `Sampler` is that of
+    `inner`."""
 
     inner: Sampler
     said: SampledTurn
@@ -171,12 +169,8 @@ class StepLabeler:
     stream: str
 
     async def label(self, groups: Sequence[Group]) -> tuple[LabelledAnswer, ...]:
-        """Every judged answer with at least one step, in order. An answer is left out where it could not be judged, or
-        where none of the completions of one of its steps could be judged.
-
-        Raises:
-            ConfigError: an answer has several turns.
-        """
+        """Every judged answer with at least one step, in order, but those with a step of which no completion could be
+        judged. ConfigError where an answer has several turns."""
         answers = await together([self._group(g) for g in groups])
         return tuple(x for of_group in answers for x in of_group)
 
@@ -196,11 +190,8 @@ class StepLabeler:
         return [*whole, *(x for x in early if x is not None)]
 
     async def _early(self, answer: LabelledAnswer, judging: SiblingVerdicts) -> LabelledAnswer | None:
-        """The answer as if it had ended after one of its earlier steps, without the separator behind this step.
-
-        None where the answer has one step, where there is no stop token, where no token ends before the separator, or
-        where the environment could not judge the shortened answer.
-        """
+        """The answer as if it had ended after one of its earlier steps, without the separator behind this step. None
+        where it has one step, no token ends there, there is no stop token, or it could not be judged."""
         e, stage = answer.episode, self.stage
         if len(answer.steps) < 2 or not self.sampling.stop_ids:
             return None
@@ -223,8 +214,8 @@ class StepLabeler:
         shortened = await reciting.episode(e.task, e.visit, e.sibling, self.sampling, stream, judging=judging)
         if shortened.figure is None or shortened.stop not in ENDED:
             return None
-        # The steps before the last one keep their labels: their completions go on from
-        # places before the new end. The last step is judged by this answer itself, once.
+        # The steps before keep their labels: their completions begin before the new end. The last is judged by this
+        # answer.
         tokens, before = self.cut(shortened), slice(number - 1)
         values = StepValues(
             right=(*answer.values.right[before], int(shortened.right.of(shortened.figure))),
@@ -236,8 +227,7 @@ class StepLabeler:
     async def _answer(
         self, e: Episode, known: dict[bytes, asyncio.Task[tuple[Episode, ...]]], judging: SiblingVerdicts
     ) -> LabelledAnswer | None:
-        """The answer with its labels. None where it has no step, or where the completions of a step could not be
-        judged."""
+        """The answer with its labels; None where it has no step, or a step's completions could not be judged."""
         spoken, tokens = self.said(e), self.cut(e)
         if not tokens:
             return None
@@ -265,11 +255,7 @@ class StepLabeler:
         return values.soft if self.stage.prover == 1 else values.best_of(self.stage.prover)
 
     def said(self, e: Episode) -> np.ndarray:
-        """The spoken tokens of an answer.
-
-        Raises:
-            ConfigError: the answer has several turns.
-        """
+        """The spoken tokens of an answer; ConfigError where it has several turns."""
         if len(e.turns) > 1:
             raise ConfigError(
                 f"{self.stage.name}: an answer to task {e.task.id!r} has {len(e.turns)} turns, and steps are completed"
@@ -278,8 +264,7 @@ class StepLabeler:
         return e.segments[-1].ids[e.segments[-1].mask]
 
     def cut(self, e: Episode) -> tuple[int, ...]:
-        """Spoken tokens up to the end of each step. Empty where there is no step, or where two steps end with the same
-        token."""
+        """Spoken tokens up to the end of each step; () without a step, or where two end with the same token."""
         tokens = self.ends.upto(self.said(e), step_ends(e.text, self.stage.separator))
         return tokens if len(set(tokens)) == len(tokens) else ()
 

@@ -49,14 +49,9 @@ def step_scores(learner: TokenScorer, packed: Packed) -> np.ndarray:
 
 
 def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, ends: TokenEnds) -> np.ndarray:
-    """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere.
-
-    A neutral step (label 0) teaches nothing.
-
-    Raises:
-        DataError: steps that end with another text than the stage says, a step without a token of its own, missing
-            values, or no labelled step. The message has the row's place.
-    """
+    """float64 [M]: what a process reward model learns at the last token of each labelled step; NaN elsewhere, and for a
+    neutral step (label 0). DataError, with the row's place: another separator than the stage's, a step without a token
+    of its own, missing values, or no labelled step."""
     out = np.full(batch.spoken, math.nan)
     # Spoken tokens of segment s are first[s] to first[s + 1].
     first = np.searchsorted(batch.segment_M, np.arange(len(batch.lengths_S) + 1))
@@ -170,8 +165,7 @@ def step_tokens(name: str, e: Episode, ends: TokenEnds, separator: str) -> tuple
 def step_verdicts(
     name: str, r: Reward, ends: Sequence[int], scores: Sequence[float], resolution: float, why: Sequence[str] = ()
 ) -> tuple[Judged, ...]:
-    """The verdicts of an episode, as the reward says, from its steps' ends and scores. `why`: of each step, for the
-    record."""
+    """The verdicts of an episode, as the reward says, from its steps' ends, scores and reasons (`why`)."""
     bad = [x for x in scores if not np.isfinite(x)]
     if bad:
         return (

@@ -67,12 +67,8 @@ def together(ones: Sequence[Demonstrated]) -> Batch:
 def imitated(
     segments: Sequence[Segment], sequence: Sequence[int] | None = None, weight_M: np.ndarray | None = None
 ) -> Batch:
-    """A minibatch whose spoken tokens are imitated, by their weights.
-
-    Args:
-        sequence: the episode of each segment; None: one segment each.
-        weight_M: the weight of each spoken token; the weights are divided by their sum. None: all tokens have the same.
-    """
+    """A minibatch whose spoken tokens are imitated, by their weights divided by their sum, or all alike. `sequence`:
+    the episode of each segment; None: one segment each."""
     spoken = sum(s.spoken for s in segments)
     # A mean over tokens, not over demonstrations: a longer demonstration counts more.
     shares = np.full(spoken, 1.0 / spoken) if weight_M is None else weight_M / weight_M.sum()
@@ -141,11 +137,8 @@ def conversation_of(environment: Environment, stage: Supervised, task: Task) -> 
 def demonstration(
     renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int
 ) -> Segment:
-    """One demonstration of one turn as a segment, its prompt masked.
-
-    Raises:
-        DataError: the completion has no token, or the text is longer than the model's context.
-    """
+    """One demonstration of one turn as a segment, its prompt masked; DataError where the completion has no token, or
+    the text is longer than the context."""
     prompt_ids, completion_ids = renderer.pair(prompt, completion, task.id, task.tools)
     if not len(completion_ids):
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
@@ -177,10 +170,7 @@ async def recited(
     sampling: Sampling,
 ) -> DemonstrationTalk:
     """Play a demonstration of several turns in the environment, which answers each turn as it answers the policy.
-
-    Raises:
-        DataError: the episode ends before the demonstration's last turn, or asks for more turns.
-    """
+    DataError where the episode ends before the last turn, or asks for more."""
     talk = DemonstrationTalk(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
     await environment.play(task, talk)
     if len(talk.turns) != len(turns):

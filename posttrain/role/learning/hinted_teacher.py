@@ -53,8 +53,7 @@ class Hints:
 
     def _hinted(self, group: Group, e: Episode) -> HintedEpisode:
         """One episode with the hint in its prompt, or unchanged with the reason why there is no hint."""
-        # An episode without a hint has no gradient. The reason stays with
-        # the episode, and its credit shows it (`EpisodeCredit.dropped`).
+        # An episode without a hint has no gradient. Its credit shows the reason (`EpisodeCredit.dropped`).
         task_with_hint = self.given(group, e)
         if not isinstance(task_with_hint, Task):
             return HintedEpisode(e.segments, task_with_hint)
@@ -88,11 +87,7 @@ class Hints:
         return replace(e.task, answer=said(self.rollout.dialogue(e.task.id), right[0])) if right else NOBODY
 
     def asked(self, e: Episode) -> np.ndarray:
-        """int32: the prompt that the policy was asked with.
-
-        Raises:
-            ConfigError: it is not the task's prompt alone.
-        """
+        """int32: the prompt that the policy was asked with; ConfigError where it is not the task's alone."""
         segment = e.segments[0]
         prompt_ids = segment.ids[: int(np.argmax(segment.mask))]
         # The hinted prompt replaces the policy's prompt as tokens. If the environment had written more than
@@ -128,13 +123,8 @@ def holds(prompt: str | Sequence[Message], text: str) -> bool:
 
 
 def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
-    """The segment with another prompt. Everything after the prompt stays as it is, except the experts that the sampler
-    chose: they are removed, because a teacher with another prompt chooses its own experts.
-
-    Args:
-        own: int32, the segment's own prompt: the tokens before its first spoken one.
-        prompt: int32, the new prompt.
-    """
+    """The segment with the new `prompt` (int32) in place of its `own`, the tokens before its first spoken one. All
+    after it stays, but the experts that the sampler chose: a teacher with another prompt chooses its own."""
     # All arrays of the segment are cut at the same place, so each spoken token keeps its log-prob and version.
     after, n = slice(len(own), None), len(prompt)
     return replace(

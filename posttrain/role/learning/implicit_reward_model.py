@@ -1,7 +1,5 @@
-"""The implicit process reward model of a reinforcement stage (PRIME).
-
-It learns the outcomes of each step's answers. Its log-probs then say which tokens an outcome was owed to.
-"""
+"""The implicit process reward model of a reinforcement stage (PRIME). It learns the outcomes of each step's answers;
+its log-probs then say which tokens an outcome was owed to."""
 
 from __future__ import annotations
 
@@ -37,11 +35,8 @@ class ImplicitModel:
         return self.trainer.learner.fingerprint()
 
     def learn(self, index: int, groups: Sequence[ScoredGroup], watch: Observers) -> Gauges:
-        """One optimizer step on the outcomes of all scored answers of step `index`.
-
-        Raises:
-            DataError: an outcome is not in 0..1.
-        """
+        """One optimizer step on the outcomes of all scored answers of step `index`; DataError where one is not in
+        0..1."""
         # The groups were scored before this call, so credit reads the model as it was before it saw these outcomes.
         answers = [s for g in groups for s in g.episodes if s.episode.spoken]
         if not answers:
@@ -49,8 +44,7 @@ class ImplicitModel:
         batch = outcome_batch(answers, outcomes(answers))
         watch.emit(OutcomesEvent(index, batch))
         trainer_gauges = self.trainer.step(batch, OutcomeLoss(self.beta))
-        # Other gauges of this trainer are left out: they have the names of the policy's gauges, and would be added to
-        # them.
+        # Other gauges of this trainer have the names of the policy's, and would be added to them.
         kept = {n: g for n, g in trainer_gauges.items() if n.startswith("implicit/")}
         # Without this gauge the scale of the loss was too large, and the step was left out.
         if "optim/grad_norm" in trainer_gauges:
@@ -59,11 +53,7 @@ class ImplicitModel:
 
 
 def outcomes(answers: Sequence[Scored]) -> np.ndarray:
-    """float64 [E]: the raw outcome of each answer.
-
-    Raises:
-        DataError: one is not in 0..1.
-    """
+    """float64 [E]: the raw outcome of each answer; DataError where one is not in 0..1."""
     # The raw outcome, not the shaped reward: it must be a probability that an answer is right.
     raw = np.array([s.episode.reward for s in answers], np.float64)
     if np.any((raw < 0) | (raw > 1)):

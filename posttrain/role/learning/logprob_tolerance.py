@@ -1,8 +1,5 @@
 """How far two correct computations of the same log-probs may differ, by dtype and by the learner's measured error.
-
-Learner and sampler score the same tokens, such as a fixed text (`packed_text`). `allowed` is the bound for their
-difference; `noise` is a bound for a single log-prob.
-"""
+`allowed` is the bound for a difference of learner and sampler, `noise` one for a single log-prob."""
 
 from __future__ import annotations
 
@@ -67,13 +64,10 @@ def unmeasured(dtype: str, temperature: float) -> Gap:
 
 
 def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperature: float) -> Gap:
-    """The bound for `gap`: `LEAST` if the gap is within it, else what the learner's own rounding error allows.
-
-    If the model is too large for float64, it is `unmeasured`.
-    """
+    """The bound for `gap`: `LEAST` if the gap is within it, else what the learner's own rounding error allows, or
+    `unmeasured` if the model is too large for float64."""
     least, most = LEAST[dtype], CEILING[dtype]
-    # The usual case, which needs no float64 pass. `exact` copies the
-    # weights, so it is called only where the gap must be explained.
+    # The usual case. `exact` copies the weights, so it is called only where the gap must be explained.
     if gap.within(least):
         return least
     if (exact_M := exact()) is None:
@@ -88,11 +82,8 @@ def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperatu
 
 
 def as_sampled(learner: Learner) -> Learner:
-    """Returns the model that a sampler is compared with: the learner, with the experts that the sampler chose.
-
-    Where two experts have nearly equal scores, rounding decides. A learner that chooses its own experts would then be
-    another model.
-    """
+    """Returns the model that a sampler is compared with: the learner, with the experts that the sampler chose. Where
+    two have nearly equal scores, rounding decides, and a learner that chooses its own would be another model."""
     routers = learner.routers()
     return learner if routers is None else routers.followed()
 
@@ -102,10 +93,8 @@ FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.0
 
 
 def noise(dtype: str, learner: Learner, packed: Packed) -> float:
-    """Nats by which a correct engine's log-prob of any of these tokens may differ from the learner's.
-
-    It is measured in float64 unless the model is too large for that.
-    """
+    """Nats by which a correct engine's log-prob of any of these tokens may differ from the learner's, measured in
+    float64 unless the model is too large."""
     if (exact_M := learner.exact(packed)) is None:
         return unmeasured(dtype, packed.sampling.temperature).worst
     return min(max(FLOOR[dtype], MARGIN * Gap.of(learner.score(packed), exact_M).worst), CEILING[dtype].worst)

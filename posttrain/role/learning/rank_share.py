@@ -1,7 +1,5 @@
-"""The part of a minibatch that this rank computes: what all ranks must have together, and how their results join.
-
-With one rank these checks and joins do nothing.
-"""
+"""The part of a minibatch that this rank computes: what all ranks must have together, and how their results join. With
+one rank this does nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
     from posttrain.role.trainer import Packing
 
 ROUNDING = 1e-9
-"""Largest gap between the sum of the weights on all ranks and that of the minibatch, relative to the sum of the
-absolute weights."""
+"""Largest gap between the sums of the weights on all ranks and of the minibatch, relative to their absolute sum."""
 
 
 def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[Batch]) -> None:

@@ -47,11 +47,7 @@ def digest_of_segment(segment: Segment) -> bytes:
 
 
 class ReferenceScores:
-    """Reference log-probs by segment: what was computed, and what is added.
-
-    Args:
-        reference: fingerprint of the model that computes them.
-    """
+    """Reference log-probs by segment: what was computed, and what is added. `reference`: the model's fingerprint."""
 
     def __init__(self, reference: str, by_digest: dict[bytes, np.ndarray] | None = None) -> None:
         self.reference, self._by_digest = reference, by_digest if by_digest is not None else {}
@@ -78,11 +74,7 @@ class ReferenceScores:
             self._by_digest[digest_of_segment(s)] = x.astype(np.float32)
 
     def of(self, segments: Sequence[Segment]) -> np.ndarray:
-        """float32 [M]: the scores of the spoken tokens of these segments, in order.
-
-        Raises:
-            InvariantError: a segment was not computed.
-        """
+        """float32 [M]: the scores of the spoken tokens of these segments; InvariantError where one was not computed."""
         scores = [self._by_digest.get(digest_of_segment(s)) for s in segments]
         if missing := sum(x is None for x in scores):
             raise InvariantError(
@@ -102,11 +94,8 @@ class ReferenceScores:
 
     @staticmethod
     def load(folder: Path, reference: str) -> ReferenceScores:
-        """The scores of `save`; none where the folder is missing.
-
-        Raises:
-            RunFolderError: the files are damaged, or another model computed them than `reference`.
-        """
+        """The scores of `save`; none where the folder is missing. RunFolderError where the files are damaged, or of
+        another reference."""
         if not folder.is_dir():
             return ReferenceScores(reference)
         # The file may come from elsewhere. The checks go from the outside in: the digests of the

@@ -52,8 +52,8 @@ class Candidate:
     hinted: bool = False
     """Whether the policy was given the answer as a hint."""
     begun: tuple[int, int] | None = None
-    """Of a regenerated completion: the sibling number of the wrong answer, and how many of its steps were kept. The
-    candidate's own `sibling` is then its number among the completions from there."""
+    """Of a regenerated completion: the sibling number of the wrong answer, and how many of its steps were kept. Its own
+    `sibling` is then its number among these completions."""
 
     @property
     def plain(self) -> bool:
@@ -83,11 +83,8 @@ class RoundSamples:
 
 
 def imitation(segment: Segment, prompt: np.ndarray | None = None) -> Segment:
-    """A sampled segment as a segment to imitate, scored under the model's own distribution (`LIKELIHOOD`).
-
-    Args:
-        prompt: tokens that replace those before its first spoken token; None: they stay.
-    """
+    """A sampled segment as a segment to imitate, scored under the model's own distribution (`LIKELIHOOD`), behind
+    `prompt` where one is given."""
     first = int(np.argmax(segment.mask))
     # The completion is learned after the prompt that the policy will be asked with, whatever
     # prompt it was sampled with. The sampler's log-probs are dropped: they belong to that prompt.
@@ -137,8 +134,7 @@ def _candidate(e: Episode, task_id: str, prompt: np.ndarray | None = None) -> Ca
 
 
 def regenerated_candidates(regenerated: Sequence[RegeneratedAnswer]) -> list[Candidate]:
-    """Candidates among the completions that replace a first wrong step. Siblings with the same beginning share
-    completions; each completion is a candidate once."""
+    """Candidates among the completions that replace a first wrong step, each once, also where siblings share it."""
     by_completion: dict[Episode, Candidate] = {}
     for a in regenerated:
         for c in a.completions:
@@ -162,8 +158,7 @@ def to_ask_again(plain: Sequence[Group], keep: Keep) -> list[Group]:
     """
     out: list[Group] = []
     for group in plain:
-        # The rule of `select` decides here too, so a prompt with a
-        # kept completion is not asked again.
+        # The rule of `select` decides here too, so a prompt with a kept completion is not asked again.
         rewards = [e.reward for e in group.judged if e.reward is not None and whole(e)]
         single = all(len(e.segments) == 1 for e in group.episodes)
         if group.judged and single and prompt_ids(group) is not None and not keep.chosen(rewards):
@@ -206,16 +201,15 @@ class Selection:
 
 
 def select(candidates: Sequence[Candidate], method: RejectionMethod, improvement: int = 0) -> Selection:
-    """Returns the candidates that the method keeps. Of equal candidates, and of more than the limit, the first sampled
-    ones stay. So the choice depends only on what was sampled and how it was judged."""
+    """Returns the candidates that the method keeps. Of equal ones, and of more than the limit, the first sampled ones
+    stay: the choice depends only on what was sampled and how it was judged."""
     prompts: dict[str, list[Candidate]] = {}
     for c in candidates:
         prompts.setdefault(c.prompt, []).append(c)
     kept: list[Candidate] = []
     passing = duplicates = over = 0
     distinct: dict[str, int] = {}
-    # By prompt: the rule, then equal ones once, then the limit. The
-    # limit comes last, so that it counts different completions.
+    # By prompt: the rule, then equal ones once, then the limit, which so counts different completions.
     for task_id, of_prompt in prompts.items():
         chosen = [of_prompt[i] for i in method.keep.chosen([c.reward for c in of_prompt], improvement)]
         different = once(chosen) if method.distinct else chosen
@@ -284,17 +278,12 @@ def write(folder: Path, asked: RoundSamples) -> None:
 
 
 def _place(c: Candidate) -> tuple[int, ...]:
-    """The numbers that tell a candidate from the others of its prompt, and its number of segments. (0, 0) stands for
-    `begun=None`."""
+    """The numbers that tell a candidate from others of its prompt, and how many segments it has. (0, 0): no `begun`."""
     return (c.visit, c.sibling, int(c.hinted), *(c.begun or (0, 0)), len(c.segments))
 
 
 def read(folder: Path) -> RoundSamples:
-    """Reads the data that `write` wrote, bit for bit.
-
-    Raises:
-        RunFolderError: the file is damaged.
-    """
+    """Reads the data that `write` wrote, bit for bit; RunFolderError where the file is damaged."""
     path = folder / FILE
     with read_untrusted.opened(path, RunFolderError):
         pass

@@ -1,9 +1,6 @@
-"""Weights and optimizer state on disk, which any number of processes write and read, and copies of weights in memory.
-
-A single process writes `weights.safetensors`. Of n processes each writes a file of its own, such as
-`weights-00001-of-00004.safetensors`. It holds the process's parts under the names of the tensors; its metadata says
-where each part lies. A reader asks for the box of a tensor that it needs, and reads only that from the files.
-"""
+"""Weights and optimizer state on disk, which any number of processes write and read, and copies of weights in memory. A
+single process writes `weights.safetensors`, each of n its parts in a file such as `weights-00001-of-00004.safetensors`,
+whose metadata says where each part lies. A reader reads only the box of a tensor that it needs."""
 
 from __future__ import annotations
 
@@ -67,11 +64,7 @@ def write_part(path: Path, shards: Iterable[Shard], rank: int, world: int) -> No
 
 
 class SavedTensors:
-    """The tensors that the file, or the files of several processes, hold.
-
-    Raises:
-        RunFolderError: nothing is there, or it is damaged.
-    """
+    """The tensors of the file, or of the files of several processes; RunFolderError where one is missing or damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

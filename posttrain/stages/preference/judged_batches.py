@@ -1,5 +1,4 @@
-"""Judgements of the data: which ones a step gets, which fit the context, their minibatch, and how well scores order
-them."""
+"""Judgements of the data: which a step gets, which fit the context, their minibatch, how well scores order them."""
 
 from __future__ import annotations
 
@@ -65,11 +64,8 @@ def completions(judgement: Judgement) -> tuple[tuple[str, int], ...]:
 
 
 def segments(judgement: Judgement, renderer: PairRenderer, context: int) -> list[Segment]:
-    """The completions of a judgement as segments, each after its prompt, which is masked.
-
-    Raises:
-        DataError: one is empty, or longer than the model's context. The message has the row's place.
-    """
+    """The completions of a judgement as segments, each after its prompt, which is masked. DataError, with the row's
+    place, where one is empty or longer than the context."""
     try:
         return [
             demonstration(renderer, judgement.task, judgement.task.prompt, text, context)
@@ -144,11 +140,7 @@ def training_tasks(
     context: int,
     say: Callable[[str], None],
 ) -> TaskSource:
-    """The training tasks whose judgements fit into the context.
-
-    Raises:
-        DataError: none does.
-    """
+    """The training tasks whose judgements fit into the context; DataError where none does."""
     if not stage.leaves_out_long:  # checked before the run began
         return environment.train
     fitting_tasks = FittingTasks.of(environment, kind, renderer, context)
@@ -178,10 +170,7 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
     each_E = np.repeat(weights, [len(p) for p in parts])
     flat = [s for p in parts for s in p]
     spoken = [s.spoken for s in flat]
-    streams = {
-        SIDE: np.repeat(np.array(sides, np.int32), spoken),
-        WEIGHT: np.repeat(each_E, spoken),
-    }
+    streams = {SIDE: np.repeat(np.array(sides, np.int32), spoken), WEIGHT: np.repeat(each_E, spoken)}
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
     # A stream needs a number for every token. So if one judgement has no margin, the whole stream is left out. For an
     # algorithm that reads margins, the stage then raises an error that names the row.
@@ -247,8 +236,7 @@ class AgreementReport:
             raise InvariantError(f"{int((~np.isfinite(score_E)).sum())} held-out completions have no finite score")
         if not len(good) or not len(bad):
             return None
-        # Each good score is compared with each bad score; a tie counts 1/2. The mean over all is the area under the ROC
-        # curve.
+        # A tie counts 1/2. The mean over all is the area under the ROC curve.
         above = (good[:, None] > bad).mean(1) + 0.5 * (good[:, None] == bad).mean(1)
         return AgreementReport(Score.of(above), float(good.mean() - bad.mean()))
 

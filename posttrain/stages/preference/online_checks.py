@@ -1,8 +1,6 @@
 """Checks that pairs of the policy's own samples are what was sampled and judged, and that an opponent samples right.
-
-Which completion of a prompt is preferred is computed a second time here, from the verdicts alone. An opponent must
-sample from the mixture of policy and reference that the settings name.
-"""
+Which completion is preferred is computed a second time, from the verdicts alone. An opponent must sample from the
+mixture of policy and reference that the settings name."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ class PairAgain:
 
 
 def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.random.Generator) -> np.ndarray:
-    """The candidates that statistical rejection sampling keeps (2309.06657), in the order of the rounds in which they
-    pass."""
+    """The candidates that statistical rejection sampling keeps (2309.06657), by the round in which they pass."""
     round_C = np.full(len(reward_C), np.inf)
     for k in range(keep):
         left_C = np.isinf(round_C)
@@ -63,8 +60,7 @@ def kept_again(reward_C: np.ndarray, keep: int, temperature: float, rng: np.rand
 
 
 def compared_again(judged: Sequence[tuple[float, Episode]], g: Group, a: PreferenceAlgorithm, place: int) -> list[Any]:
-    """Returns the completions of a prompt that are compared, from the definition of `draw`. `judged`: (reward, episode)
-    of each judged completion."""
+    """Returns the completions of a prompt that are compared, by `draw`, from (reward, episode) of each judged one."""
     if len(judged) < 2 or kind(a.draw) == "BestWorst":
         return [judged] if len(judged) > 1 else []
     if kind(a.draw) != "RejectionSampled":
@@ -156,8 +152,6 @@ class SampledPairCheck(Observer):
                 if batch.episodes == len(tokens):
                     tokens_are_as_sampled(batch, self._pairs)
                 sides_are_as_judged(batch, rows_of_pairs(self._pairs, roles.stage.algorithm))
-            case _:
-                pass
         return None
 
 

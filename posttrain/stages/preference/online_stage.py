@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.episode_conversation import Player
 from posttrain.role.events import PlayedEvent
-from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import OnlineRoles
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.preference.sampled_pairs import batch_of_pairs, sampled_pairs
 from posttrain.stages.progress import StageState
-from posttrain.stages.role_parts import frozen_start, same_reference, stage_parts
+from posttrain.stages.role_parts import frozen_start, same_reference, sampling_parts
 from posttrain.stages.training_step import DataBatch, learn_from, learn_nothing
 
 
@@ -43,44 +41,30 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
 
     measures_before = True
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
-        parts, stage, setting = self.parts, self.stage, self.setting
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[Experience]:
+        parts, stage, rollout = self.parts, self.stage, self.setting.rollout
         parts.say(
             f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {stage.prompts} prompts x"
             f" {stage.samples} samples = {stage.prompts * stage.samples} episodes a step, at most {stage.pairs} pairs"
         )
-        reference, sampling, rollout = self._reference(checkpoint), parts.sampling(stage), setting.rollout
+        reference = self._reference(checkpoint)
         opponent = None
         if stage.share is not None:
             assert reference is not None  # a draw with an opponent reads it
             opponent = parts.oppose(reference, stage.share)
-            # Some siblings of each prompt (`stage.opposed`) are the opponent's completions; the others are the
-            # policy's.
-            player = Player(opponent.sampler, rollout.dialogue, sampling)
+            # The siblings `stage.opposed` of each prompt are the opponent's completions; the others are the policy's.
+            player = Player(opponent.sampler, rollout.dialogue, parts.sampling(stage))
             rollout = replace(rollout, opponents=dict.fromkeys(stage.opposed, player))
         self.roles = OnlineRoles(
-            **stage_parts(self),
-            sampling=sampling,
-            rollout=rollout,
-            prompts=Prompts(setting.environment.train, parts.run.seed, self.state.cursor),
-            reference=reference,
-            opponent=opponent,
-            other_environments=parts.other_environments(stage),
+            **sampling_parts(self, self.state.cursor, rollout), reference=reference, opponent=opponent
         )
-        await self._publish()
+        await parts.publish()
+        if opponent is not None:
+            await opponent.follow(parts.version)
         await self.watch.begin(self.roles)
         return self._ask, self._learn
 
-    async def _publish(self) -> None:
-        """Push the learner's weights to the sampler and to the opponent, where there is one."""
-        await self.parts.publish()
-        if self.roles.opponent is not None:
-            await self.roles.opponent.follow(self.parts.version)
-
     async def _ask(self, index: int) -> Experience:
-        """Play and judge the groups of step `index`."""
         roles, stage, version = self.roles, self.stage, self.trainer.version
         request = RolloutRequest(
             groups=stage.prompts, siblings=stage.samples, at=StepNumber(index, stage.steps), most=1
@@ -97,8 +81,10 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
         roles.watch.emit(PlayedEvent(e))
         pairs_of_step = sampled_pairs(e.groups, a, roles.place)
         played = merge(rollout_gauges(e, Credit((), 0.0)), e.engine, pairs_of_step.gauges())
-        # Also in a step without a pair: the record has every answer.
-        self._record(e)
+        if self.parts.run.record_episodes:
+            # Also in a step without a pair: the record has every answer.
+            with self.clock.of("book"):
+                self.parts.book.write_episodes(self.stage.name, e.index, Credit((), 0.0), e.groups)
         if not pairs_of_step.pairs:
             note = f"no prompt gave a pair: {pairs_of_step.tied} were judged alike, {pairs_of_step.unjudged} not judged"
             return await learn_nothing(roles, e.index, played, (note,))
@@ -117,12 +103,6 @@ class OnlineDriver(Driver[OnlinePreference, OnlineState, Experience], stage=Onli
                 # The opponent is a mixture with the policy, so it gets the policy's weights too.
                 await roles.opponent.follow(self.trainer.version)
         return step
-
-    def _record(self, e: Experience) -> None:
-        """Every sampled episode into the run folder."""
-        if self.parts.run.record_episodes:
-            with self.clock.of("book"):
-                self.parts.book.write_episodes(self.stage.name, e.index, Credit((), 0.0), e.groups)
 
     def remember(self, asked: Experience, step: Step) -> Step:
         self.state.cursor = asked.walked

@@ -83,9 +83,8 @@ def sides_are_as_judged(batch: Batch, rows: JudgedRows) -> None:
 def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
     """Checks that every token of a judged completion counts, and that its last token is its only stop token."""
     ends_S = np.cumsum(batch.lengths_S) - 1
-    # A source is the position before a token that counts. first_M: whether a token is the first of its completion.
-    # gaps_M: whether the token before it does not count, although it belongs to the completion. last_S: the position of
-    # the last token that counts.
+    # A source is the position before a token that counts. first_M: whether it is the first of its completion. gaps_M:
+    # whether the token before it is inside the completion and does not count. last_S: the last position that counts.
     first_M = np.append(True, np.diff(batch.segment_M) != 0) if batch.spoken else np.zeros(0, bool)
     gaps_M = ~first_M & (np.diff(batch.source_M, prepend=0) != 1)
     last_S = np.full(len(ends_S), -1)

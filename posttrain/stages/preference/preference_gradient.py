@@ -129,8 +129,7 @@ class _Tokens:
             return (1 / n_E)[self.sequence_M]
         if kind(statistic) != "Desensitized":
             return np.ones(len(self.sequence_M))
-        # LD-DPO (2409.06411): a unit's completions may have different lengths. Tokens up to the length of the shortest
-        # one have the factor 1, tokens after it alpha.
+        # LD-DPO (2409.06411): tokens beyond the length of the unit's shortest completion have the factor alpha.
         shortest_E = np.array([n_E[self.unit_E == u].min() for u in self.unit_E])
         # The place of each token in its completion, whose tokens lie side by side in [M].
         nth_M = np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in n_E)])
@@ -334,8 +333,6 @@ def _constants(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _
         case "DataMargin":
             assert rows.margin_U is not None
             margin_U = margin.coef * rows.margin_U  # type: ignore[union-attr]
-        case _:
-            pass
     match_E, sure_E = np.zeros(len(rows.unit_E)), np.ones(len(rows.unit_E), bool)
     if a.match is not None:
         c, r = rows.at(1), rows.at(0)
@@ -362,10 +359,7 @@ def _at_rank(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _own(batch: Batch, tokens: _Tokens, rows: JudgedRows) -> np.ndarray:
-    """[E]: the weight of each pair for `weights=wpo`: how likely the policy is to say both of its sides.
-
-    It is the product over both sides of exp(mean over tokens of (log p - log sum p^2)).
-    """
+    """[E]: each pair's weight for `weights=wpo`: the product over both sides of exp(mean of log p - log sum p^2)."""
     logp_M = batch[START].astype(np.float64)
     mean_E = tokens.sum(logp_M - np.log(batch[COLLISION].astype(np.float64))) / tokens.length_E
     # The product of two exponentials is the exponential of the sum.

@@ -1,8 +1,5 @@
 """Checks that a preference loss has the gradient by each log-prob, and the shift, that its definition gives.
-
-`preference_gradient.preference_demand` computes the gradient a second time. The shift is a number that is subtracted
-from every reward.
-"""
+`preference_gradient` computes the gradient a second time. The shift is subtracted from every reward."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from posttrain.role.learning.logprob_tolerance import MARGIN as OF_ROUNDING
 from posttrain.role.roles import PreferenceRoles
 from posttrain.stages.preference.preference_data import judged_again, rows_of
 from posttrain.stages.preference.preference_gradient import JudgedRows, preference_demand, running_shift, unknown
-from posttrain.stages.preference.preference_shift import elsewhere
+from posttrain.stages.preference.preference_reference import elsewhere
 from posttrain.system.errors import InvariantError
 
 UNITS, TOKENS = 6, 12
@@ -92,8 +89,7 @@ def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
 
 
 def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
-    """(a minibatch, the policy's log-probs in float32 [M], how its completions were judged); always the same for one
-    kind of rows."""
+    """(a minibatch, the policy's log-probs in float32 [M], how its completions were judged), for the kind of rows."""
     rng = np.random.Generator(np.random.Philox(key=20_261_123))
     order = SIDES[a.rows] or (1,)
     side_E = np.tile(np.array(order), UNITS)
@@ -103,8 +99,7 @@ def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
     unit_E = np.repeat(np.arange(UNITS), len(order))
     length_E = rng.permutation(np.arange(len(side_E))) % TOKENS + 1
     sequence_M = np.repeat(np.arange(len(side_E), dtype=np.int32), length_E)
-    # Each sequence is one prompt token and `length` spoken ones, so the sources of these are its first `length`
-    # positions.
+    # Each sequence is one prompt token and `length` spoken ones: their sources are its first `length` positions.
     starts_E = np.cumsum(length_E + 1) - length_E - 1
     source_M = np.concatenate([s + np.arange(n) for s, n in zip(starts_E, length_E, strict=True)])
     # An algorithm with `match` compares sides of different pairs, and refuses pairs of different weights.
@@ -187,8 +182,6 @@ class PreferenceLossCheck(Observer):
                 rows = self.rows(roles, index)
                 shift = float(batch[SHIFT][0]) if SHIFT in batch else 0.0
                 return ObserverReport(preference_loss_agrees(a, batch, passes, rows, shift))
-            case _:
-                pass
         return None
 
     def _shift(self, roles: PreferenceRoles, index: int, batch: Batch) -> None:
@@ -202,8 +195,7 @@ class PreferenceLossCheck(Observer):
         elif a.shift == "mismatched" and due(index):
             mean, tokens = elsewhere(roles, batch)
             least = LEAST[roles.run.model.dtype].mean
-            # Each log-ratio is a sum over a completion's tokens, so the bound is that of one token times the mean
-            # length.
+            # A log-ratio is a sum over a completion's tokens, so the bound is one token's times the mean length.
             shift_is(a, batch, a.beta * max(0.0, mean), OF_ROUNDING * least * tokens * a.beta)
 
 

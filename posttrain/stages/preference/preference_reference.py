@@ -1,7 +1,6 @@
-"""Checks of the reference of a preference loss: its weights or its stored log-probs do not change.
-
-Also checks that the policy equals the reference before the first step, where the reference is the policy's own start.
-"""
+"""Checks of the reference of a preference loss: its weights or its stored log-probs do not change, and the policy
+equals it before the first step, where the reference is the policy's own start. `elsewhere` is the mean log-ratio of
+completions under the prompts of other rows, computed a second time."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from posttrain.role.roles import PreferenceRoles
 from posttrain.system.errors import InvariantError
 
 REMEMBERED = 4
-"""How many units of the first compared minibatch are kept, to compare their reference log-probs again at later
-steps."""
+"""How many units of the first compared minibatch are kept, to compare their reference log-probs again."""
 
 
 def segments_of(packed: Packed, episodes: Sequence[int]) -> list[Segment]:
@@ -52,10 +50,8 @@ def reference_says(held_M: np.ndarray, now_M: np.ndarray, bound: Gap, what: str)
 def starts_at_reference(
     learner_M: np.ndarray, reference_M: np.ndarray, dtype: str, exact: Exact, temperature: float = 1.0
 ) -> float:
-    """Checks that every log-ratio to the reference is 0, up to rounding; returns the largest absolute value.
-
-    For the first step of a stage whose reference is the policy as the stage began.
-    """
+    """Checks that every log-ratio to the reference is 0, up to rounding, where the policy is its own reference at the
+    stage's start; returns the largest absolute value."""
     gap = Gap.of(reference_M, learner_M)
     bound = allowed(dtype, gap, learner_M, exact, temperature)
     if not gap.worst <= bound.worst:
@@ -89,8 +85,6 @@ class ReferenceCheck(Observer):
             case DifferentiatedEvent(packed=packed, passes=passes) if due(packed.index):
                 logp_M = passes.joined(packed.batch, passes.logp).astype(np.float32)
                 return self._starts(roles, packed, logp_M)
-            case _:
-                pass
         return None
 
     def _unmoved(self, roles: PreferenceRoles, event: PackedEvent) -> None:
@@ -109,8 +103,7 @@ class ReferenceCheck(Observer):
         else:
             reference_unmoved(reference)
             now_M, then_M = reference.score(batch), reference.score(remembered)
-            # The minibatch is scored again in the same form. The remembered units were first scored inside a larger
-            # minibatch, so their rounding differs more.
+            # The remembered units were first scored inside a larger minibatch, so their rounding differs more.
             bounds = unmeasured(dtype, batch.sampling.temperature), CEILING[dtype]
         reference_says(batch[REFERENCE], now_M, bounds[0], "the reference log-probs in the minibatch")
         reference_says(remembered[REFERENCE], then_M, bounds[1], "the reference log-probs of the first step")
@@ -133,3 +126,39 @@ class ReferenceCheck(Observer):
                 gauges["canary/reference_gap"] = Gauge(worst, 1)
         self._first = False
         return ObserverReport(gauges)
+
+
+def under_other_prompts(batch: Batch, longest: int) -> list[Segment]:
+    """Each prompt of a minibatch, followed by the completion of the nearest row before it, in a circle, with another
+    prompt. A sequence of more than `longest` tokens is left out."""
+    ids_E = [batch.ids_of(e) for e in range(batch.episodes)]
+    spoken_E = np.bincount(batch.sequence_M, minlength=batch.episodes)
+    parts = [(ids[: len(ids) - n], ids[len(ids) - n :]) for ids, n in zip(ids_E, spoken_E.tolist(), strict=True)]
+    out: list[Segment] = []
+    for i, (prompt, _) in enumerate(parts):
+        # A negative index counts from the end, so the last row comes before the first.
+        before = [parts[i - k] for k in range(1, len(parts))]
+        other = next((text for asked, text in before if asked.tolist() != prompt.tolist()), None)
+        if other is None or len(prompt) + len(other) > longest:
+            continue
+        mask = np.arange(len(prompt) + len(other)) >= len(prompt)
+        out.append(shown_segment(np.concatenate([prompt, other]), mask, batch.sampling))
+    return out
+
+
+def elsewhere(roles: PreferenceRoles, batch: Batch) -> tuple[float, float]:
+    """(mean of log pi - log ref over the completions under other prompts, their mean length in tokens)."""
+    segments = under_other_prompts(batch, roles.context)
+    packed, reference = Packed.of(segments), roles.reference
+    if isinstance(reference, ReferenceScores):
+        if lost := reference.missing(segments):
+            raise InvariantError(
+                f"{len(lost)} of {len(segments)} completions under the prompts of others have no reference log-probs,"
+                f" and {roles.stage.algorithm.name} compares with them: other completions were scored in their place"
+            )
+        reference_M = reference.of(segments)
+    else:
+        assert reference is not None
+        reference_M = reference.score(packed)
+    ratio_M = roles.learner.score(packed).astype(np.float64) - reference_M
+    return float(ratio_M.sum() / len(segments)), packed.spoken / len(segments)

@@ -1,9 +1,8 @@
-"""The stage that learns from preferences of the data: one minibatch of judged completions a step. It samples
-nothing."""
+"""The stage that learns from preferences of the data: one minibatch of judged completions a step, nothing sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 from posttrain.algorithm.preference.preference_loss import PreferenceLoss
 from posttrain.algorithm.preference.preference_minibatch import mismatched, prepared, scores_of
 from posttrain.config.stages.preference_settings import Preference
-from posttrain.config.stages.stage import starts
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Step
 from posttrain.core.judgements import Judgement, Label
@@ -22,8 +20,7 @@ from posttrain.core.types import Segment
 from posttrain.ladder.preference_algorithm import PreferenceAlgorithm
 from posttrain.role.learning.reference_scores import LogProbs, ReferenceScores
 from posttrain.role.roles import PreferenceRoles
-from posttrain.role.weights.saved_weights import restore, snapshot
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.preference.judged_batches import (
     AgreementReport,
     batch_of,
@@ -36,8 +33,7 @@ from posttrain.stages.preference.judged_batches import (
     walk,
 )
 from posttrain.stages.progress import StageState
-from posttrain.stages.role_parts import data_parts, say_passes
-from posttrain.stages.run_parts import load_kept
+from posttrain.stages.role_parts import data_parts, say_passes, start_weights
 from posttrain.stages.training_step import DataBatch, learn_from
 from posttrain.system.errors import InvariantError
 
@@ -58,20 +54,14 @@ class PreferenceState(StageState):
 class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Preference, state=PreferenceState):
     """Learns from judged completions."""
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[DataBatch]:
         parts, stage, setting = self.parts, self.stage, self.setting
         render, context = parts.renderer, parts.sampler.context
         source = training_tasks(stage, setting.environment, stage.judged, render, context, parts.say)
         judgements = {"pair": "pairs", "label": "labelled completions"}.get(stage.judged, stage.judged)
         algorithm_words = f"{stage.algorithm.name} ({stage.algorithm.paper})"
         say_passes(self, source, f"{algorithm_words}; {stage.batch} {judgements} a step, {stage.steps} steps")
-        self.roles = PreferenceRoles(
-            **data_parts(self),
-            source=source,
-            reference=None,
-        )
+        self.roles = PreferenceRoles(**data_parts(self), source=source, reference=None)
         self._heldout = fitting(stage, heldout_judgements(setting.environment), render, context)
         with self.clock.of("score"):
             # Made after the roles: to compute log-probs ahead it reads the data that the roles have.
@@ -102,8 +92,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         return DataBatch(index, batch, running)
 
     def _mismatched(self, judged: Sequence[Judgement]) -> np.ndarray:
-        """float64 [E]: log-ratios of policy to reference, of completions that were put under the prompts of other
-        rows."""
+        """float64 [E]: log-ratios of policy to reference, of completions under the prompts of other rows."""
         mismatched_segments = mismatched(self._segments(judged), self.roles.context)
         packed = Packed.of(mismatched_segments)
         ratio_M = self.roles.learner.score(packed).astype(np.float64) - self._reference_logp(mismatched_segments)
@@ -121,15 +110,10 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         with self.clock.of("evaluate"):
             return heldout_order(self._heldout, a, roles.learner, roles.renderer, roles.context, self._reference_logp)
 
-    # --- data --------------------------------------------------------------------------------------------------------
-
     def _judged(self, index: int) -> list[Judgement]:
-        """The judgements of step `index`, counted from 1."""
         stage, roles, seed = self.stage, self.roles, self.parts.run.seed
         tasks = walk(roles.source, seed=seed, stage=stage.name, first=(index - 1) * stage.batch, count=stage.batch)
         return drawn(roles.environment, tasks, stage.judged, seed=seed, stage=stage.name)
-
-    # --- the reference -----------------------------------------------------------------------------------------------
 
     def _segments(self, judged: Sequence[Judgement]) -> list[Segment]:
         """The completions of these judgements as segments, each after its prompt."""
@@ -146,8 +130,8 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
         """Returns whether the reference's log-probs are computed before the first step."""
         if self.stage.ahead is not None:
             return self.stage.ahead
-        # By default only where the number of tasks is finite: tasks come again, and each completion is computed once.
-        # And not with an adapter: then the reference is the model without the adapter, which takes no further memory.
+        # By default where tasks come again, so that each completion is computed once. Not with an adapter: then the
+        # reference is the model without it, which takes no further memory.
         return self.roles.source.count is not None and self.parts.run.model.lora is None
 
     def _reference(self, checkpoint: Path | None) -> Reference | ReferenceScores | None:
@@ -159,22 +143,13 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
             scorer = parts.teacher(stage.reference)
             state.reference = self._same_fingerprint(scorer.fingerprint())
             return self._computed(scorer) if self._ahead() else scorer
-        # In a resumed stage the learner has later weights, and the reference is the policy as the stage began. So the
-        # present weights are put aside, and those of the start are loaded while the reference is made.
-        now = snapshot(parts.learner) if checkpoint is not None else None
-        if now is not None:
-            load_kept(parts, self.progress, starts(parts.run.stages, stage))
-        try:
+        with start_weights(self, checkpoint):
             if not self._ahead():
                 frozen = parts.freeze()
                 state.reference = self._same_fingerprint(frozen.digest)
                 return frozen
             state.reference = self._same_fingerprint(parts.learner.fingerprint())
             return self._computed(parts.learner)
-        finally:
-            if now is not None:
-                # Also after an error: the policy must not keep the weights of the reference.
-                restore(parts.learner, now)
 
     def _same_fingerprint(self, fingerprint: str) -> str:
         """Returns the fingerprint. InvariantError where the reference of a resumed run has another one than before."""
@@ -189,8 +164,7 @@ class PreferenceDriver(Driver[Preference, PreferenceState, DataBatch], stage=Pre
     def _computed(self, scorer: LogProbs) -> ReferenceScores:
         """The log-probs of all completions that the stage will meet. They are kept in the run folder."""
         stage, parts, folder = self.stage, self.parts, f"reference-{self.stage.name}"
-        # The run may have been interrupted, or made longer. Log-probs that it computed before with the same reference
-        # are read from the folder.
+        # Log-probs that an interrupted run computed before with the same reference are read from the folder.
         scores = ReferenceScores.load(parts.book.folder / folder, self.state.reference)
         before = len(scores)
         for of_step in self._segments_by_step():  # each step's own pass, so that a longer stage computes the same bits

@@ -30,8 +30,7 @@ class SampledPair:
 
     @property
     def probability(self) -> float:
-        """Probability that the chosen completion is preferred, by Bradley and Terry: sigmoid(gap). A gap of 0 gives
-        1/2."""
+        """Probability that the chosen completion is preferred, by Bradley and Terry: sigmoid(gap)."""
         return 1 / (1 + math.exp(-self.gap))
 
 
@@ -41,8 +40,8 @@ class SampledPairs:
 
     pairs: tuple[SampledPair, ...]
     tied: int
-    """Pairs whose completions were judged alike, up to rounding. They teach nothing and are left out. With link=nash
-    they are kept as pairs, since its divergence to the reference is learned at any preference."""
+    """Pairs whose completions were judged alike, up to rounding, and are left out. With link=nash they are kept, since
+    its divergence to the reference is learned at any preference."""
     unjudged: int
     """Prompts with fewer than two completions of the policy or its opponent that were judged and have a token."""
 
@@ -50,8 +49,7 @@ class SampledPairs:
         # Each unjudged prompt counts as one pair that was not made.
         pairs_or_prompts = len(self.pairs) + self.tied + self.unjudged
         opponent_chosen = [p.chosen.opposed for p in self.pairs if p.chosen.opposed != p.rejected.opposed and p.gap]
-        # How often the policy is preferred to its opponent. Only pairs with one completion of each count, and no ties.
-        # The list says whether the chosen completion is the opponent's.
+        # How often the policy is preferred to its opponent: of pairs with one completion of each, without ties.
         won = (
             {"preference/won": Gauge.of([not by_opponent for by_opponent in opponent_chosen])}
             if opponent_chosen
@@ -91,8 +89,8 @@ def rejection_sampled(rewards: np.ndarray, keep: int, temperature: float, rng: n
 
 
 def compared(group: Group, a: PreferenceAlgorithm, key: int) -> list[list[Episode]]:
-    """The completions of a prompt that are compared with each other, in lists. Each list gives one pair: its best and
-    its worst completion. [] where there are fewer than two (`SampledPairs.unjudged`). `key`: see `sampled_pairs`."""
+    """The completions of a prompt that are compared, in lists of which the best and the worst become a pair. [] where
+    there are fewer than two. `key`: see `sampled_pairs`."""
     # Demonstrations (`shown`) are not samples of the policy, so they are in no pair.
     judged = [e for e in group.judged if not e.shown and e.spoken]
     if len(judged) < 2:
@@ -109,15 +107,9 @@ def compared(group: Group, a: PreferenceAlgorithm, key: int) -> list[list[Episod
 
 
 def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, key: int) -> SampledPairs:
-    """The pairs of all groups.
-
-    A group gives a pair of its first two judged completions; with `BestWorst` a pair of its best and its worst; with
-    `RejectionSampled` the kept completions two and two. Of equal rewards the first is taken. So the choice depends on
-    the samples and on `key` alone.
-
-    Args:
-        key: the random key of this stage of this run (`seeds.key`), for the draw of the kept completions.
-    """
+    """The pairs of all groups: the first two judged completions; with `BestWorst` the best and the worst; with
+    `RejectionSampled` the kept ones two and two. Of equal rewards the first is taken. `key`: the random key of this
+    stage, for the draw of those that are kept."""
     pairs: list[SampledPair] = []
     tied = unjudged = 0
     for group in groups:
@@ -125,8 +117,7 @@ def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, key: int) -> 
         unjudged += not sets
         for considered in sets:
             rewards = np.array([e.reward for e in considered], np.float64)
-            # Rewards are sums of verdicts. Rewards that differ only by rounding are a tie. Else float noise would
-            # decide which completion is preferred.
+            # Rewards that differ only by rounding are a tie. Else float noise would decide.
             noise = rounding([size(e.verdicts) for e in considered], max(resolution(e.verdicts) for e in considered))
             if spread(rewards, noise):
                 best, worst = considered[int(np.argmax(rewards))], considered[int(np.argmin(rewards))]
@@ -139,11 +130,8 @@ def sampled_pairs(groups: Sequence[Group], a: PreferenceAlgorithm, key: int) -> 
 
 
 def batch_of_pairs(pairs: Sequence[SampledPair], a: PreferenceAlgorithm) -> Batch:
-    """A minibatch in which each pair is a unit, the chosen completion first.
-
-    Streams: SIDE, OPPONENT, MARGIN (the gap of the rewards, or with link=nash the probability that the chosen one is
-    preferred), and the sampler's MU and VERSION.
-    """
+    """A minibatch in which each pair is a unit, the chosen completion first. Streams: SIDE, OPPONENT, MARGIN (the gap
+    of the rewards, or with link=nash the probability that the chosen one is preferred), MU and VERSION."""
     episodes = [e for p in pairs for e in (p.chosen, p.rejected)]
     segments = [s for e in episodes for s in e.segments]
     sequence = [i for i, e in enumerate(episodes) for _ in e.segments]

@@ -34,8 +34,7 @@ class RowCheck(Observer):
     async def begin(self, roles: Any) -> None:
         lead = self._lead
         lead.state.roles = roles
-        # The first check sends all checks of rows to the other ranks, since observers begin in their order. Rank 0 has
-        # them already.
+        # The first check sends all of them to the other ranks, since observers begin in their order.
         if self._number == 0:
             order_to_others = together.watch, (roles.run.model, roles.stage, lead.state.checks, roles.sync.probe_ids)
             with lead.ordered("take checks", order_to_others):

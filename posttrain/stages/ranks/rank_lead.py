@@ -1,9 +1,6 @@
-"""Rank 0 of a run over ranks: how it orders work, and its optimizer, trainer and references.
-
-Each of these has the interface that it has in a run of one process. A method that reads or changes whole weights is
-first ordered of all other ranks and then done here too. So the step, the stages and the checks need not know of ranks.
-`lead_learner` has the learner.
-"""
+"""Rank 0 of a run over ranks: how it orders work, and its optimizer, trainer and references. Each has the interface
+that it has in a run of one process, so the step, the stages and the checks need not know of ranks. A method that reads
+or changes whole weights is ordered of all other ranks and then done here too."""
 
 from __future__ import annotations
 
@@ -26,12 +23,7 @@ from posttrain.engine.optimizer.optimizer import StageOptimizer
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
 from posttrain.engine.parallel.ranks.rank_orders import RankLost, RankOrders, Store
 from posttrain.engine.parallel.ranks.rank_processes import RankProcesses
-from posttrain.role.events import (
-    UNOBSERVED,
-    Event,
-    Observers,
-    PackedEvent,
-)
+from posttrain.role.events import UNOBSERVED, Event, Observers, PackedEvent
 from posttrain.role.learner_passes import Needs
 from posttrain.role.trainer import NonFiniteGradient, Trainer
 from posttrain.stages.ranks import rank_state as together
@@ -66,8 +58,7 @@ class RankLead:
         self.parallel: Parallel = parallel
         """How ranks share the model."""
         self.reads_own_rows = False
-        """Whether each rank reads only its own rows of the weights from the files, instead of getting them from rank
-        0."""
+        """Whether each rank reads its own rows of the weights from the files, and does not get them from rank 0."""
 
     @property
     def busy(self) -> bool:
@@ -84,8 +75,7 @@ class RankLead:
         self.dropped.append(number)
 
     def all(self, function: Callable[..., Any], *arguments: Any, what: str = "") -> Any:
-        """Have all ranks call `function(state, *arguments)`; returns the result of rank 0. `what`: the order in
-        words."""
+        """Have all ranks call `function(state, *arguments)`; returns rank 0's result. `what`: the order in words."""
         with self.ordered(what or function.__name__.replace("_", " "), (function, arguments)):
             return function(self.state, *arguments)
 
@@ -142,7 +132,6 @@ class RankLead:
     # --- who failed -------------------------------------------------------------------------------------------------
 
     def _cause(self, error: RuntimeError) -> str:
-        """Says in words which rank failed first."""
         where = f"in order {self._orders.number} ({self._open or 'go on'})"
         advice = "Nothing was written of this step. Go on from the last checkpoint with --resume"
         # When one rank fails, the exchanges of all ranks break, and each rank leaves its reason in the store. A reason
@@ -164,12 +153,7 @@ class RankLead:
             time.sleep(0.1)
 
     def _stall(self, where: str, reasons: Mapping[int, str], error: RuntimeError, advice: str) -> str:
-        """The message where no rank failed by itself: which ranks waited, and for which others.
-
-        Args:
-            reasons: of the ranks that ended.
-            advice: a sentence about how to go on.
-        """
+        """The message where no rank failed by itself: which ranks waited (those with `reasons`), and for whom."""
         late = [r for r in range(1, self.ranks.world) if r not in reasons]
         notes, number = self._orders.standing(), self._orders.number
         # A rank that has ended this order waits for the next one and is not late. Such ranks are named only if there
@@ -200,8 +184,7 @@ class LeadReference:
         # The order to make this copy also has the numbers of the references that may be freed.
         dropped, lead.dropped = tuple(lead.dropped), []
         self.digest: str = lead.all(together.freeze, self._number, dropped)
-        # A finalizer may run at any time, perhaps in the middle of an exchange. So it sends no order and only notes the
-        # number.
+        # A finalizer may run in the middle of an exchange. So it sends no order and only notes the number.
         weakref.finalize(self, lead.drop, self._number)
 
     def _asked(self, method: str, *arguments: Any) -> Any:
@@ -225,8 +208,7 @@ class LeadReference:
 
 
 class LeadOptimizer(StageOptimizer):
-    """The optimizer on rank 0. Its state is written, read and fingerprinted by all ranks
-    (`core.exchange.shards.DividedState`)."""
+    """The optimizer on rank 0. Its state is written, read and fingerprinted by all ranks."""
 
     lead: RankLead
 

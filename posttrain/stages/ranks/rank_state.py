@@ -1,8 +1,5 @@
-"""The state of a rank, and the work that all ranks do together.
-
-Each function here runs on every rank at once, with the state of that rank. Rank 0 orders it (`rank_lead`), and the
-other ranks carry it out (`rank_worker`).
-"""
+"""The state of a rank, and the work that all ranks do together. Each function runs on every rank at once, with the
+state of that rank. Rank 0 orders it (`rank_lead`), and the others carry it out (`rank_worker`)."""
 
 from __future__ import annotations
 
@@ -304,8 +301,7 @@ def read_state(state: RankState, folder: str) -> None:
 def state_fingerprint(state: RankState) -> str:
     """Fingerprint of the whole state of the optimizer. One tensor is whole at a time."""
     tensors = _whole_state(state)
-    # Each tensor is gathered in an exchange of its own. If ranks had different names, they would join parts of
-    # different tensors, or wait for ever.
+    # Each tensor is gathered in an exchange of its own: other names would join parts of different tensors, or hang.
     check_same(
         state.ranks, sorted(tensors), "optimizer state", "A rank left out an update: go on from the last checkpoint"
     )

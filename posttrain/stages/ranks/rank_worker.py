@@ -1,8 +1,5 @@
-"""A rank other than rank 0: it does what rank 0 orders, until rank 0 ends the orders.
-
-It writes no record and samples nothing. In a step of the trainer it waits in each event, and does what the observers of
-rank 0 order there.
-"""
+"""A rank other than rank 0: it does what rank 0 orders, until rank 0 ends the orders. It writes no record and samples
+nothing. In each event of a trainer's step it does what the observers of rank 0 order there."""
 
 from __future__ import annotations
 
@@ -95,8 +92,8 @@ class RankWorker:
     def until_proceed(self) -> Any:
         """Do what is ordered until rank 0's observers have finished an event; returns what they returned."""
         while True:
-            # A `StepOrder` runs the trainer. In each event its observers (`StandingObservers`) call this method again,
-            # so orders of an event are done inside the step. `Proceed` ends that inner call. Outside a step none comes.
+            # A `StepOrder` runs the trainer, whose `StandingObservers` call this method again in each event. `Proceed`
+            # ends that inner call. Outside a step none comes.
             order = self.orders.next()
             if isinstance(order, Proceed):
                 self.orders.done()

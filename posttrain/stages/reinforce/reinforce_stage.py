@@ -1,12 +1,10 @@
-"""The stage that learns from reward: its driver, the start of its roles, and the lines that it prints at the start.
-
-The step itself is `ask` and `learn` of `stages.training_step`.
-"""
+"""The stage that learns from reward: its driver, the start of its roles, and what it prints at the start. The step
+itself is `ask` and `learn` of `stages.training_step`."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +34,7 @@ from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import ReinforceRoles, stream_of
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights.saved_weights import load_optimizer, load_weights, save_optimizer, save_weights
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.teacher_average import AveragePolicy
 from posttrain.stages.role_parts import frozen_start, same_reference, stage_parts
@@ -87,9 +85,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)"
         )
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[Experience]:
         parts, stage = self.parts, self.stage
         self.roles = self._roles(self._reference(checkpoint), self._implicit(checkpoint))
         played, _, learned = batch_algebra(stage).partition(" -> ")
@@ -104,8 +100,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
                 f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has"
                 " nothing to choose from"
             )
-        # The weights are pushed before the queue is resumed. Groups of the checkpoint that had not ended are asked
-        # again at once, and the engine must answer them with these weights.
+        # First the weights: groups of the checkpoint that had not ended are asked again at once, under these.
         await parts.publish()
         self._resume_queue(checkpoint)
         await self.watch.begin(self.roles)
@@ -209,8 +204,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return Hints(hint, self.setting.rollout, average)
 
     def _groups(self, prompts: Prompts, sampling: Sampling) -> GroupSource:
-        """The source of the groups: played for the step that learns from them (`StepGroups`), or ahead of it
-        (`GroupQueue`)."""
+        """The source of the groups: played for the step that learns from them, or ahead of it."""
         stage, state, rollout, stream = self.stage, self.state, self.setting.rollout, stream_of(self.stage)
         # A sample may be up to `most_behind` steps old. So the versions of the weights are kept for the present step
         # and for `most_behind` steps before it. Where the stage begins, there is only the first version.
@@ -236,8 +230,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         )
 
     def _resume_queue(self, checkpoint: Path | None) -> None:
-        """Restore the replay buffer and the queue of groups from a checkpoint, and connect the queue with the weight
-        sync."""
+        """Restore replay buffer and queue from a checkpoint, and connect the queue with the weight sync."""
         groups, buffer, state = self.roles.groups, self.roles.replay, self.state
         if buffer is not None and checkpoint is not None and state.replay:
             buffer.restore(state.replay, load_groups(checkpoint / REPLAY, state.replay))
@@ -253,15 +246,13 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         parts = self.parts
         if not self.stage.algorithm.reads & {"reference", "teacher"} or self.stage.algorithm.own_teacher:
             return None
-        # After a refresh the reference is the policy of an earlier step, even where the settings name a model. Then it
-        # is loaded from the kept weights.
+        # After a refresh the reference is in the kept weights, even where the settings name a model.
         if self.stage.reference is not None and not self.state.reference:
             return same_reference(self, parts.teacher(self.stage.reference))
         return frozen_start(self, checkpoint, self.state.reference)
 
     def _refresh(self, step: Step) -> Step:
-        """Every `refresh` steps of the algorithm the policy becomes its own reference. Returns the step's line, with a
-        note about it."""
+        """Every `refresh` steps the policy becomes its own reference. Returns the step's line, with a note about it."""
         every = self.stage.algorithm.refresh
         if not every or step.index % every:
             return step
@@ -304,11 +295,8 @@ PRODUCTIVE = (0.1, 0.8)
 
 
 def productive_band(report: EvaluationReport) -> str:
-    """A line that says whether there is something to learn from: whether the pass rate lies in the band `PRODUCTIVE`.
-
-    Where outcomes are grades, it says whether the answers to one prompt differ in reward. Where nothing could be
-    judged, it says why no rate is known.
-    """
+    """A line that says whether there is something to learn from: whether the pass rate lies in the band `PRODUCTIVE`,
+    or for grades whether the answers to one prompt differ in reward; or why no rate is known."""
     if report.unmeasured:
         return (
             f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."

@@ -18,11 +18,8 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True)
 class AveragePolicy:
-    """The policy's own model, which gets the averages in place of its weights while it scores.
-
-    The averages are part of the optimizer's state, so a resumed run has them. After scoring, the policy's weights are
-    copied back bit by bit.
-    """
+    """The policy's own model, which gets the averages in place of its weights while it scores. They are part of the
+    optimizer's state, so a resumed run has them. Afterwards the weights are copied back bit by bit."""
 
     learner: Learner
     optimizer: WeightOptimizer
@@ -57,8 +54,7 @@ class AveragePolicy:
         """Inside the block the learner's model has the averages as its weights."""
         state = self.optimizer.state_tensors()
         policy_weights = snapshot(self.learner)
-        # The averages may have another dtype than the parameters. A parameter without an average does not train, so it
-        # keeps its value.
+        # They may have another dtype. A parameter without an average does not train, so it keeps its value.
         averages = {n: state[AVERAGE + n].to(p.dtype) for n, p in policy_weights.items() if AVERAGE + n in state}
         if not averages:
             raise InvariantError(

@@ -17,14 +17,8 @@ from posttrain.system.errors import InvariantError
 
 
 def goes_on_from_its_step(a: RegeneratedAnswer, settings: Regenerate, text: Callable[[np.ndarray], str]) -> None:
-    """Checks one answer `a` that was generated anew.
-
-    The answer must be wrong, its steps must end at the recorded tokens, each completion must begin with the answer's
-    tokens up to its step, and the first wrong step must follow from the verdicts or the scores.
-
-    Raises:
-        InvariantError: one of these is not so; the message names the task and the step.
-    """
+    """Checks one answer that was generated anew: it is wrong, its steps end at the recorded tokens, each completion
+    begins with its tokens up to a step, and the first wrong step follows from the verdicts or the scores."""
     e, ids = a.episode, said(a.episode)
     named = f"an answer to task {e.task.id!r} that is said anew, {text(ids)!r},"
     if e.figure is None or e.right.of(e.figure):

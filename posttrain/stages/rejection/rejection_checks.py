@@ -24,15 +24,7 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.gauge import Gauges, Step
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import outcome
-from posttrain.role.events import (
-    Event,
-    KeptEvent,
-    Observer,
-    ObserverReport,
-    PackedEvent,
-    PlayedEvent,
-    RegeneratedEvent,
-)
+from posttrain.role.events import Event, KeptEvent, Observer, ObserverReport, PackedEvent, PlayedEvent, RegeneratedEvent
 from posttrain.role.learning.logprob_tolerance import as_sampled
 from posttrain.role.learning.rejection_selection import HINTED, Candidate
 from posttrain.role.roles import RejectionRoles
@@ -43,8 +35,7 @@ Place = tuple[str, int, int, bool, tuple[int, int] | None]
 """Names a completion of a round: prompt, visit, sibling, whether it had a hint, and the answer and step that it goes on
 from (`Candidate.begun`)."""
 Row = tuple[bytes, bytes]
-"""A sequence as (ids of its prompt, ids after the prompt followed by as many flags: 1 for an id that counts, else
-0)."""
+"""(ids of a sequence's prompt, ids after it followed by as many flags: 1 for an id that counts, else 0)."""
 SCORED = 4096
 """Most sampled tokens of a round that the learner scores too, to compare its log-probs with the sampler's."""
 
@@ -80,8 +71,7 @@ def place(c: Candidate) -> Place:
 
 
 def kept_was_played(kept: Sequence[Candidate], played: Mapping[Place, Episode]) -> None:
-    """Checks that every kept completion was played, judged and not cut off, and has the reward that its verdicts
-    give."""
+    """Checks that every kept completion was played, judged and not cut off, and has the reward of its verdicts."""
     for c in kept:
         e = played.get(place(c))
         if e is None:
@@ -104,8 +94,7 @@ def kept_was_played(kept: Sequence[Candidate], played: Mapping[Place, Episode]) 
 
 
 def kept_passes(kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]], m: RejectionMethod, i: int) -> None:
-    """Checks that every kept completion passes the method's rule among the completions of its prompt. `i`: the number
-    of the improvement."""
+    """Checks that every kept completion passes the method's rule among those of its prompt, at improvement `i`."""
     for c in kept:
         if may_be_kept(m.keep, c.reward, rewards[c.prompt], i) is False:
             raise InvariantError(
@@ -131,8 +120,7 @@ def nothing_is_lost(
 
 
 def kept_once(kept: Sequence[Candidate], m: RejectionMethod) -> None:
-    """Checks that no prompt has more kept completions than the method allows, and no two equal ones if the method wants
-    distinct ones."""
+    """Checks that no prompt has more kept completions than allowed, nor equal ones if distinct ones are wanted."""
     # Equal means the same spoken tokens under the same prompt.
     said = Counter((c.prompt, b"".join(s.ids[s.mask].tobytes() for s in c.segments)) for c in kept)
     if m.distinct and (twice := [k for k, n in said.items() if n > 1]):
@@ -233,10 +221,8 @@ def _row(ids: np.ndarray, mask: np.ndarray) -> Row:
 def expected_rows(
     kept: Sequence[Candidate], played: Mapping[Place, Episode], prompts: Mapping[str, np.ndarray]
 ) -> Counter[Row]:
-    """How often each sequence is to be imitated, made from the played episodes.
-
-    A completion that was sampled with a hint is imitated after the prompt of its task without the hint.
-    """
+    """How often each sequence is to be imitated, made from the played episodes. A completion that was sampled with a
+    hint is imitated after the prompt without it."""
     counts: Counter[Row] = Counter()
     for c in kept:
         for s in played[place(c)].segments:

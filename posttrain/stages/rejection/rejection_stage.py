@@ -1,12 +1,9 @@
-"""The rejection sampling stage: in rounds it samples, keeps the best samples, and imitates them.
-
-The first step of a round samples ("asks"). Each step of the round, the first one too, imitates a part of what was kept.
-A round may also select again from the samples of the round before, with another threshold (an improvement).
-"""
+"""The rejection sampling stage: in rounds it samples, keeps the best samples, and imitates them. The first step of a
+round samples ("asks"), and each step imitates a part of what was kept. A round may also select again from the samples
+before, with another threshold (an improvement)."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,12 +43,11 @@ from posttrain.role.learning.rejection_selection import (
     to_ask_again,
     write,
 )
-from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import RejectionRoles, stream_of
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.progress import StageState
 from posttrain.stages.reinforce.reinforce_stage import productive_band
-from posttrain.stages.role_parts import data_parts
+from posttrain.stages.role_parts import data_parts, sampling_parts
 from posttrain.stages.run_parts import load_kept
 from posttrain.stages.training_step import DataBatch, learn_from, learn_nothing
 from posttrain.system.concurrency import together
@@ -78,11 +74,8 @@ class RejectionState(StageState):
 
 @dataclass(frozen=True, eq=False)
 class RejectionWork:
-    """The data that a step learns from.
-
-    `opens` is True in the first step of a round. Only such a step can have samples: `plain`, `hinted` (prompts with
-    their answer as a hint) and `regenerated` (wrong answers said anew from their first wrong step).
-    """
+    """The data that a step learns from. Only the step that opens a round can have samples: `plain`, `hinted` (prompts
+    with their answer as a hint) and `regenerated` (wrong answers said anew from their first wrong step)."""
 
     index: int
     opens: bool = False
@@ -102,19 +95,11 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         if report is not None:
             self.parts.say(productive_band(report).replace("before RL", "before rejection sampling"))
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[RejectionWork]], Callable[[RejectionWork], Awaitable[Step]]]:
-        parts, stage, setting, s = self.parts, self.stage, self.setting, self.state
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[RejectionWork]:
+        parts, stage, s = self.parts, self.stage, self.state
         self._say()
-        self.roles = RejectionRoles(
-            **data_parts(self),
-            sampling=parts.sampling(stage),
-            rollout=setting.rollout,
-            prompts=Prompts(setting.environment.train, parts.run.seed, s.cursor),
-            regenerator=self._regenerator(),
-            other_environments=parts.other_environments(stage),
-        )
+        fields = data_parts(self) | sampling_parts(self, s.cursor, self.setting.rollout)
+        self.roles = RejectionRoles(**fields, regenerator=self._regenerator())
         self._asked = RoundSamples((), 0, 0)
         self._kept: tuple[Candidate, ...] = ()
         await parts.publish()
@@ -172,8 +157,6 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         """Name under which the run keeps the candidates of the round that sampled last."""
         return f"{self.stage.name}-asked-{self.state.asked:04d}"
 
-    # --- ask ---------------------------------------------------------------------------------------------------------
-
     async def _ask(self, index: int) -> RejectionWork:
         s, m = self.state, self.stage.method
         # In the middle of a round: its candidates are imitated, and nothing is sampled.
@@ -199,8 +182,7 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         return self._experience(index, played, passed)
 
     async def _play_hinted(self, plain: Experience) -> Experience | None:
-        """Samples the prompts without a completion to keep once more, with their answer as a hint; None: there are
-        none."""
+        """Samples the prompts without a completion to keep once more, with a hint; None: there are none."""
         roles, stage = self.roles, self.stage
         hint = abilities.hints(roles.environment)
         groups_and_prompts = [(g, hint(g.task)) for g in to_ask_again(plain.played, stage.method.keep)]
@@ -224,8 +206,6 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         roles = self.roles
         engine, version = roles.sync.sampler.gauges(), self.trainer.version
         return Experience(index, version, played, passed, len(played), engine, roles.prompts.cursor)
-
-    # --- learn -------------------------------------------------------------------------------------------------------
 
     async def _learn(self, work: RejectionWork) -> Step:
         """One optimizer step on what the round kept. A round that kept nothing is a step that changes nothing."""

@@ -27,11 +27,7 @@ PART = 256
 
 
 def reward_batch(
-    judged: Sequence[Judgement],
-    stage: RewardModel,
-    renderer: PairRenderer,
-    context: int,
-    ends: TokenEnds | None = None,
+    judged: Sequence[Judgement], stage: RewardModel, renderer: PairRenderer, context: int, ends: TokenEnds | None = None
 ) -> Batch:
     """The minibatch of these judgements (`batch_of`), with each judgement's share of the minibatch as WEIGHT.
 
@@ -231,8 +227,7 @@ def scored_answers(
 
 
 def _partners(judged: Sequence[Judgement], worth: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    """int64 [S]: the unit of each completion. Single completions are joined in pairs; -1: no partner was left for
-    it."""
+    """int64 [S]: the unit of each completion. Single ones are joined in pairs; -1: no partner was left."""
     if not judged or not isinstance(judged[0], Label | Rating):
         return unit
     unit_of, waiting = np.full(len(unit), -1), list[int]()

@@ -47,11 +47,7 @@ FELT = 1e-6
 
 
 def score_reaches(learner: Learner, ids: np.ndarray) -> None:
-    """Checks that the reward head and the weights beneath it get a gradient from the score of a fixed text.
-
-    Raises:
-        InvariantError: some get none; the message names them.
-    """
+    """Checks that the reward head and the weights beneath it get a gradient from the score of a fixed text."""
     learner.train_mode(True)
     text = packed_text(ids, prompt=len(ids) // 2)
     rewards = learner.forward(text, Reads(rewards=True, logp=False)).rewards
@@ -61,8 +57,7 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
     head = {n: p for n, p in parameters.items() if n.startswith(HEAD)}
     without_gradient = [n for n, p in head.items() if not p.requires_grad]
     if not without_gradient and score.requires_grad:
-        # `autograd.grad` returns the gradients. `backward` would store them on the parameters, and the first step needs
-        # parameters without gradients.
+        # `backward` would store them on the parameters, and the first step needs parameters without gradients.
         gradients = torch.autograd.grad(score.sum(), list(parameters.values()), allow_unused=True)
         with_gradient = {
             n
@@ -88,14 +83,8 @@ def score_reaches(learner: Learner, ids: np.ndarray) -> None:
 
 
 def reads_the_end(learner: Learner, batch: Batch) -> None:
-    """Checks that the score of a sequence is read at its last token.
-
-    The last token of the first sequence is changed. Then its score must change, and the scores of all other sequences
-    must stay.
-
-    Raises:
-        InvariantError: the score is read elsewhere.
-    """
+    """Checks that the score of a sequence is read at its last token: where that of the first sequence is changed, its
+    score must change, and all others must stay."""
     # The first two judgements of the minibatch, or the only one.
     two = batch.select(batch.members(0)) if batch.units < 2 else batch.select(np.r_[batch.members(0), batch.members(1)])
     ids = two.ids_N.copy()
@@ -157,17 +146,12 @@ def expected_loss(
 
 
 def _minus_log_sigmoid(x: float) -> float:
-    """-log sigmoid(x)"""
     # Stable for both signs: exp gets no positive number.
     return math.log1p(math.exp(-abs(x))) + max(-x, 0.0)
 
 
 def loss_is(loss: float, expected: float, dtype: str) -> None:
-    """Checks that the `loss` of a minibatch is the `expected` one of its definition.
-
-    Raises:
-        InvariantError: it is another number.
-    """
+    """Checks that the `loss` of a minibatch is the `expected` one of its definition."""
     if not abs(loss - expected) <= APART[dtype] * max(1.0, abs(expected)):
         raise InvariantError(
             f"the loss of this minibatch is {loss:.6g}, and that of its judgements with the same scores is"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from posttrain.environment.make import environment
 from posttrain.role.heldout_evaluation import EvaluationReport
 from posttrain.role.judges.step_completion import TokenEnds
 from posttrain.role.roles import RewardRoles
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.preference.judged_batches import AgreementReport, drawn, fitting, training_tasks, walk
 from posttrain.stages.progress import StageState
 from posttrain.stages.reward_model.reward_model_batches import (
@@ -48,9 +47,7 @@ class RewardModelState(StageState):
 class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=RewardModel, state=RewardModelState):
     """Learns to score completions as they were judged."""
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[DataBatch]:
         parts, stage = self.parts, self.stage
         if stage.labels_of is not None:
             # Before all else: what the stage learns and is measured by are the rows that the earlier stage labelled.
@@ -63,8 +60,8 @@ class RewardModelDriver(Driver[RewardModel, RewardModelState, DataBatch], stage=
         head = f"a reward model from {learns}; its head reads '{stage.pool}'{several}"
         say_passes(self, source, f"{head}; {stage.batch} a step, {stage.steps} steps")
         self.loss = ranking_loss(stage)
-        # With `regularise=dpo` the language head learns DPO too (2406.10216), which needs a reference.
-        # `ends` finds the token at which each judged step ends. It only decodes, so its dialogue has no task.
+        # With `regularise=dpo` the language head learns DPO too (2406.10216), which needs a reference. `ends` only
+        # decodes, so its dialogue has no task.
         self.roles = RewardRoles(
             **data_parts(self),
             source=source,

@@ -1,12 +1,9 @@
-"""The stage that labels the steps of the policy's own answers: it completes each answer from the end of each step.
-
-A step is as good as the completions that follow it. The labelled answers become rows of a file. Nothing is trained.
-"""
+"""The stage that labels the steps of the policy's own answers: it completes each answer from the end of each step. A
+step is as good as the completions that follow it. Labelled answers become rows of a file; nothing is trained."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,10 @@ from posttrain.diagnose.gauges.rollout_gauges import rollout_gauges
 from posttrain.ladder.rollout_request import RolloutRequest
 from posttrain.role.events import LabelledEvent, PlayedEvent
 from posttrain.role.judges.step_completion import LabelledAnswer, StepLabeler, TokenEnds
-from posttrain.role.prompt_order import Prompts
 from posttrain.role.roles import LabelRoles, stream_of
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.progress import StageState
-from posttrain.stages.role_parts import stage_parts
+from posttrain.stages.role_parts import sampling_parts
 from posttrain.system.errors import DataError
 
 ROWS = "steps.jsonl"
@@ -59,25 +55,20 @@ class LabelWork:
 class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=StepLabeling, state=StepLabelState):
     """Samples answers, completes them from the end of each step, and writes rows."""
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[LabelWork]], Callable[[LabelWork], Awaitable[Step]]]:
-        parts, stage, setting = self.parts, self.stage, self.setting
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[LabelWork]:
+        parts, stage, rollout = self.parts, self.stage, self.setting.rollout
         parts.say(
             f"{stage.name}: {stage.prompts} prompts x {stage.siblings} answers a step, {stage.completions} completions"
             f" from the end of each step (a step ends with {stage.separator!r})"
             + (", each answer once more as if it had ended before" if stage.early_ends else "")
             + "; nothing is trained"
         )
-        sampling, rollout = parts.sampling(stage), setting.rollout
         ends = TokenEnds(rollout.dialogue("").text)
+        labeler = StepLabeler(rollout, stage, parts.sampling(stage), ends, stream_of(stage))
         self.roles = LabelRoles(
-            **stage_parts(self),
-            environment=setting.environment,
-            sampling=sampling,
-            rollout=rollout,
-            prompts=Prompts(setting.environment.train, parts.run.seed, self.state.cursor),
-            labeler=StepLabeler(rollout, stage, sampling, ends, stream_of(stage)),
+            **sampling_parts(self, self.state.cursor, rollout),
+            environment=self.setting.environment,
+            labeler=labeler,
         )
         await parts.publish()
         # This call empties the engine's counters, so that the first step counts its own work alone.
@@ -118,15 +109,18 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         return await roles.watch.after(step)
 
     def _write(self, work: LabelWork) -> None:
-        """Add the step's rows to the rows of earlier steps. A resumed run may take a step again: its rows are
-        replaced."""
+        """Add the step's rows to those of earlier steps. A resumed run may take a step again: its rows are replaced."""
         name = rows_name(self.stage.name)
         before = [] if work.index == 1 else [r for r in rows_of(self.parts.book.kept(name)) if r["step"] < work.index]
         rows = [*before, *(a.row(work.index) for a in work.answers)]
         # `keep` writes the whole file into a new folder, which then replaces the old one. So no row is ever half
         # written. In ASCII, since a line separator of Unicode in an answer would cut its row in two for `splitlines`.
         text = "".join(json.dumps(r) + "\n" for r in rows)
-        self.parts.book.keep(name, lambda folder: _write_text(folder / ROWS, text))
+
+        def write(folder: Path) -> None:
+            (folder / ROWS).write_text(text, encoding="utf-8")
+
+        self.parts.book.keep(name, write)
 
     def remember(self, asked: LabelWork, step: Step) -> Step:
         self.state.cursor = self.roles.prompts.cursor
@@ -139,21 +133,14 @@ class StepLabelDriver(Driver[StepLabeling, StepLabelState, LabelWork], stage=Ste
         return step
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The labelled rows of a folder that the run keeps under `rows_name`."""
     return [json.loads(line) for line in (folder / ROWS).read_text(encoding="utf-8").splitlines()]
 
 
 def unjudged_gauges(work: LabelWork) -> Gauges:
-    """Counts the answers without a verdict to label them by (`Episode.figure` is None).
-
-    Where the truth is measured, labels come from it. A reward that is paid is then not needed, for example the reward
-    of a model that a later stage trains.
-    """
+    """Counts the answers without a verdict to label them by. Where the truth is measured, labels come from it, and a
+    reward that is paid, such as that of a model that a later stage trains, is not needed."""
     episodes = [e for g in work.experience.played for e in g.episodes]
     return {
         "rollout/unjudged": Gauge.of([e.figure is None for e in episodes]),

@@ -51,8 +51,7 @@ class ImitationCheck(Observer):
         # A source is the position before a token that counts, so the first source is the last token of the prompt.
         shown = batch.ids_N[: int(batch.source_M[0]) + 1]
         asked = [np.asarray(roles.dialogue(task.id).see(p, task.tools)) for p in _prompts(roles, event.index, task)]
-        # No prompt is equal. `same_question` compares the first one again and raises the error that says where they
-        # differ.
+        # No prompt is equal: this raises the error that says where they differ.
         if asked and not any(np.array_equal(shown, ids) for ids in asked):
             same_question(shown, asked[0], roles.text)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from posttrain.algorithm.loss.losses import Likelihood
 from posttrain.config.run import Supervised
-from posttrain.core.gauge import Step
 from posttrain.role.learning.demonstrations import demonstrations
 from posttrain.role.roles import SupervisedRoles
-from posttrain.stages.loop import Driver
+from posttrain.stages.loop import AskAndLearn, Driver
 from posttrain.stages.progress import StageState
 from posttrain.stages.role_parts import data_parts, say_passes
 from posttrain.stages.training_step import DataBatch, learn_from
@@ -26,9 +24,7 @@ class SupervisedState(StageState):
 class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Supervised, state=SupervisedState):
     """Imitates texts of one style."""
 
-    async def open(
-        self, checkpoint: Path | None
-    ) -> tuple[Callable[[int], Awaitable[DataBatch]], Callable[[DataBatch], Awaitable[Step]]]:
+    async def open(self, checkpoint: Path | None) -> AskAndLearn[DataBatch]:
         stage = self.stage
         length = (
             f"{stage.steps} steps" if self.limit is None else f"as long as {stage.time_of} took ({self.limit:.0f} s)"
@@ -37,9 +33,7 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, DataBatch], stage=Sup
         wrong = f", {stage.wrong:.0%} of them wrong" if stage.wrong else ""
         source = self.setting.environment.train
         say_passes(self, source, f"imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {length}")
-        self.roles = SupervisedRoles(
-            **data_parts(self),
-        )
+        self.roles = SupervisedRoles(**data_parts(self))
         await self.watch.begin(self.roles)
         return self._ask, partial(learn_from, self.roles, loss=Likelihood(), called="demonstration")
 
