@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,42 +62,38 @@ class DamagedCheckpoint:
     folder: Path
     why: str
     order: float
-    """`Checkpoint.order` as the index has it. If the index does not have it: a number between those of its neighbours
-    by name, since names begin with the version of the weights."""
+    """`Checkpoint.order` as the index has it; else a number between those of its neighbours by name, since names begin
+    with the version of the weights."""
     best: bool = False
     """Whether the index says that it is the best one."""
 
 
 def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
-    `verify` reads the rest.
-
-    Ignored are links, files, folders without any part of a checkpoint, and checkpoints that their writer removes during
-    the call.
+    `verify` reads the rest. Links, files, folders without any part of a checkpoint, and checkpoints that their writer
+    removes during the call are left out.
     """
     readable: list[Checkpoint] = []
     unread: dict[Path, str] = {}
     for path in sorted((folder / "checkpoints").glob("[!.]*")):
         # Links could lead out of the folder. The pattern of `glob` leaves out hidden names: unfinished checkpoints.
-        if (
-            path.is_symlink()
-            or not path.is_dir()
-            or not any(os.path.lexists(path / n) for n in ("state.json", files.DIGESTS))
-        ):
+        parts = any(os.path.lexists(path / name) for name in ("state.json", files.DIGESTS))
+        if path.is_symlink() or not path.is_dir() or not parts:
             continue
         try:
             readable.append(_read(path))
         except RunFolderError as error:
-            # A path that is gone was removed by its writer in the meantime, which is no damage.
-            if path.exists():
+            if path.exists():  # else its writer has removed it in the meantime, which is no damage
                 unread[path] = str(error)
     readable.sort(key=lambda c: (c.order, c.name))
-    # The index is only a copy. It is read only if there are checkpoints whose own state cannot be read.
+    # The index is only a copy, read where a checkpoint's own state cannot be.
     best_one, listed = _index(folder) if unread else ("", {})
-    damaged = [
-        DamagedCheckpoint(p.name, p, why, _order(p.name, listed, readable), p.name == best_one)
-        for p, why in unread.items()
-    ]
+    damaged: list[DamagedCheckpoint] = []
+    for p, why in unread.items():
+        # Not in the index: half a step behind the checkpoint with the next smaller name.
+        before = max((c.order for c in readable if c.name < p.name), default=-1)
+        order = listed.get(p.name, before + 0.5)
+        damaged.append(DamagedCheckpoint(p.name, p, why, order, p.name == best_one))
     return readable, sorted(damaged, key=lambda d: (d.order, d.name))
 
 
@@ -109,13 +105,6 @@ def _index(folder: Path) -> tuple[str, dict[str, float]]:
         return str(data.get("best")), {str(row["name"]): float(row["order"]) for row in rows}
     except (RunFolderError, TypeError, KeyError, ValueError, OverflowError):
         return "", {}
-
-
-def _order(name: str, listed: Mapping[str, float], readable: Sequence[Checkpoint]) -> float:
-    """The order of a damaged checkpoint: from the index (`listed`), else by its name."""
-    before = max((c.order for c in readable if c.name < name), default=-1)
-    # Half a step behind the checkpoint with the next smaller name.
-    return listed.get(name, before + 0.5)
 
 
 def newest(folder: Path) -> Checkpoint | None:
@@ -181,10 +170,36 @@ def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The checkpoint with the highest metric; among equals the newest. None where no checkpoint has a metric."""
+    """The checkpoint with the highest metric; among equals the newest, which has the most training. None where no
+    checkpoint has a metric."""
     measured = [c for c in checkpoints if c.metric is not None and math.isfinite(c.metric)]
-    # Among equals the newest has the most training.
     return max(measured, key=lambda c: (c.metric, c.order), default=None)
+
+
+def pick(
+    folder: Path, readable: list[Checkpoint], damaged: list[DamagedCheckpoint], which: str | None, words: Sequence[str]
+) -> tuple[Checkpoint | DamagedCheckpoint, str] | None:
+    """(the checkpoint of a name or a word, what is wrong with its files or ''). None where the run has none yet.
+
+    Args:
+        which: a name, or one of `words`: `last`, `best`. None: the last one.
+    """
+    chosen = readable[-1] if readable else None
+    if which is None or (which == "last" and which in words):
+        # Damage of checkpoints before the chosen one does not matter. A readable older one never passes for the last.
+        damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
+    elif which in words:
+        # Damage matters only of the one that the index says is the best, or if none can be read.
+        damaged = [d for d in damaged if d.best or not readable]
+        chosen = best(readable) or chosen
+    else:
+        named = {c.name: c for c in readable}
+        chosen, damaged = named.get(which), [d for d in damaged if d.name == which]
+        if chosen is None and not damaged:
+            raise RunFolderError(f"{folder} has no checkpoint {which!r}; {nearest(which, [*words, *named])}")
+    if damaged:
+        return damaged[-1], damaged[-1].why
+    return None if chosen is None else (chosen, files.damage(chosen.folder))
 
 
 def find(folder: Path, which: str = "last") -> Checkpoint:
@@ -198,35 +213,15 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
     readable, damaged = survey(folder)
     if not readable and not damaged:
         raise RunFolderError(f"{folder} has no checkpoint yet")
-    named = {c.name: c for c in readable}
-    chosen = named.get(which)
-    if which == "last":
-        chosen = readable[-1] if readable else None
-        # Damage of checkpoints before the chosen one does not matter.
-        damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
-    elif which == "best":
-        # Damage of other checkpoints matters only if the index says that one of them is the best, or if none can be
-        # read.
-        damaged = [d for d in damaged if d.best or not readable]
-        chosen = best(readable) or (readable[-1] if readable else None)
-    else:
-        damaged = [d for d in damaged if d.name == which]
-        if chosen is None and not damaged:
-            raise RunFolderError(f"{folder} has no checkpoint {which!r}; {nearest(which, ['last', 'best', *named])}")
-    if damaged or chosen is None:
-        name, why = damaged[-1].name, damaged[-1].why
-    else:
-        name, why = chosen.name, files.damage(chosen.folder)
-    if chosen is not None and not why:
+    picked = pick(folder, readable, damaged, which, ("last", "best"))
+    assert picked is not None
+    chosen, why = picked
+    if isinstance(chosen, Checkpoint) and not why:
         return chosen
-    # Offered only if all of its files are as they were written.
-    good = newest_good([c for c in readable if c.name != name])
-    advice = (
-        f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
-        if good
-        else "No other one is whole"
-    )
-    raise RunFolderError(f"checkpoint {name}: {why}. {advice}")
+    good, advice = newest_good([c for c in readable if c.name != chosen.name]), "No other one is whole"
+    if good:
+        advice = f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
+    raise RunFolderError(f"checkpoint {chosen.name}: {why}. {advice}")
 
 
 def kept_folder(run: Path, name: str) -> Path:
@@ -255,21 +250,16 @@ class Checkpoints:
         return f"The last good checkpoint is {self.all[-1].name}" if self.all else "There is no checkpoint yet"
 
     def write(
-        self,
-        name: str,
-        fill: Callable[[Path], None],
-        state: Mapping[str, Any],
-        metric: float | None,
-        position: Position,
+        self, name: str, fill: Callable[[Path], None], state: Mapping[str, Any], metric: float | None, at: Position
     ) -> Checkpoint:
         """Write a checkpoint durably, then remove those that are neither new nor best."""
         # `write_directory` would replace a checkpoint of that name.
         if any(c.name == name for c in self.all):
             raise InvariantError(f"checkpoint {name} was already written: names must differ")
-        # One more than the last order. The number of checkpoints would not do, since older ones are removed.
+        # The number of checkpoints would not do, since older ones are removed.
         order = self.all[-1].order + 1 if self.all else 0
-        lengths = {"steps": position.steps, "episodes": position.episodes}
-        data = {"schema": SCHEMA, "order": order, "metric": metric, "position": lengths, "state": to_plain(dict(state))}
+        numbers = {"order": order, "metric": metric, "position": asdict(at)}
+        data = {"schema": SCHEMA, **numbers, "state": to_plain(dict(state))}
 
         def everything(staged: Path) -> None:
             fill(staged)
@@ -296,12 +286,9 @@ class Checkpoints:
 
     def forget_after(self, chosen: Checkpoint) -> None:
         """Remove the checkpoints after `chosen`, damaged ones too. The run goes on from there and writes them again."""
-        for c in self.all:
+        for c in (*self.all, *self.damaged):
             if c.order > chosen.order:
                 files.remove_directory(c.folder)
-        for d in self.damaged:
-            if d.order > chosen.order:
-                files.remove_directory(d.folder)
         self.damaged = [d for d in self.damaged if d.order <= chosen.order]
         self.all = [c for c in self.all if c.order <= chosen.order]
         self.retain()
@@ -335,11 +322,8 @@ class Checkpoints:
             files.remove_directory(self.kept_folder / name)
 
     def hold(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Keep files for the whole run under a name, such as the weights at the end of a stage. Files that were kept
-        under this name before are replaced."""
+        """Keep files for the whole run under a name, such as the weights at the end of a stage, in place of those that
+        were kept under it before."""
         target = self.kept_folder / name
         with files.disk_full_is_reported(target, self.still_good):
             files.write_directory(target, fill)
-
-    def held(self, name: str) -> Path:
-        return kept_folder(self.run, name)

@@ -64,8 +64,7 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
     """The groups of `queued` that had ended.
 
     Args:
-        task: gives a task of the source by its index. None: tasks as they were written, for groups that nothing judges
-            again.
+        task: gives a task of the source by its index. None: tasks as they were written, which nothing judges again.
 
     Raises:
         RunFolderError: the file and the rows do not belong together, or the tasks are others.
@@ -80,12 +79,10 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
         raise RunFolderError(f"{path} is damaged: it holds {len(recorded)} episodes, and the state names others")
     out, at = list[Group](), 0
     for q in ended:
-        # The present task of the environment is taken, since it has all that judges need. Its id must be the recorded
-        # one.
+        # The environment's present task has all that judges need. Its id must be the recorded one.
         present = recorded[at].task if task is None else task(q.index)
-        episodes = [
-            replace(e, task=present) for e in recorded[at : at + q.siblings + q.greedy] if e.task.id == present.id
-        ]
+        here = recorded[at : at + q.siblings + q.greedy]
+        episodes = [replace(e, task=present) for e in here if e.task.id == present.id]
         if len(episodes) != q.siblings + q.greedy:
             raise RunFolderError(
                 f"{path} holds answers to other tasks than the environment has now ({present.id!r}): were its data"

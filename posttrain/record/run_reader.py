@@ -27,8 +27,7 @@ from posttrain.system.dataclass_json import from_plain
 from posttrain.system.errors import ConfigError, PosttrainError, RunFolderError
 
 STAGES: tuple[type[Stage], ...] = (
-    *(Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection),
-    StepLabeling,
+    *(Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection, StepLabeling),
 )
 """The kinds of stage of this package. A run folder can be read only where the kinds of its stages are known."""
 HELDOUT = "heldout"
@@ -37,6 +36,9 @@ SCHEMA = 2
 """Version of the format of run.json and of the record beside it."""
 MEASURED = ("clock", "memory")
 """Entries of a line of the record that describe the machine; no digest covers them."""
+
+DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
+"""Errors of code that makes objects from a damaged file."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,7 @@ def folder_of(path: Path | str) -> tuple[Path, str | None]:
 
 
 def run_file(folder: Path | str) -> RunFile:
-    """Returns the content of the `run.json` of a run folder. Raises RunFolderError where there is none, or it is
-    damaged."""
+    """The content of the `run.json` of a run folder. RunFolderError where there is none, or it is damaged."""
     folder = Path(folder)
     path = folder / "run.json"
     if not path.exists():
@@ -98,15 +99,9 @@ def run_file(folder: Path | str) -> RunFile:
     absent = tuple(p for p in recorded_pieces if p.name not in known)
     # Any error here is reported as damage of the file. `_read_run` treats errors that a changed class may cause.
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
-        return RunFile(
-            _read_run(path, data, [p.name for p in recorded_pieces if p.name in known]),
-            _lineages(data["lineages"]),
-            facts,
-            data.get("identity"),
-            _edited(data),
-            _digest(data),
-            absent,
-        )
+        run = _read_run(path, data, [p.name for p in recorded_pieces if p.name in known])
+        lineages = _lineages(data["lineages"])
+        return RunFile(run, lineages, facts, data.get("identity"), _edited(data), _digest(data), absent)
 
 
 def _lineages(data: Any) -> dict[str, list[dict[str, Any]]]:
@@ -145,11 +140,8 @@ def _check_schema(path: Path, schema: object) -> None:
 
 
 def _migrated(run: Any) -> Any:
-    """The tree of an older folder, with two settings in their present form.
-
-    `engine.compiled` (true, false or null) became `model.kernels`. A stage that imitates had no `turns`, and learned
-    the last turn.
-    """
+    """The tree of an older folder, with two settings in their present form: `engine.compiled` (true, false or null)
+    became `model.kernels`, and a stage that imitates had no `turns`, and learned the last turn."""
     run = {**run, "stages": [_with_turns(s) for s in run["stages"]]}
     engine, model = run["engine"], run["model"]
     if "compiled" not in engine:
@@ -177,11 +169,9 @@ def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 def digests(data: Mapping[str, Any]) -> dict[str, str]:
     """One digest per entry of run.json and per field of the tree, so that an edit can be reported by name."""
-    # The tree has one digest for each of its fields, so that a message can say which one was edited.
     parts = {k: v for k, v in data.items() if k not in ("run", "digests")}
-    return {
-        name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()
-    }
+    fields = {f"run.{k}": v for k, v in data["run"].items()}
+    return {name: _digest(value) for name, value in {**fields, **parts}.items()}
 
 
 def _digest(value: Any) -> str:
@@ -194,22 +184,12 @@ def damage_is_named(place: str) -> Generator[None]:
     """Context in which objects are made from a file. An error there is reported as damage of the file."""
     try:
         yield
-    # An error of this kind names its file already.
-    except RunFolderError:
+    except RunFolderError:  # it names its file already
         raise
-    # Nested too deeply for the parser. `from None`, since the traceback of the cause is as deep.
+    # `from None`, since the traceback of the cause is as deep.
     except RecursionError:
         raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
-    except (
-        PosttrainError,
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (PosttrainError, *DAMAGE) as error:
         reason = str(error) if isinstance(error, PosttrainError) else repr(error)
         raise RunFolderError(f"{place} is damaged: {reason}") from error
 
@@ -238,8 +218,7 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
     for number, d in files.read_lines(inner / "index.jsonl"):
         with damage_is_named(f"{inner / 'index.jsonl'}:{number}"):
             row = EpisodeFile(inner / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
-            # The name must be the one that follows from the other entries, and have no folder in it. So it cannot lead
-            # out of the run folder.
+            # The name must follow from the other entries and have no folder in it, so that it cannot lead out.
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
             raise RunFolderError(
@@ -282,11 +261,9 @@ def read_episodes(path: Path) -> tuple[step_format.Recorded, ...]:
 
 
 def record_digest(folder: Path | str) -> str:
-    """Digest of the record without clocks and memory. A run that was killed and resumed has the same one as a run that
-    was not."""
+    """Digest of the record without clocks and memory: the same for a run that was killed and resumed."""
     folder = Path(folder)
     h = hashlib.blake2b(digest_size=32)
-    # Clock and memory differ between two equal runs.
     for _, data in files.read_lines(folder / "steps.jsonl"):
         h.update(json.dumps({k: v for k, v in data.items() if k not in MEASURED}, sort_keys=True).encode())
     for row in episode_files(folder):

@@ -52,8 +52,7 @@ def source_text(thing: object) -> str:
 
 
 def source_file(thing: type) -> Path | None:
-    """The Python file that defines a class; None for a class that was defined in a notebook, at a prompt, or in the
-    program itself."""
+    """The Python file that defines a class; None for one of a notebook, of a prompt, or of the program itself."""
     try:
         path = Path(inspect.getsourcefile(thing) or "")
     except (OSError, TypeError):
@@ -116,8 +115,7 @@ class ObjectNote:
 
     @staticmethod
     def of(name: str, kind: str, thing: Any) -> ObjectNote:
-        # A function may read values from where it was defined. They may be secrets or data, so only their names are
-        # kept.
+        # Values from where it was defined may be secrets or data, so only their names are kept.
         code = getattr(inspect.unwrap(thing), "__code__", None) if callable(thing) else None
         return ObjectNote(name, kind, source_text(thing), tuple(getattr(code, "co_freevars", ())))
 
@@ -159,15 +157,13 @@ class RuntimeObjects:
 
     def reward(self, name: str) -> Callable[..., Any]:
         """The reward function of a name in the tree; ConfigError, with the way to hand it, where there is none."""
-        short = name.removeprefix(INLINE)
-        if short not in self.rewards:
+        if (short := name.removeprefix(INLINE)) not in self.rewards:
             raise ConfigError(self._missing("reward function", short, f"rewards=[{_word(short)}]", self.rewards))
         return self.rewards[short]
 
     def environment(self, name: str) -> Any:
         """The environment of a name in the tree; ConfigError, with the way to hand it, where there is none."""
-        short = name.removeprefix(INLINE)
-        if short not in self.environments:
+        if (short := name.removeprefix(INLINE)) not in self.environments:
             raise ConfigError(self._missing("environment", short, f"env={_word(short)}", self.environments))
         return self.environments[short]
 
@@ -189,13 +185,13 @@ class RuntimeObjects:
             ways.append(f"env={_word(environments[0].removeprefix(INLINE))}")
         if rewards:
             ways.append(f"rewards=[{', '.join(_word(r.removeprefix(INLINE)) for r in rewards)}]")
-        for name in rewards:
-            # The first that is missing, with how to hand all of them at once.
-            if (short := name.removeprefix(INLINE)) not in self.rewards:
-                return self._missing("reward function", short, ", ".join(ways), self.rewards)
-        for name in environments:
-            if (short := name.removeprefix(INLINE)) not in self.environments:
-                return self._missing("environment", short, ", ".join(ways), self.environments)
+        for what, names, known in (
+            ("reward function", rewards, self.rewards),
+            ("environment", environments, self.environments),
+        ):
+            for short in (name.removeprefix(INLINE) for name in names):
+                if short not in known:
+                    return self._missing(what, short, ", ".join(ways), known)
         return ""
 
     def rows(self, name: str) -> Iterator[tuple[str, Any]]:

@@ -22,6 +22,7 @@ import os
 import re
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,8 +118,7 @@ def step_from_plain(data: Mapping[str, Any]) -> Step:
 
 
 def _as_plain(value: object) -> Any:
-    """A value of a task that JSON does not have. Parts of messages and numpy arrays become plain data, anything else
-    text without memory addresses."""
+    """A value of a task that JSON does not have, as plain data, or as text without memory addresses."""
     if isinstance(value, ContentPart):
         return value.plain()
     if isinstance(value, np.ndarray | np.generic):
@@ -134,16 +134,13 @@ def _task(task: Task) -> dict[str, Any]:
 
 def _verdict(j: Judged) -> dict[str, Any]:
     v = j.verdict
+    given = {"state": v.state, "score": v.score, "kind": v.kind, "why": v.why}
+    of_part = {"end": j.end, "paid": j.paid, "resolution": j.resolution}
     return {
         "source": j.source,
         "weight": j.weight,
-        "state": v.state,
-        "score": v.score,
-        "kind": v.kind,
-        "why": v.why,
-        "end": j.end,
-        "paid": j.paid,
-        "resolution": j.resolution,
+        **given,
+        **of_part,
         **({"measured": True} if j.measured else {}),
         # Written only where `verdict_from_plain` would else read another value.
         **({"by_model": j.by_model} if j.by_model or j.resolution > RESOLUTION else {}),
@@ -229,11 +226,7 @@ def _routed_columns(segments: Sequence[Segment]) -> Columns:
     if not choices:
         return {}
     shapes = [(0, 0, 0) if s.routed is None else s.routed.shape for s in segments]
-    # A segment without choices gets the shape 0, 0, 0, so that each segment has one.
-    return {
-        "routed": _join([r.ravel() for r in choices], np.int16),
-        "routed_shape": np.array(shapes, np.int64).ravel(),
-    }
+    return {"routed": _join([r.ravel() for r in choices], np.int16), "routed_shape": np.array(shapes, np.int64).ravel()}
 
 
 def _join(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
@@ -248,41 +241,22 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
     cut = _Cut(columns)
     out: list[Recorded] = []
     for row in meta["episodes"]:
-        task_number: int = row["task"]
-        contracts: list[int] = row["samplings"]
         # In the order of writing, since `cut` takes each segment from the front of what is left.
-        drawn = [cut.segment(samplings[i]) for i in contracts]
-        verdicts = tuple(verdict_from_plain(v) for v in row["verdicts"])
-        segments = tuple(s for s, _ in drawn)
-        text_to_turns = (row["text"], row["error"], row.get("state"), tuple(row.get("turns", ())))
+        drawn = [cut.segment(samplings[i]) for i in cast("list[int]", row["samplings"])]
+        segments, verdicts = tuple(s for s, _ in drawn), tuple(verdict_from_plain(v) for v in row["verdicts"])
+        said = (row["text"], row["error"], row.get("state"), tuple(row.get("turns", ())), row.get("cut", False))
         seats = tuple(SeatTurn(**t) for t in row.get("seats", ()))
-        episode = Episode(
-            tasks[task_number],
-            row["visit"],
-            row["sibling"],
-            segments,
-            Stop(row["stop"]),
-            verdicts,
-            *text_to_turns,
-            row.get("cut", False),
-            seats,
-            row.get("right_at"),
-        )
-        out.append(
-            Recorded(episode, row["shaped"], tuple(a for _, a in drawn) if row["credited"] else None, row["dropped"])
-        )
+        place = (tasks[cast("int", row["task"])], row["visit"], row["sibling"])
+        episode = Episode(*place, segments, Stop(row["stop"]), verdicts, *said, seats, row.get("right_at"))
+        advantage = tuple(a for _, a in drawn) if row["credited"] else None
+        out.append(Recorded(episode, row["shaped"], advantage, row["dropped"]))
     return tuple(out)
 
 
 def _task_from_plain(data: dict[str, Any]) -> Task:
-    prompt = data["prompt"]
-    return Task(
-        data["id"],
-        prompt if isinstance(prompt, str) else tuple(map(_message, prompt)),
-        data["answer"],
-        data["info"],
-        tuple(data.get("tools", ())),
-    )
+    asked = data["prompt"]
+    prompt = asked if isinstance(asked, str) else tuple(map(_message, asked))
+    return Task(data["id"], prompt, data["answer"], data["info"], tuple(data.get("tools", ())))
 
 
 def _message(written: dict[str, Any]) -> Message:
@@ -294,50 +268,33 @@ class _Cut:
     """Cuts the columns back into segments, front to back."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
-        self.columns = columns
+        self.columns, self.used = columns, Counter[str]()
         self.lengths = iter(columns["length"].tolist())
-        self.token = self.draw = self.kept = self.top = self.turn = self.routed = 0
-        # The cursors above say how far each column is used: tokens, draws of truncated segments, their kept ids, and so
-        # on.
         self.shapes = iter(columns.get("routed_shape", np.zeros(0, np.int64)).reshape(-1, 3).tolist())
+
+    def take(self, column: str, count: int) -> np.ndarray:
+        """The next entries of a column."""
+        begin = self.used[column]
+        self.used[column] += count
+        return self.columns[column][begin : begin + count]
 
     def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
         """The next segment and the advantages of its spoken tokens."""
-        here = slice(self.token, self.token + next(self.lengths))
-        self.token = here.stop
-        ids, mask, logp, version, advantage = (
-            self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage")
-        )
+        length, kept, top = next(self.lengths), None, None
+        of_tokens = ("ids", "mask", "logp", "version", "advantage")
+        ids, mask, logp, version, advantage = (self.take(column, length) for column in of_tokens)
+        spoken = int(mask.sum())
         # The sampling contract says which columns have something of this segment. The columns themselves do not say it.
-        kept = self._kept(int(mask.sum())) if sampling.truncated else None
-        top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
-        in_turn = self._in_turn(int(mask.sum())) if sampling.in_turn else None
-        return Segment(ids, mask, logp, version, sampling, kept, top, in_turn, self._routed()), advantage[mask]
-
-    def _routed(self) -> np.ndarray | None:
+        if sampling.truncated:
+            # Offsets begin anew at 0 in each segment.
+            offsets = np.concatenate([[0], np.cumsum(self.take("kept_length", spoken))]).astype(np.int64)
+            kept = TruncationSets(offsets, self.take("kept_ids", int(offsets[-1])))
+        if k := sampling.top:
+            top = Top(*(self.take(column, spoken * k).reshape(spoken, k) for column in ("top_ids", "top_logp")))
+        in_turn = self.take("in_turn", spoken) if sampling.in_turn else None
         shape = next(self.shapes, (0, 0, 0))
-        here = slice(self.routed, self.routed + int(np.prod(shape)))
-        self.routed = here.stop
-        return self.columns["routed"][here].reshape(shape) if shape[0] else None
-
-    def _in_turn(self, spoken: int) -> np.ndarray:
-        here = slice(self.turn, self.turn + spoken)
-        self.turn = here.stop
-        return self.columns["in_turn"][here]
-
-    def _top(self, draws: int, k: int) -> Top:
-        here = slice(self.top, self.top + draws * k)
-        self.top = here.stop
-        return Top(self.columns["top_ids"][here].reshape(draws, k), self.columns["top_logp"][here].reshape(draws, k))
-
-    def _kept(self, draws: int) -> TruncationSets:
-        # Offsets begin anew at 0 in each segment.
-        offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(
-            np.int64
-        )
-        kept = TruncationSets(offsets, self.columns["kept_ids"][self.kept : self.kept + int(offsets[-1])])
-        self.draw, self.kept = self.draw + draws, self.kept + int(offsets[-1])
-        return kept
+        routed = self.take("routed", int(np.prod(shape))).reshape(shape) if shape[0] else None
+        return Segment(ids, mask, logp, version, sampling, kept, top, in_turn, routed), advantage[mask]
 
 
 # --- columns in a file ------------------------------------------------------------------------------------------------
@@ -392,8 +349,7 @@ def read_columns(path: Path) -> Columns:
             if len(entries) != len(archive.infolist()) or not entries.keys() <= DTYPES.keys():
                 raise RunFolderError(f"{path} is damaged: it holds other columns than an episode file does")
             total = sum(info.file_size for info in entries.values())
-            # A small file that claims to inflate to a huge one is an attack. The first bound lets any file inflate that
-            # far, and the second one keeps large steps readable.
+            # A small file that claims to inflate to a huge one is an attack. The second bound is for large steps.
             if total > UNQUESTIONED and total > MOST_INFLATED * size:
                 raise RunFolderError(
                     f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does"
@@ -421,13 +377,9 @@ def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[An
         if np.lib.format.read_magic(entry) != (1, 0):
             raise ValueError(f"{info.filename} has another version than 1.0")
         shape, _, dtype = np.lib.format.read_array_header_1_0(entry)
-        if (
-            dtype != wanted
-            or len(shape) != 1
-            or shape[0] < 0
-            # Header and numbers must fill the entry exactly. So nothing larger than the entry is allocated.
-            or entry.tell() + shape[0] * dtype.itemsize != info.file_size
-        ):
+        # Header and numbers must fill the entry exactly. So nothing larger than the entry is allocated.
+        fits = len(shape) == 1 and shape[0] >= 0 and entry.tell() + shape[0] * dtype.itemsize == info.file_size
+        if dtype != wanted or not fits:
             raise ValueError(f"{info.filename} of {info.file_size:,} bytes says it is {dtype} {shape}")
         data = entry.read()
     # The size in the archive's directory may be wrong, so the bytes that were read are counted.

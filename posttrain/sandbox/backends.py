@@ -166,8 +166,7 @@ class Namespaces:
         # The bound counts all tasks of the sandbox's user: the program's children, the program itself, the zygote and,
         # for an ordinary user, the namespace's first process. Without children it only bounds threads.
         zygote_settings["tasks"] = limits.processes + 3 if limits.processes else 64
-        # bwrap itself gets an empty environment. --clearenv is only for the processes that it starts, and the
-        # environment of bwrap could be read in /proc.
+        # bwrap gets an empty environment, which could be read in /proc. --clearenv is for the processes that it starts.
         return Start((*command, "--", "/python/bin/python3", *FLAGS), {}, zygote_settings, reports=True)
 
 
@@ -185,19 +184,14 @@ def spaces(unprivileged: bool) -> list[str]:
 
 def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
     """Options that build the root directory: the interpreter under /python, libraries, null and urandom, a /tmp of
-    fixed size, no /proc.
-
-    `tools` adds the system's programs, for jobs that may start processes.
-    """
+    fixed size, no /proc. `tools` adds the system's programs, for jobs that may start processes."""
     options: list[str] = []
     version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
-    # The modes are given, because directories that bwrap makes by itself are closed to other users, and for root the
-    # zygote becomes another user.
+    # Directories that bwrap makes by itself are closed to other users, and for root the zygote becomes another one.
     for path in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/dev", "/usr", "/usr/share", "/etc"):
         options += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
-        # On most distributions /lib and /lib64 are links into /usr. The links are made again, so that no tree is
-        # mounted twice.
+        # On most distributions /lib and /lib64 are links into /usr; as links, no tree is mounted twice.
         if os.path.islink(path):
             options += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
@@ -211,8 +205,7 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
         options += ["--ro-bind", str(platform), f"/python/{platform.parent.name}/{version}"]
     if interpreter.shared:
         options += ["--ro-bind", interpreter.shared, f"/python/lib/{os.path.basename(interpreter.shared)}"]
-    # Packages that are installed beside the standard library must not be visible, except those that were asked for. An
-    # empty file system covers their folder.
+    # An empty file system covers the folder of installed packages: only those that were asked for may be visible.
     for packages in ("site-packages", "dist-packages"):
         if (Path(interpreter.library) / packages).is_dir():
             hidden = f"/python/lib/{version}/{packages}"
@@ -220,8 +213,7 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
     options += ["--ro-bind", str(cell), "/inside/cell"]
     for device in ("/dev/null", "/dev/urandom"):
         options += ["--dev-bind", device, device]
-    # The size bounds the bytes that a program may write. They are in memory, and `ProgramLimits.memory` does not count
-    # them.
+    # The size bounds the bytes that a program may write. They are in memory, which `ProgramLimits.memory` leaves out.
     return [*options, "--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs", "/tmp"]
 
 
@@ -242,8 +234,8 @@ class Landlock:
     def start(self, control: int, limits: ProgramLimits) -> Start:
         if limits.processes:
             raise SandboxUnavailableError("landlock cannot contain programs with processes; only namespaces can")
-        # There is no scratch directory, because without namespaces /tmp belongs to the machine. There is no bound on
-        # tasks, because for an ordinary user it would count all other processes of that user.
+        # No scratch directory, because without namespaces /tmp belongs to the machine. No bound on tasks, because for
+        # an ordinary user it would count all other processes of that user.
         zygote_settings = settings("landlock", control, unused_uid(), self.packages, 0)
         command, where, readable = in_place(self.packages, self.interpreter, self.cell)
         zygote_settings |= {**where, "readable": readable}

@@ -1,5 +1,4 @@
-"""Chooses a sandbox: the named one, or the first that passes its self-test here. It never silently takes a weaker
-one."""
+"""Chooses a sandbox: the named one, or the first that passes its self-test here; never silently a weaker one."""
 
 from __future__ import annotations
 
@@ -76,7 +75,12 @@ def choose(
     if not is_linux():
         raise SandboxUnavailableError(ELSEWHERE)
     if name == "none":
-        return _unconfined(packages, interpreter)
+        backend = Unconfined(packages, interpreter)
+        backend.start(-1, ProgramLimits())  # raises where it is not allowed
+        warnings.warn(
+            "sandbox=none: model-written code runs with your user's full rights on this machine", stacklevel=2
+        )
+        return backend
     # A named backend has to pass the same self-test, and no other one is tried in its place.
     return first({name: ORDER[name]} if name != "auto" else ORDER, packages, interpreter)
 
@@ -99,11 +103,3 @@ def first(order: dict[str, Make], packages: tuple[str, ...], interpreter: str | 
 def examined(backend: Backend) -> tuple[str, ...]:
     """The self-test's findings, computed once per process."""
     return tuple(selftest(backend))
-
-
-def _unconfined(packages: tuple[str, ...], interpreter: str | None) -> Backend:
-    """The backend without confinement, with a warning."""
-    backend = Unconfined(packages, interpreter)
-    backend.start(-1, ProgramLimits())  # raises where it is not allowed
-    warnings.warn("sandbox=none: model-written code runs with your user's full rights on this machine", stacklevel=3)
-    return backend

@@ -89,8 +89,7 @@ def _same(said: Any, wanted: Any, comparison: Comparison) -> bool:
         return all(_same(b, p, comparison) for b, p in zip(body, parts, strict=True))
     if tag == "dict":
         return _same_dict(body, parts, comparison)
-    # Sets have the same elements in any order. A forged set with repeated elements has another sorted list, and
-    # differs.
+    # Sets have the same elements in any order. Of a forged set with repeated elements the sorted list differs.
     return sorted(map(_text, body)) == sorted(map(_text, parts))
 
 
@@ -151,11 +150,7 @@ def _text(value: Any) -> str:
 
 
 def _ordered(value: Any) -> Any:
-    """A value in which the elements of sets and the entries of dictionaries are replaced by sorted digests of their
-    texts.
-
-    Digests are used because the texts of nested values would become longer with each level.
-    """
+    """A value in which sets and dictionaries are sorted digests of their parts; texts would grow with each level."""
     if isinstance(value, list):
         return [_ordered(v) for v in value]
     if not isinstance(value, dict):

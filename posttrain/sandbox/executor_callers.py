@@ -19,8 +19,7 @@ Phase = Literal["headers", "body", "answer", "idle"]
 SECONDS: dict[Phase, float] = {"headers": 10.0, "body": 60.0, "answer": float("inf"), "idle": 60.0}
 """Longest time in each phase. Writing an answer has its own limit (`Handler.timeout`)."""
 YOUNG = 3.0
-"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine are silent
-too."""
+"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine may be."""
 
 
 class Callers:
@@ -82,8 +81,7 @@ class Callers:
     def _displace(self, address: str | None) -> bool:
         """Closes the connection that is silent the longest, of all or of one address. Returns whether there was one."""
         candidates = ((since, w, phase) for w, (a, phase, since) in self._held.items() if address in (None, a))
-        # Only a connection without a request may be closed for another one. A connection whose body arrives, or whose
-        # answer is computed, stays.
+        # Only one without a request: a connection whose body arrives, or whose answer is computed, stays.
         silent = ((since, w) for since, w, phase in candidates if phase in ("headers", "idle"))
         since, wire = min(silent, key=lambda entry: entry[0], default=(0.0, None))
         if wire is None or time.monotonic() - since < YOUNG:
@@ -102,7 +100,7 @@ class Callers:
 
 
 def hang_up(wire: socket.socket) -> None:
-    """Shuts a connection down while its thread may be reading, and the read returns. The socket below TLS is shut down,
-    because the state of TLS belongs to that thread."""
+    """Shuts a connection down, so that a thread that reads it returns. The socket below TLS, whose state is that
+    thread's, is shut down."""
     with suppress(OSError):
         socket.socket.shutdown(wire, socket.SHUT_RDWR)

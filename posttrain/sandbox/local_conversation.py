@@ -1,7 +1,7 @@
 """One session in one sandbox, used by the thread that owns the sandbox: it begins, answers pieces, and ends.
 
-The process inside runs only while a piece is being answered and is stopped in between. So an idle session costs memory
-but no time, and nothing that it started continues between pieces.
+The process inside runs only while a piece is being answered. So an idle session costs memory but no time, and nothing
+that it started continues between pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from posttrain.sandbox.cell.cells import LENGTH
 from posttrain.sandbox.cell.program import MEMORY_ERROR
 from posttrain.sandbox.cell.zygote import GO, KILL, REST
 from posttrain.sandbox.sandbox_types import KIB, ProgramLimits, Ran, SandboxBroken, Why
-from posttrain.sandbox.sandbox_worker import GRACE, SPILL, PipeReader, SandboxWorker, how_it_ended, nothing, silent
+from posttrain.sandbox.sandbox_worker import (
+    GRACE,
+    SPILL,
+    PipeReader,
+    SandboxWorker,
+    how_it_ended,
+    nothing,
+    silent,
+    told,
+)
 
 DONE = re.compile(rb"([0-9]{1,9}) ([0-9]{1,3})\n")
 """The line that says that a piece is done: its number and its status, `3 0`."""
@@ -44,7 +53,6 @@ class LocalConversation:
         self._last_account: dict[str, Any] | None = None
         """The zygote's report about the whole process, once it has ended."""
         self._read_ends: dict[str, int] = {}
-        """Our ends of the pipes of standard output and standard error."""
         worker.settle()
         worker.jobs += 1
         with contextlib.ExitStack() as stack:
@@ -57,8 +65,7 @@ class LocalConversation:
             self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             stack.callback(theirs.close)
             self._wire.setblocking(False)
-            # In place of the pipe for a result, the job gets the socket that brings the pieces. Source and call are
-            # empty.
+            # In place of the pipe for a result, the job gets the socket that brings the pieces.
             request = json.dumps({"limits": limits.plain(), "session": True, "followed": False}).encode()
             try:
                 worker.begin(request, [nothing(), silent(stack), *writers, theirs.fileno(), nothing()])
@@ -73,8 +80,7 @@ class LocalConversation:
         readers = {fd: PipeReader(name, self.limits.output) for name, fd in self._read_ends.items()}
         try:
             status, stopped = self._exchange(piece, readers, start)
-            # If the process has not ended, it is stopped until the next piece, and the zygote sends the account of this
-            # piece.
+            # A process that has not ended is stopped until the next piece. Its account comes from the zygote.
             if (account := self._last_account) is None:
                 self._send(REST)
                 account = self._read_reply()
@@ -85,13 +91,13 @@ class LocalConversation:
             raise
         if "status" in account:
             self._over()
-        return self._ran(status, stopped, account, {r.name: r for r in readers.values()}, time.monotonic() - start)
+        return self._ran(status, stopped, account, {"seconds": time.monotonic() - start, **told(readers.values())})
 
     def _exchange(self, piece: bytes, readers: dict[int, PipeReader], start: float) -> tuple[int | None, Why | None]:
         """Send the piece and read its output. Returns (status, why we stopped it); status None: the process ended."""
         stopped: Why | None = None
-        # The length is sent, then the piece. Writing and reading happen at the same time. Otherwise a piece that is
-        # larger than the socket's buffer and a program that fills its pipe would wait for each other.
+        # Writing and reading happen at the same time. Otherwise a piece larger than the socket's buffer and a program
+        # that fills its pipe would wait for each other.
         unsent, control_text = memoryview(len(piece).to_bytes(LENGTH, "big") + piece), b""
         self._send(GO + f"{self.limits.cpu:f}".encode())
         with selectors.DefaultSelector() as selector:
@@ -100,13 +106,11 @@ class LocalConversation:
             for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
-                # As in `SandboxWorker._read_streams` there are two deadlines: first for the piece, then for the
-                # sandbox.
+                # Two deadlines, as in `SandboxWorker._read_streams`: first for the piece, then for the sandbox.
                 seconds_left = start + self.limits.wall + (GRACE if stopped else 0.0) - time.monotonic()
                 if seconds_left <= 0 and stopped:
-                    raise SandboxBroken(
-                        f"{self.worker.backend.name}: no answer {GRACE:g} s after a session was told to end"
-                    )
+                    why = f"no answer {GRACE:g} s after a session was told to end"
+                    raise SandboxBroken(f"{self.worker.backend.name}: {why}")
                 ready = selector.select(max(0.0, seconds_left))
                 for key, events in ready:
                     # The zygote sends a message without a request only if the process has ended.
@@ -126,8 +130,7 @@ class LocalConversation:
                         control_text += received
                         if not received:
                             selector.unregister(self._wire)
-                        # The program can write this line itself, and so end its own piece early. A line with the number
-                        # of another piece is ignored.
+                        # The program can write this line itself, and so end its own piece early, but no other.
                         for number, status in DONE.findall(control_text):
                             if int(number) == self.answered:
                                 return int(status), stopped
@@ -167,17 +170,10 @@ class LocalConversation:
         self.worker.control.settimeout(None)
         return message
 
-    def _ran(
-        self,
-        status: int | None,
-        stopped: Why | None,
-        account: dict[str, Any],
-        readers: dict[str, PipeReader],
-        seconds: float,
-    ) -> Ran:
+    def _ran(self, status: int | None, stopped: Why | None, account: dict[str, Any], streams: dict[str, Any]) -> Ran:
         """The outcome of a piece. `status` is None if its process has ended."""
         if account.get("ran") is False:
-            why = bytes(readers["stderr"].head).decode(errors="replace").strip()
+            why = streams["stderr"].decode(errors="replace").strip()
             raise SandboxBroken(
                 f"{self.worker.backend.name}: the session could not be confined, so it did not run: {why}"
             )
@@ -193,20 +189,8 @@ class LocalConversation:
             outcome = "error" if why_ended == "ok" else why_ended
         else:
             outcome = stopped or ("ok" if status == 0 else "memory" if status == MEMORY_ERROR else "error")
-        return Ran(
-            why=outcome,
-            exit=status,
-            stdout=bytes(readers["stdout"].head),
-            stderr=bytes(readers["stderr"].head),
-            cut=any(r.total > r.kept for r in readers.values()),
-            result=b"",
-            seconds=seconds,
-            cpu=cpu,
-            peak=int(account.get("peak", 0)),
-            sandbox=self.worker.backend.name,
-            lost=lost,
-            network=account["network"],
-        )
+        costs = {"cpu": cpu, "peak": int(account.get("peak", 0)), "network": account["network"]}
+        return Ran(why=outcome, exit=status, **streams, **costs, sandbox=self.worker.backend.name, lost=lost)
 
     def end(self) -> None:
         """End the process, so that the sandbox can take another job. If that fails, the sandbox is destroyed."""

@@ -21,6 +21,7 @@ from posttrain.sandbox.sandbox_types import (
     Ran,
     SandboxBroken,
     SandboxUnavailableError,
+    as_bytes,
 )
 from posttrain.sandbox.sandbox_worker import SandboxWorker, begin
 from posttrain.system.errors import ConfigError
@@ -44,8 +45,7 @@ class PythonSession:
 
     def __init__(self, sessions: Sessions, limits: ProgramLimits, idle: float) -> None:
         self._sessions = sessions
-        # The thread refers only to the shared state. So a session that nobody uses is garbage-collected, and its
-        # finalizer ends it.
+        # The thread refers only to the shared state. So an unused session is collected, and its finalizer ends it.
         self._shared = _SharedSession(limits, idle)
         self._finalizer = weakref.finalize(self, _SharedSession.end, self._shared, CLOSED)
 
@@ -82,11 +82,10 @@ class PythonSession:
             raise
 
     def _ask(self, code: str | bytes) -> Future[Ran]:
-        text = code if isinstance(code, bytes) else code.encode("utf-8", "surrogatepass")
-        piece = _Piece(text, Future())
-        if self._shared.ask(piece):
-            self._sessions.queue(self._shared)
-        return piece.answer
+        piece = as_bytes(code), Future[Ran]()
+        if self._shared.ask(piece) and self._sessions.threads.put(self._shared) is None:
+            self._shared.refuse()
+        return piece[1]
 
     @property
     def ended(self) -> bool:
@@ -100,7 +99,7 @@ class PythonSession:
     async def close(self) -> None:
         """End the session and wait until its process is gone."""
         self.end()
-        await asyncio.wrap_future(self._shared.over())
+        await asyncio.wrap_future(self._shared.over)
 
     async def __aenter__(self) -> Self:
         return self
@@ -109,16 +108,13 @@ class PythonSession:
         await self.close()
 
 
-@dataclass
-class _Piece:
-    code: bytes
-    answer: Future[Ran]
+_Piece = tuple[bytes, Future[Ran]]
+"""The code of a piece, and its outcome."""
 
 
 @dataclass
 class _SharedSession:
-    """The state that a session and its thread share. It has no reference to the session, so an unused session is
-    collected."""
+    """The state that a session and its thread share. It has no reference to the session, which can be collected."""
 
     limits: ProgramLimits
     idle: float
@@ -130,9 +126,11 @@ class _SharedSession:
     begun: bool = False
     taken: bool = False
     """Whether a thread has taken it. That thread then calls `leave` at the end."""
-    gone: bool = False
-    """Whether its process has ended."""
-    waits: list[Future[None]] = field(default_factory=list[Future[None]])
+    over: Future[None] = field(default_factory=Future[None])
+    """Done when its process has ended."""
+
+    def __post_init__(self) -> None:
+        self.over.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
 
     def ask(self, piece: _Piece) -> bool:
         """Add a piece. Returns whether it is the first, so that the session needs a sandbox now."""
@@ -150,11 +148,6 @@ class _SharedSession:
             self.taken = not self.ended
             return self.taken
 
-    def use(self, worker: SandboxWorker) -> None:
-        """Set the sandbox that `end` has to stop."""
-        with self.changed:
-            self.worker = worker
-
     def next(self) -> _Piece | None:
         """Wait for the next piece. None when the session has ended."""
         with self.changed:
@@ -170,15 +163,14 @@ class _SharedSession:
             refused = list(self.pieces)
             self.pieces.clear()
             worker = self.worker
-            # If no thread has taken the session, none calls `leave`, and `close` would wait for ever. Then it is called
-            # here.
+            # If no thread has taken the session, none calls `leave`, for which `close` waits. Then it is called here.
             alone = not self.taken
             if worker is not None:
                 worker.stop()  # under the lock: afterwards the sandbox may belong to another session
             self.changed.notify()
         # Outside the lock: a future's callbacks run in this thread and may take locks of their own.
-        for piece in refused:
-            settle(piece.answer.set_exception, SandboxBroken(self.ended))
+        for _, answer in refused:
+            settle(answer.set_exception, SandboxBroken(self.ended))
         if alone:
             self.leave()
 
@@ -186,24 +178,11 @@ class _SharedSession:
         """End the session, because all sandboxes end."""
         self.end("the sandbox of this session was closed")
 
-    def over(self) -> Future[None]:
-        """A future that is done when the session's process has ended."""
-        done: Future[None] = Future()
-        with self.changed:
-            # `leave` sets `gone` under the same lock. So either `leave` finds this future, or `gone` is already set.
-            self.waits.append(done)
-            gone = self.gone
-        if gone:
-            settle(done.set_result, None)
-        return done
-
     def leave(self) -> None:
         """Record that the session's process has ended."""
         with self.changed:
-            self.gone, self.worker = True, None
-            waits = list(self.waits)
-        for done in waits:
-            settle(done.set_result, None)
+            self.worker = None
+        settle(self.over.set_result, None)
 
 
 class Sessions:
@@ -213,10 +192,10 @@ class Sessions:
         if most < 1:
             raise ConfigError(f"sandbox: sessions={most} must be 1 or more")
         # What the threads refer to must not refer to `self`, or an unused one would never be garbage-collected.
-        self._threads = WorkerThreads[_SharedSession](
+        self.threads = WorkerThreads[_SharedSession](
             "sandbox session", most, lambda sessions: _SessionThread(backend, network).serve(sessions), SPARE_SECONDS
         )
-        self._finalizer = weakref.finalize(self, self._threads.close, _SharedSession.refuse, wait=True)
+        self._finalizer = weakref.finalize(self, self.threads.close, _SharedSession.refuse, wait=True)
 
     def session(self, limits: ProgramLimits, idle: float) -> PythonSession:
         """A new session. It costs nothing before its first piece."""
@@ -226,25 +205,20 @@ class Sessions:
             raise ConfigError(f"sandbox: idle={idle!r} must be more than 0 seconds")
         return PythonSession(self, limits, idle)
 
-    def queue(self, shared: _SharedSession) -> None:
-        """Queue a session for the next free sandbox."""
-        if self._threads.put(shared) is None:
-            shared.refuse()
-
     @property
     def alive(self) -> int:
         """Sessions that have a sandbox now."""
-        return sum(not shared.gone for shared in self._threads.running)
+        return sum(not shared.over.done() for shared in self.threads.running)
 
     @property
     def waiting(self) -> int:
         """Sessions that wait for a sandbox."""
-        return sum(not shared.ended for shared in list(self._threads.waiting))
+        return sum(not shared.ended for shared in list(self.threads.waiting))
 
     @property
     def begun(self) -> int:
         """Sessions that have had a sandbox so far."""
-        return self._threads.taken
+        return self.threads.taken
 
     def close(self) -> None:
         """End every session and every sandbox, and wait until they have ended."""
@@ -276,17 +250,17 @@ class _SessionThread:
         """Run a session's pieces until it ends; then end its process."""
         try:
             while (piece := shared.next()) is not None:
-                if not piece.answer.set_running_or_notify_cancel():
+                code, answer = piece
+                if not answer.set_running_or_notify_cancel():
                     continue
                 try:
-                    ran = self._answer(shared, piece.code)
+                    ran = self._answer(shared, code)
                 except Exception as error:
                     known = isinstance(error, SandboxBroken | SandboxUnavailableError)
-                    failure = error if known else SandboxBroken(f"{error!r}")
                     shared.end(f"this session was lost: {error}")
-                    settle(piece.answer.set_exception, failure)
+                    settle(answer.set_exception, error if known else SandboxBroken(f"{error!r}"))
                 else:
-                    settle(piece.answer.set_result, ran)
+                    settle(answer.set_result, ran)
         finally:
             if self.held is not None:
                 self.held.end()
@@ -300,19 +274,17 @@ class _SessionThread:
             try:
                 if self.held is None or not self.held.alive:
                     self.worker = self.worker or begin(self.backend)
-                    shared.use(self.worker)
-                    remote = self.worker if isinstance(self.worker, RemoteWorker) else None
-                    self.held = (
-                        remote.converse(shared.limits) if remote else LocalConversation(self.worker, shared.limits)
-                    )
+                    with shared.changed:
+                        shared.worker = self.worker  # `end` stops it
+                    kind = RemoteConversation if isinstance(self.worker, RemoteWorker) else LocalConversation
+                    self.held = kind(self.worker, shared.limits)  # type: ignore[arg-type]
                 # If `end` was called before it knew the sandbox, it has stopped nothing. So this is checked again.
                 if shared.ended:
                     raise SandboxBroken(shared.ended)
                 return self.network.add(self.held.answer(code))
             # ValueError and KeyError: the reply of a broken sandbox is no JSON, or lacks a part.
             except (SandboxBroken, OSError, ValueError, KeyError):
-                # The lost piece is already counted. If it was the first piece, nothing was defined before it, so
-                # another sandbox can replace this one.
+                # The lost piece is counted. Before the first one nothing was defined, so another sandbox will do.
                 answered = self.held.answered if self.held is not None else 0
                 self._lose()
                 tries -= 1
@@ -329,8 +301,8 @@ class _SessionThread:
 
     def _keep_usable(self) -> None:
         """Keep the sandbox for the next session, if it is still usable."""
-        if self.worker is None or not self.worker.usable:
-            self.worker = None
-        elif self.worker.jobs >= RECYCLE:
+        if self.worker is not None and self.worker.usable and self.worker.jobs < RECYCLE:
+            return
+        if self.worker is not None and self.worker.usable:
             self.worker.close()
-            self.worker = None
+        self.worker = None

@@ -158,8 +158,7 @@ class Executor(ThreadingHTTPServer):
 
     def new_session(self, limits: ProgramLimits) -> str:
         """Begin a session. Sessions that their idle time has ended are removed first."""
-        # The name cannot be guessed. All callers have the same token, and only the name keeps a caller out of the
-        # sessions of others.
+        # All callers have the same token. Only the name, which cannot be guessed, keeps one out of others' sessions.
         name = secrets.token_hex(16)
         with self.guard:
             for old in [k for k, s in self.sessions.items() if s.ended]:
@@ -175,15 +174,6 @@ class Handler(BaseHTTPRequestHandler):
     server: Executor
     timeout = WRITE_SECONDS
 
-    def do_GET(self) -> None:
-        self._answer("GET")
-
-    def do_POST(self) -> None:
-        self._answer("POST")
-
-    def do_DELETE(self) -> None:
-        self._answer("DELETE")
-
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing, because requests contain what models wrote."""
 
@@ -193,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection, self.request_version = True, self.protocol_version
         self._say(code, {"error": (message or explain or HTTPStatus(code).phrase)[:200]})
 
-    def _answer(self, method: str) -> None:
+    def _answer(self) -> None:
         """Answers one request: checks the token, reads the body, does what is asked."""
         body_size = 0
         try:
@@ -206,28 +196,25 @@ class Handler(BaseHTTPRequestHandler):
             body_size = self._length()
             body = self._body(body_size)
             self.server.callers.now(self.connection, "answer")
-            self._say(200, self._answer_to(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
+            self._say(200, self._answer_to(self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
         except (BadRequest, Busy, PosttrainError) as error:
-            # The body of a refused request may not have been read. It would be read as the next request, so the
-            # connection is closed.
+            # The unread body of a refused request would be read as the next request, so the connection is closed.
             self.close_connection |= not isinstance(error, PosttrainError)
             self._say(400 if isinstance(error, BadRequest | ConfigError) else 503, {"error": str(error)})
         finally:
             self.server.hold(-body_size)
             self.server.callers.now(self.connection, "idle")
 
+    do_GET = do_POST = do_DELETE = _answer
+
     def _length(self) -> int:
         """Length of the request body, which counts as held from now on."""
-        # Exactly one plain length is accepted. Servers differ in how they read two lengths, a sign, or a transfer
-        # encoding, and this could hide a request from a proxy. A body without a length could not be checked against the
-        # bound, and `int` raises at a text of thousands of digits.
+        # Exactly one plain length. Servers differ in how they read two lengths, a sign, or a transfer encoding, which
+        # could hide a request from a proxy, and `int` raises at thousands of digits.
         lengths = self.headers.get_all("Content-Length", ["0"])
         length = lengths[0] if len(lengths) == 1 else ""
-        if (
-            not (length.isascii() and length.isdecimal() and len(length) < 12)
-            or int(length) > MOST_BODY
-            or "Transfer-Encoding" in self.headers
-        ):
+        plain = length.isascii() and length.isdecimal() and len(length) < 12
+        if not plain or int(length) > MOST_BODY or "Transfer-Encoding" in self.headers:
             raise BadRequest(f"a body has a Content-Length of at most {MOST_BODY}")
         # The bytes are counted before they are read, so that the announced bodies of all callers together are bounded.
         self.server.hold(int(length))
@@ -243,10 +230,10 @@ class Handler(BaseHTTPRequestHandler):
             raise BadRequest("the body is no JSON object")
         return value
 
-    def _answer_to(self, method: str, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
+    def _answer_to(self, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request by its method and path."""
         box = self.server.sandbox
-        match method, path:
+        match self.command, path:
             case "GET", ["about"]:
                 return {"version": VERSION, "sandbox": box.name}
             case "POST", ["run"]:
@@ -257,14 +244,13 @@ class Handler(BaseHTTPRequestHandler):
             case "POST", ["session", name]:
                 return told(self._session(name).run_sync(unpacked(body, "code")))
             case "DELETE", ["session", name]:
-                # The session is removed from the table first, so that no piece comes to it while it ends. The wait for
-                # its process is outside the lock.
+                # Removed from the table first, so that no piece comes to it while it ends. The lock is not held then.
                 session = self._session(name)
                 with self.server.guard:
                     self.server.sessions.pop(name, None)
                 asyncio.run(session.close())
                 return {}
-        raise BadRequest(f"{method} {self.path[:80]} is nothing to ask")
+        raise BadRequest(f"{self.command} {self.path[:80]} is nothing to ask")
 
     def _session(self, name: str) -> PythonSession:
         """The session of this name."""
@@ -295,11 +281,8 @@ def limits_of(body: dict[str, Any]) -> ProgramLimits:
     """The requested limits. Each must be a number; time and memory are at most those of this executor."""
     requested = body.get("limits", {})
     names = {f.name for f in fields(ProgramLimits)}
-    if (
-        not isinstance(requested, dict)
-        or set(requested) - names
-        or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in requested.values())
-    ):
+    valid = isinstance(requested, dict) and not set(requested) - names
+    if not valid or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in requested.values()):
         raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
     limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in requested.items()})
     # `cpu` needs no bound of its own, because a program ends after `wall` seconds.
@@ -314,18 +297,13 @@ def limits_of(body: dict[str, Any]) -> ProgramLimits:
 
 def told(ran: Ran) -> dict[str, Any]:
     """The outcome of a program as JSON."""
+    plain = ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost", "network")
     texts = {k: packed(getattr(ran, k)) for k in ("stdout", "stderr", "result")}
-    return texts | {
-        k: getattr(ran, k) for k in ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost", "network")
-    }
+    return texts | {k: getattr(ran, k) for k in plain}
 
 
 class _Ended(BaseException):
-    """Raised by a signal that ends the server."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """Raised by a signal that ends the server, with its number."""
 
 
 def _end(number: int, _: object) -> None:
@@ -333,19 +311,12 @@ def _end(number: int, _: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m posttrain.sandbox.reference_server",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    prog, raw = "python -m posttrain.sandbox.reference_server", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=raw)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8642, help="0: any free one")
-    parser.add_argument(
-        "--token",
-        default=TOKEN,
-        metavar="VARIABLE",
-        help=f"environment variable that holds the token (default: {TOKEN})",
-    )
+    named = f"environment variable that holds the token (default: {TOKEN})"
+    parser.add_argument("--token", default=TOKEN, metavar="VARIABLE", help=named)
     parser.add_argument("--workers", type=int, default=None, help="programs at once (default: one a core)")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help=f"sessions at once (default: {SESSIONS})")
     parser.add_argument("--packages", default="numpy", help="installed packages that programs may import, with commas")
@@ -392,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         executor.serve_forever()
     except _Ended as ended:
-        return 128 + ended.number
+        return 128 + ended.args[0]
     finally:
         executor.server_close()
     return 0

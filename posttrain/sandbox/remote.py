@@ -17,7 +17,7 @@ import select
 import socket
 import ssl
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -87,8 +87,7 @@ class RemoteWorker(SandboxWorker):
         self.busy = False
         self._open = True
         self._sock: socket.socket | None = None
-        # The settings have only the name of the variable, because they are recorded with the run, and a token must not
-        # be.
+        # The settings name only the variable, because they are recorded with the run.
         token = os.environ.get(backend.token, "").strip()
         # Another text is no header, and the error of `http.client` would quote it.
         if not token or not (token.isascii() and token.isprintable()):
@@ -123,8 +122,7 @@ class RemoteWorker(SandboxWorker):
             SandboxUnavailableError: the executor refuses the request, and would refuse it again.
         """
         received, status, late = b"", 0, threading.Event()
-        # The socket's time-out is for each read, so a server that sends a byte now and then would never exceed it. The
-        # timer limits the whole answer.
+        # The socket's time-out is for each read, and a byte now and then would never exceed it. The timer limits all.
         timer = threading.Timer(seconds, self._hang_up, (late,))
         timer.daemon = True
         timer.start()
@@ -141,9 +139,8 @@ class RemoteWorker(SandboxWorker):
             self._sock = sock = self._wire.sock
             assert sock is not None
             sock.settimeout(seconds)
-            self._wire.request(
-                method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
-            )
+            sent = None if body is None else json.dumps(body)
+            self._wire.request(method, f"{self._path}/v{VERSION}{path}", sent, self._headers)
             reply = self._wire.getresponse()
             # One byte more than allowed is read, so that an answer that is too large is noticed and not cut.
             status, received = reply.status, reply.read(MOST_BYTES + 1)
@@ -180,14 +177,6 @@ class RemoteWorker(SandboxWorker):
         finally:
             with self.lock:
                 self.busy = False
-
-    def converse(self, limits: ProgramLimits) -> RemoteConversation:
-        """Begin a session on the executor."""
-        self.jobs += 1
-        answer = self.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
-        if not isinstance(answer.get("session"), str):
-            raise SandboxBroken(f"{self.backend.url}: began no session: {str(answer)[:200]}")
-        return RemoteConversation(self, limits, answer["session"])
 
     def heard(self, reply: dict[str, Any], limits: ProgramLimits) -> Ran:
         """A reply as `Ran`. SandboxBroken where a part has the wrong type or is too large."""
@@ -232,20 +221,20 @@ class RemoteWorker(SandboxWorker):
         self._wire.close()
 
 
-@dataclass
 class RemoteConversation:
     """A session on the executor, with the methods of `LocalConversation` that a session uses."""
 
-    worker: RemoteWorker
-    limits: ProgramLimits
-    session: str
-    alive: bool = True
-    answered: int = field(default=0)
+    def __init__(self, worker: RemoteWorker, limits: ProgramLimits) -> None:
+        self.worker, self.limits, self.alive, self.answered = worker, limits, True, 0
+        worker.jobs += 1
+        answer = worker.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
+        if not isinstance(answer.get("session"), str):
+            raise SandboxBroken(f"{worker.backend.url}: began no session: {str(answer)[:200]}")
+        self.session: str = answer["session"]
 
     def answer(self, piece: bytes) -> Ran:
         """Run one piece. A process that has ended is started anew on the executor."""
-        # As in `LocalConversation`, the piece is counted before it is sent, so that the loss of the first piece is
-        # recognised.
+        # Counted before it is sent, as in `LocalConversation`, so that the loss of the first piece is recognised.
         self.answered += 1
         try:
             return self.worker.asked(f"/session/{self.session}", {"code": packed(piece)}, self.limits)

@@ -24,6 +24,7 @@ from posttrain.sandbox.sandbox_types import (
     Ran,
     SandboxBroken,
     SandboxUnavailableError,
+    as_bytes,
 )
 from posttrain.sandbox.sandbox_worker import Job, SandboxWorker, begin
 from posttrain.system.errors import ConfigError
@@ -37,8 +38,7 @@ SESSIONS = 16
 IDLE = 900.0
 """Seconds that an idle session is kept; longer than a policy takes for its longest turn."""
 TRIES = 3
-"""Sandboxes that a job may lose before SandboxBroken is raised. There are several tries, because the job need not be
-the reason for the loss."""
+"""Sandboxes that a job may lose before SandboxBroken is raised: several, because the job need not be the reason."""
 
 
 @dataclass
@@ -88,8 +88,7 @@ class Sandbox:
         self.network = NetworkAttempts()
         self.sessions = Sessions(backend, sessions, self.network)
         self.counts = JobCounts()
-        # Neither the threads nor the finalizer may refer to `self`. Otherwise an unused pool would never be
-        # garbage-collected.
+        # Neither the threads nor the finalizer may refer to `self`, or an unused pool would never be collected.
         self._threads = _Programs(backend, self.counts, self.network, workers or cores()).threads
         self._finalizer = weakref.finalize(self, self._threads.close, wait=True)
 
@@ -144,14 +143,12 @@ class Sandbox:
         """End a program that nobody waits for any more, and no other."""
         with self._threads.lock:
             submission.dropped = True
-            # Once the program has ended, `_serve` clears the worker under the same lock. So no other program is stopped
-            # here.
+            # `_serve` clears the worker under the same lock when the program has ended. So no other one is stopped.
             if submission.worker is not None:
                 submission.worker.stop()
 
     def session(self, *, limits: ProgramLimits | None = None, idle: float = IDLE) -> PythonSession:
-        """An interpreter for a program in pieces that keeps the definitions of earlier pieces: the Python tool of an
-        episode.
+        """An interpreter for a program in pieces that keeps their definitions: the Python tool of an episode.
 
             async with sandbox.session(limits=ProgramLimits(wall=10)) as session:
                 await session.run("x = 6")
@@ -221,8 +218,8 @@ class _Programs:
                 ran = used.run(
                     replace(submission.job, followed=bool(self.threads.waiting), dropped=lambda: submission.dropped)
                 )
-            # Whatever is raised is a failure of the sandbox, so another one is tried. What the program did is in `ran`.
-            # An error that left this thread would leave the job without an answer.
+            # Whatever is raised is a failure of the sandbox; what the program did is in `ran`. So another one is tried,
+            # and no error leaves this thread, or the job would have no answer.
             except Exception as error:
                 lost = error
                 with self.threads.lock:
@@ -256,11 +253,6 @@ class _Programs:
         with self.threads.lock:
             self.counts.started += 1
         return begin(self.backend, limits)
-
-
-def as_bytes(text: str | bytes) -> bytes:
-    """Text as UTF-8. A lone surrogate gives invalid UTF-8, which is then the program's error, not ours."""
-    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
 
 
 def as_json(call: Call) -> bytes:

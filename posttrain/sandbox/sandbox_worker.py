@@ -16,7 +16,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -86,11 +86,9 @@ class SandboxWorker:
         """False from the start of a job until the zygote has removed the job's files."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
-        # The error output of the sandbox at its start goes to a file in memory. Unlike a pipe it does not fill up while
-        # nobody reads it.
+        # The error output at the start goes to a file in memory, which does not fill up like a pipe that nobody reads.
         complaints = os.memfd_create("complaints")
-        # Our copy of the other end is closed after the start. Then the socket ends when the zygote ends, for any
-        # reason.
+        # Our copy of the other end is closed after the start. Then the socket ends when the zygote ends.
         with theirs:
             try:
                 start = backend.start(theirs.fileno(), limits or ProgramLimits())
@@ -109,41 +107,34 @@ class SandboxWorker:
 
     def _spawn(self, start: Any, control: int, complaints: int) -> subprocess.Popen[bytes]:
         """Starts the process, and finds out the namespace's first process if it is reported."""
-        command, passed, info = list(start.command), [control], -1
-        reader = -1
+        command, passed = [*start.command], [control]
+        reader, info = os.pipe()
         # Options of bwrap stand before the command that it starts, so this one is put directly behind its name.
         if start.reports:
-            reader, info = os.pipe()
             command[1:1] = ["--info-fd", str(info)]
             passed.append(info)
-        try:
-            process = subprocess.Popen(
-                [*command, json.dumps(start.settings)],
-                env=start.environment,
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
-                pass_fds=passed,
-                # So an interrupt at the terminal does not reach the sandbox. This process ends it.
-                start_new_session=True,
-            )
-            self.pids = (process.pid,)
-        except OSError as error:
-            raise SandboxUnavailableError(f"{command[0]} does not start: {error}") from error
-        finally:
-            if info >= 0:
+        with os.fdopen(reader, "rb") as pipe:
+            try:
+                process = subprocess.Popen(
+                    [*command, json.dumps(start.settings)],
+                    env=start.environment,
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=complaints,
+                    pass_fds=passed,
+                    # So an interrupt at the terminal does not reach the sandbox. This process ends it.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxUnavailableError(f"{command[0]} does not start: {error}") from error
+            finally:
                 os.close(info)
-            # If Popen failed, the pipe is not read below, so it is closed here.
-            if reader >= 0 and "process" not in locals():
-                os.close(reader)
-        if reader >= 0:
-            with os.fdopen(reader, "rb") as pipe:
-                reported = pipe.read()
-            # bwrap may have failed and reported nothing. `_greet` finds that out. A pidfd is kept and not only the id,
+            self.pids = (process.pid,)
+            # bwrap may have failed and reported nothing, which `_greet` finds out. A pidfd is kept and not only the id,
             # because another process may have the same id later.
             with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
-                self.pids = (process.pid, json.loads(reported)["child-pid"])
+                self.pids = (process.pid, json.loads(pipe.read() if start.reports else b"")["child-pid"])
                 self._init = os.pidfd_open(self.pids[1])
         return process
 
@@ -172,8 +163,7 @@ class SandboxWorker:
         self.settle()
         self.jobs += 1
         with contextlib.ExitStack() as stack:
-            # The descriptors are sent in the order in which `zygote.job` unpacks them: source, stdin, stdout, stderr,
-            # result, call.
+            # In the order in which `zygote.job` unpacks them: source, stdin, stdout, stderr, result, call.
             inputs = [sealed(job.program, stack), sealed(job.stdin, stack) if job.stdin else silent(stack)]
             readers = {}
             write_ends = []
@@ -206,7 +196,7 @@ class SandboxWorker:
                 self.destroy()  # the program's children end with the namespace, before the rest of its output is read
             for fd, reader in readers.items():
                 reader.read(fd)
-        return self._ran(job.limits, reply, stopped, {reader.name: reader for reader in readers.values()})
+        return self._ran(job.limits, reply, stopped, readers.values())
 
     @property
     def usable(self) -> bool:
@@ -255,13 +245,11 @@ class SandboxWorker:
             for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
-                # There are two deadlines. At the first one the program is killed. At the second one the sandbox counts
-                # as lost.
+                # Two deadlines: at the first one the program is killed, at the second one the sandbox counts as lost.
                 late = limits.wall + (GRACE if stopped else 0.0)
                 ready = selector.select(max(0.0, start + late - time.monotonic()))
                 for key, _ in ready:
-                    # The zygote's report ends the wait. The end of the streams does not, because a grandchild may keep
-                    # them open.
+                    # The end of the streams does not end the wait, because a grandchild may keep them open.
                     if key.fileobj is self.control:
                         return self.reply(), stopped
                     reader = readers[key.fd]
@@ -288,37 +276,23 @@ class SandboxWorker:
         return json.loads(message)
 
     def _ran(
-        self, limits: ProgramLimits, reply: dict[str, Any], stopped: Why | None, readers: dict[str, PipeReader]
+        self, limits: ProgramLimits, reply: dict[str, Any], stopped: Why | None, readers: Iterable[PipeReader]
     ) -> Ran:
         """The outcome of a job, from the zygote's report and the streams."""
-        status = os.waitstatus_to_exitcode(reply["status"])
+        status, streams = os.waitstatus_to_exitcode(reply["status"]), told(readers)
         # Without `DONE` the program did not run, and the text on the error stream is from the sandbox.
         if not reply["ran"]:
-            why = bytes(readers["stderr"].head).decode(errors="replace").strip()
+            why = streams["stderr"].decode(errors="replace").strip()
             raise SandboxBroken(
                 f"{self.backend.name}: the job could not be confined, so it did not run: {why or status}"
             )
-        return Ran(
-            why=how_it_ended(status, stopped, reply["cpu"] >= limits.cpu),
-            exit=status,
-            stdout=bytes(readers["stdout"].head),
-            stderr=bytes(readers["stderr"].head),
-            cut=any(reader.total > reader.kept for reader in readers.values()),
-            # A result that was cut is left out, because its beginning may be valid JSON of another value.
-            result=bytes(readers["result"].head) if readers["result"].total <= readers["result"].kept else b"",
-            seconds=reply["seconds"],
-            cpu=reply["cpu"],
-            peak=reply["peak"],
-            sandbox=self.backend.name,
-            network=reply["network"],
-        )
+        costs = {k: reply[k] for k in ("seconds", "cpu", "peak", "network")}
+        ended = how_it_ended(status, stopped, reply["cpu"] >= limits.cpu)
+        return Ran(why=ended, exit=status, **streams, **costs, sandbox=self.backend.name)
 
     def close(self) -> None:
-        """End an idle sandbox.
-
-        The first process of its namespace, if it is known, is killed, so that bubblewrap reaps it. If the zygote ended
-        by itself, process 1 of the machine would have to reap it.
-        """
+        """End an idle sandbox. In a namespace its first process is killed, so that bubblewrap reaps it: if the zygote
+        ended by itself, process 1 of the machine would have to."""
         # Without a namespace the zygote notices the closed socket, and ends its spare child itself.
         if self._init < 0:
             self.control.close()
@@ -351,10 +325,7 @@ class PipeReader:
     """Reads one pipe: keeps its first `kept` bytes and counts all."""
 
     def __init__(self, name: str, kept: int) -> None:
-        self.name = name
-        self.kept = kept
-        self.head = bytearray()
-        self.total = 0
+        self.name, self.kept, self.head, self.total = name, kept, bytearray(), 0
 
     def read(self, fd: int) -> bool:
         """Read what is available, unless it is too much already. Returns whether more may come."""
@@ -371,10 +342,16 @@ class PipeReader:
         return True
 
 
+def told(readers: Iterable[PipeReader]) -> dict[str, Any]:
+    """The streams of a program, as fields of `Ran`."""
+    # A result that was cut is left out, because its beginning may be valid JSON of another value.
+    texts = {r.name: b"" if r.name == "result" and r.total > r.kept else bytes(r.head) for r in readers}
+    return {"result": b"", **texts, "cut": any(r.total > r.kept for r in readers)}
+
+
 @functools.cache
 def nothing() -> int:
-    """An empty file in memory, shared by all jobs. No program has it open, because two programs could exchange data
-    over it."""
+    """An empty file in memory, shared by all jobs. No program has it open: two could exchange data over it."""
     return sealed(b"", contextlib.ExitStack())
 
 
@@ -392,8 +369,7 @@ def sealed(data: bytes, stack: contextlib.ExitStack) -> int:
     unwritten = memoryview(data)
     while unwritten:
         unwritten = unwritten[os.write(fd, unwritten) :]
-    # Standard input is read from the file's position, so it is set to the beginning. The seals come last, because after
-    # them nobody can write.
+    # Standard input is read from the file's position. The seals come last: after them nobody can write.
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
@@ -403,8 +379,7 @@ def how_it_ended(status: int, stopped: Why | None, spent: bool) -> Why:
     """Returns how a program ended. `stopped`: why we ended it; `spent`: whether its processor time was over."""
     if stopped:
         return stopped
-    # A SIGKILL that we did not send comes from the limit on processor time, if that is used up. Otherwise from somebody
-    # else.
+    # A SIGKILL that we did not send is from the limit on processor time, if that is used up, or from somebody else.
     if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):
         return "timeout"
     if status < 0:

@@ -75,16 +75,14 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
         for path in paths:
             try:
                 tree = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            # The list of system directories is for several distributions, and none of them has all of these
-            # directories.
+            # The list of system directories is for several distributions, and none of them has all.
             except FileNotFoundError:
                 continue
             except PermissionError:
                 raise PermissionError(
                     f"user {os.getuid()} cannot read {path}, which Python needs; use a Python that everybody can read"
                 ) from None
-            # The kernel refuses a rule that gives a file the rights of a directory. The structure is packed: no
-            # padding.
+            # The kernel refuses a rule that gives a file the rights of a directory. "=": no padding.
             rights = access if os.path.isdir(path) else access & OF_A_FILE
             rule = struct.pack("=Qi", rights & all_rights, tree)
             checked(libc.syscall(ADD_RULE, fd, ctypes.c_int(1), rule, ctypes.c_uint(0)), f"landlock_add_rule {path}")
@@ -94,8 +92,7 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
 
 def drop(uid: int | None) -> None:
     """Become `uid` with no group and no capability; new privileges can never be gained."""
-    # The groups are changed before the user, because after setresuid the process has no right and no capability to
-    # change anything.
+    # The groups before the user, because after setresuid the process may not change them.
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -106,33 +103,26 @@ def drop(uid: int | None) -> None:
 
 
 def bound_files(path: str, size: int, files: int) -> bool:
-    """Bounds the size and the number of files of the scratch file system. Returns whether that was allowed: only root
-    may, and only before it drops its rights."""
-    options = f"size={size},nr_inodes={files}".encode()
-    return (
-        libc.mount(b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(MS_REMOUNT | MS_NOSUID | MS_NODEV), options) == 0
-    )
+    """Bounds the scratch file system. Returns whether that was allowed: only root may, before it drops its rights."""
+    options, flags = f"size={size},nr_inodes={files}".encode(), ctypes.c_ulong(MS_REMOUNT | MS_NOSUID | MS_NODEV)
+    return libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options) == 0
 
 
 def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> None:
     """Sets the rlimits of one job. `tasks` bounds threads and processes, if the uid is the sandbox's own.
 
-    With `cpu=False` there is no limit on processor time. A session needs a limit for each piece of code that it is
-    sent, and this one would be for the whole life of the process.
+    `cpu=False`: no limit on processor time, for a session, which needs one for each piece and not for its whole life.
     """
-    # The kernel counts whole seconds. At the soft limit it sends SIGXCPU, which a program can ignore; one
-    # second later SIGKILL.
+    # Whole seconds. At the soft limit the kernel sends SIGXCPU, which a program can ignore; a second later SIGKILL.
     seconds = max(1, int(limits["cpu"] + 0.999))
+    # Forbidden are a core file, memory that cannot be swapped out, and queues in the kernel's memory.
     for what, soft, hard in (
         (resource.RLIMIT_AS, limits["memory"], limits["memory"]),
         *([(resource.RLIMIT_CPU, seconds, seconds + 1)] if cpu else []),
         (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_STACK, limits["stack"], limits["stack"]),
-        # These three are forbidden: a core file, memory that cannot be swapped out, queues in the kernel's memory.
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
+        *((kind, 0, 0) for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE)),
     ):
         resource.setrlimit(what, (soft, hard))
     if tasks is not None:
@@ -144,17 +134,16 @@ def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) ->
     known. `told`: see `syscalls.program`."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
-    # Landlock can be set before the job comes, because it only concerns files that are opened later. The filter of
-    # calls cannot, because it refuses the calls that receive the job and set its limits.
+    # Landlock only concerns files that are opened later, so it can be set before the job comes. The filter of calls
+    # refuses the calls that receive the job and set its limits.
     if rules is not None:
         checked(libc.syscall(RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0)), "landlock_restrict_self")
         os.close(rules)
     if platform.machine() != "x86_64":
         raise OSError(f"the list of system calls is written for x86_64, not {platform.machine()}")
     keeper = os.getppid()
-    code = syscalls.program(
-        os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes, told=told
-    )
+    rest = {"host_files": host_files, "processes": processes, "told": told}
+    code = syscalls.program(os.getpid(), keeper, os.getpgid(keeper), **rest)
     text = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: the number of instructions, and their address. So both objects have to exist until `shut`.
     return ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text))), text

@@ -1,7 +1,7 @@
 """One job inside its own process: runs the program, or calls one of its functions, and ends.
 
-Nothing that this process reports is trusted outside, because the program runs in it and can forge all of it. The
-process gets arguments and never expected values, so the program can only forge its own answer.
+Nothing that this process reports is trusted outside: the program runs in it and can forge its own answer. Expected
+values never come here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
     Only exact types are accepted: a subclass of int could compare equal to anything. An array of numpy is written as a
     list, and a scalar of numpy as the number, truth value or text that it holds.
     """
-    # The count is in a list, so that all levels of the recursion share it. The bound is on the whole value.
+    # The count is in a list that all levels of the recursion share.
     parts = [0] if count is None else count
     parts[0] += 1
     if depth > DEPTH or parts[0] > NODES:
@@ -59,10 +59,10 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
 
 
 def _of_numpy(value: Any) -> Any:
-    """An array or a scalar of numpy as built-in values. Anything else is returned as it is, and so are arrays that are
-    too large or have elements of other kinds."""
-    # numpy is not imported here: if the program has not imported it, no value is of it. Exact types again, because
-    # `tolist` of a subclass of ndarray may return anything.
+    """An array or a scalar of numpy as built-in values. Anything else, arrays that are too large or of other elements
+    included, is returned as it is."""
+    # If the program has not imported numpy, no value is of it. Exact types, because `tolist` of a subclass may return
+    # anything.
     numpy = sys.modules.get("numpy")
     kind = type(value)
     if numpy is None or not (kind is numpy.ndarray or kind in numpy.sctypeDict.values()):
@@ -91,18 +91,17 @@ def decode(said: Any) -> Any:
 
 
 def run(source: bytes, call: bytes, result: int) -> int:
-    """Run the program as `__main__`, or call one of its functions and write the value to `result`. Returns the exit
-    status."""
+    """Run the program as `__main__`, or call a function of it and write the value to `result`. Returns the status."""
     # For a call the module has another name, so that code under `if __name__ == "__main__"` does not run.
     module = ModuleType("solution" if call else "__main__")
     begin(module)
     try:
         status = _guarded(source, call, result, module)
-        # The process ends by os._exit. So the steps of an interpreter's end have to be made here: wait for threads, run
-        # exit functions, close files. An honest program relies on all three.
+        # The process ends by os._exit, so what an interpreter does at its end is done here: an honest program relies
+        # on the wait for threads, on exit functions and on closed files.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        # Files that only the program's names refer to are closed by this, and so their buffers are written.
+        # This closes files that only the program's names refer to, and so writes their buffers.
         module.__dict__.clear()
     # Raised by a signal handler of the program, or while its error is printed. `_guarded` caught everything else.
     except SystemExit as leave:
@@ -115,10 +114,8 @@ def run(source: bytes, call: bytes, result: int) -> int:
 
 
 def begin(module: ModuleType) -> None:
-    """Make `module` the main module, and set the random state with which every program starts. numpy's random state
-    comes from the zygote."""
-    # The module is registered under both names, because pickle, dataclasses and typing look up a class's module by its
-    # name.
+    """Make `module` the main module, and set the random state of every program; numpy's comes from the zygote."""
+    # Under both names, because pickle, dataclasses and typing look up a class's module by its name.
     module.__dict__["__builtins__"] = builtins
     sys.modules[module.__name__] = sys.modules["__main__"] = module
     sys.argv = ["program"]
@@ -128,8 +125,7 @@ def begin(module: ModuleType) -> None:
 
 
 def streams() -> None:
-    """Makes the standard streams anew. Those of the zygote were made for other files, and Python remembers whether
-    these can seek."""
+    """Makes the standard streams anew: those of the zygote remember whether the files that they had can seek."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         raw = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115 (open as long as the program)
         raw.raw.name = f"<{name}>"  # type: ignore[attr-defined]
@@ -202,8 +198,7 @@ def say(text: str) -> None:
 
 
 def flushed(status: int) -> int:
-    """Flushes the standard streams, also those that the program replaced. Returns the status, or 1 instead of 0 if that
-    fails. Streams that the program closed are left out."""
+    """Flushes the standard streams, also those that the program replaced. Returns the status; 1 for 0 if that fails."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
             if stream is not None and not getattr(stream, "closed", False):

@@ -70,8 +70,7 @@ WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 
 
 def op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction of the filter. `yes` and `no`: how many instructions are skipped if its test holds or does
-    not."""
+    """One instruction of the filter. `yes`, `no`: instructions that are skipped if its test holds or does not."""
     return struct.pack("HBBI", code, yes, no, value)
 
 
@@ -97,11 +96,8 @@ def stretches(allowed: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def search(parts: list[tuple[int, int]]) -> bytes:
-    """Code that finds the run of a number by binary search.
-
-    When a filter is set, the kernel runs it once for every number. A chain of tests would cost each job half a
-    millisecond.
-    """
+    """Code that finds the run of a number by binary search. When a filter is set, the kernel runs it once for every
+    number, and a chain of tests would cost each job half a millisecond."""
     if len(parts) == 1:
         return op(RETURN, parts[0][1])
     # A jump is counted in instructions of 8 bytes. Numbers below the middle do not jump, and `below` follows for them.
@@ -123,7 +119,7 @@ def among(index: int, values: tuple[int, ...]) -> bytes:
 
 def null(index: int) -> bytes:
     """Allow if a pointer is null."""
-    # A comparison sees 32 bits, and a pointer whose low half is zero need not be null. So both halves are tested.
+    # A comparison sees 32 bits of a pointer, so both halves are tested.
     zero = op(EQUAL, 0, 1, 0) + op(RETURN, ERRNO | EPERM)
     return arg(index) + zero + arg(index, high=True) + zero + op(RETURN, ALLOW)
 
@@ -150,11 +146,8 @@ PID, KEEPER, KEEPERS = 0x7A11C0D1, 0x7A11C0D2, 0x7A11C0D3
 
 
 def telling() -> bytes:
-    """The filter that reports every request for a network socket.
-
-    Sockets of this machine are refused without a report, because the C library asks for some when it looks up a user's
-    name.
-    """
+    """The filter that reports every request for a network socket. Sockets of this machine are refused without a report,
+    because the C library asks for some when it looks up a user's name."""
     refuse = op(RETURN, ERRNO | EPERM)
     local = arg(0) + op(EQUAL, UNIX, 0, 1) + refuse + op(EQUAL, NETLINK, 0, 1) + refuse
     return op(LOAD, 0) + when(SOCKET, local + op(RETURN, TELL)) + op(RETURN, ALLOW)
@@ -170,9 +163,8 @@ def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes:
         host_files: the machine's files are visible, so no call that changes a file is allowed.
         processes: children and exec are allowed, and signals too, but not to all processes at once, to `keeper`, to
             `keepers` or to process 1.
-        told: the filter of `telling` is set too, and it decides about sockets. Of the verdicts of two filters the
-            stricter one holds. So this filter has the verdict TRACE for sockets, which is less strict than a report,
-            and which refuses the call (ENOSYS) if there is no tracer.
+        told: the filter of `telling` is set too, and it decides about sockets. The stricter verdict of two filters
+            holds, so this one says TRACE, which is less strict than a report, and refuses (ENOSYS) without a tracer.
     """
     code = template(host_files, processes, told)
     for mark, number in ((PID, pid), (KEEPER, keeper), (-KEEPERS, -keepers)):
@@ -182,39 +174,34 @@ def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes:
 
 @functools.cache
 def template(host_files: bool, processes: bool, told: bool) -> bytes:
-    """The filter with `PID`, `KEEPER` and `KEEPERS` in place of process ids. It takes a millisecond to make, so it is
-    cached."""
-    # The architecture is tested first, because the numbers have other meanings on another one. Then the number of the
-    # call stays in the accumulator, and each `when` tests it. A `when` loads an argument only behind its test, and then
-    # always returns. x32 has the same architecture, and numbers with bit 30 set.
+    """The filter with `PID`, `KEEPER` and `KEEPERS` in place of process ids; cached, since it takes a millisecond."""
+    # The architecture is tested first, because it gives the numbers their meaning; x32 has the same one, and numbers
+    # with bit 30 set. Then the number stays in the accumulator, and each `when` tests it: it loads an argument only
+    # behind its test, and then always returns.
     start = op(LOAD, 4) + op(EQUAL, AUDIT_ARCH_X86_64, 1, 0) + op(RETURN, KILL)
     start += op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, KILL)
     plain = PLAIN + (() if host_files else FILES) + (PROCESSES if processes else ())
     body = when(SOCKET, op(RETURN, TRACE)) if told else b""
-    # With the host's files, only opening for reading is allowed. Landlock checks the paths too, but its first versions
-    # do not check truncation.
+    # With the host's files, only opening for reading is allowed: Landlock's first versions do not check truncation.
     if host_files:
         body += when(OPEN, without(1, WRITING)) + when(OPENAT, without(2, WRITING))
     else:
         body += allow(OPEN) + allow(OPENAT)
     # Commands of fcntl: descriptors and their flags, locks on files (5 to 7), a copy that closes on exec, reading
-    # seals. F_SETOWN is refused, because with it the kernel sends signals for the program.
+    # seals. By F_SETOWN the kernel would send signals for the program.
     locks = () if host_files else (5, 6, 7)
     body += when(FCNTL, among(1, (0, 1, 2, 3, 4, *locks, 1030, 1034)))
-    # Commands of ioctl: the settings and the size of a terminal, FIONREAD, FIONBIO, and the two that set close-on-exec.
-    # TIOCSTI, which types into a terminal, is refused.
+    # Commands of ioctl: settings and size of a terminal, FIONREAD, FIONBIO, close-on-exec. TIOCSTI types into one.
     body += when(IOCTL, among(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)))
     # prctl may read whether the process can be dumped, and set and read a thread's name.
     body += when(PRCTL, among(0, (3, 15, 16)))
     # Without a new value prlimit only reads a limit.
     body += when(PRLIMIT, null(2))
-    # A program may have a pair of sockets (asyncio needs one), but it may not send to an address: a datagram to an
-    # abstract socket would leave the sandbox.
+    # asyncio needs a pair of sockets. A datagram to the address of an abstract socket would leave the sandbox.
     body += when(SENDTO, null(4)) + when(SOCKETPAIR, among(0, (1,)))
     body += when(CLONE, without(0, NEW_NAMESPACE) if processes else threads_only())
     whom = other_than(0, (KEEPER, -KEEPERS, -1, 1)) if processes else among(0, (PID,))
     body += when(KILL_CALL, whom) + when(TGKILL, whom)
-    # The flags of clone3 are in memory, which a filter cannot read. With the error ENOSYS the C library uses clone
-    # instead.
+    # A filter cannot read the flags of clone3. With the error ENOSYS the C library uses clone instead.
     body += op(EQUAL, CLONE3, 0, 1) + op(RETURN, ERRNO | ENOSYS)
     return start + body + search(stretches(plain))
