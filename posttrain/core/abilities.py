@@ -33,8 +33,7 @@ class Declared:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: object, **given: object) -> Self:
-        # `__new__` runs before the `__init__` that the dataclass
-        # makes, whose TypeError would not name the nearest field.
+        # `__new__` runs before the dataclass's `__init__`, whose TypeError would not name the nearest field.
         known = tuple(cls.__dataclass_fields__)
         if strange := [name for name in given if name not in known]:
             raise ConfigError(f"{cls.__name__}({strange[0]}=...): there is no such field: {nearest(strange[0], known)}")
@@ -87,8 +86,7 @@ class GoldAnswers(Declared):
 
 class Write(Protocol):
     """Writes one demonstration: (prompt, completion without stop token). With probability `wrong` the completion is
-    plausible and false. A tuple of completions is the turns of an episode: it is played, and the environment's messages
-    between the turns come from that."""
+    plausible and false. A tuple of completions is the turns of an episode, which is played for the other messages."""
 
     def __call__(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
@@ -110,20 +108,16 @@ class Demonstrations(Declared):
     false: bool = True
     """Whether `write` can also write false texts (`wrong` > 0)."""
     conversation: Callable[[Task, str], LearnedConversation | None] = _alone
-    """The whole conversation of a task's demonstration in a style, where more than its completion may be learned. None
-    where only the completion is learned."""
+    """The conversation of a task's demonstration in a style, where more than its completion may be learned; or None."""
 
     def __post_init__(self) -> None:
         if isinstance(self.styles, str) or not self.styles:
-            raise ConfigError(
-                f"Demonstrations(styles={self.styles!r}): give the names of the styles, such as ('answer',); where"
-                " there is none, leave demonstrations out of the abilities"
-            )
+            how = "give the names of the styles, such as ('answer',); where there is none, leave demonstrations out of"
+            raise ConfigError(f"Demonstrations(styles={self.styles!r}): {how} the abilities")
 
 
 class Draw(Protocol):
-    """Gives one judgement of a kind about a task. Rows of data give their own each time; worlds write completions and
-    judge them."""
+    """Gives one judgement of a kind about a task. Rows of data give their own; worlds write and judge completions."""
 
     def __call__(self, task: Task, kind: Kind, rng: np.random.Generator) -> Judgement: ...
 
@@ -148,16 +142,13 @@ class Judgements(Declared):
 
     def __post_init__(self) -> None:
         if isinstance(self.kinds, str) or not self.kinds:
-            raise ConfigError(
-                f"Judgements(kinds={self.kinds!r}): give the kinds of judgement, such as ('pair',); where there is"
-                " none, leave judgements out of the abilities"
-            )
+            how = "give the kinds of judgement, such as ('pair',); where there is none, leave judgements out of"
+            raise ConfigError(f"Judgements(kinds={self.kinds!r}): {how} the abilities")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judging(Declared):
-    """The rules by which a policy that learned this environment judges the answers of another one
-    (`env.rewards=judge:PATH`)."""
+    """How a policy that learned this environment judges the answers of another one (`env.rewards=judge:PATH`)."""
 
     sides: int
     """Completions that one judgement sees: 1 or 2."""
@@ -172,8 +163,7 @@ class Judging(Declared):
     better: Callable[[Task], int]
     """The place of the better completion; of one completion, 1 good and 0 not good."""
     separator: str = ""
-    """The text that ends a step, where one judgement is about an answer up to the end of a step. '': it is about whole
-    answers."""
+    """The text that ends a step, where one judgement is about an answer up to there. '': it is about whole answers."""
 
 
 class Measures(Protocol):
@@ -231,8 +221,7 @@ class Abilities(Declared):
     """Names of the sandboxes in which programs of the policy run, for `run.json`. With the sandbox `none` every verdict
     says that the programs were not contained. Without it a record does not show that programs ran."""
     gold: GoldAnswers | None = None
-    """Right answers. Without them the verifier is not tested before the first step, and one that breaks later is not
-    found by its answers."""
+    """Right answers. Without them a verifier that is broken, or breaks later, is not found by its answers."""
     demonstrations: Demonstrations | None = None
     """Texts to imitate. Without them there is no supervised stage, and no group gets a demonstration."""
     judgements: Judgements | None = None
@@ -251,7 +240,6 @@ class Abilities(Declared):
     tools: Callable[[Task], Sequence[Mapping[str, Any]]] | None = None
     """JSON schemas of the tools in a conversation about a task, if they are known before it is played. Without it the
     length that they add to a prompt is known only when the prompt is used."""
-
     judging: Judging | None = None
     """How to judge as this environment does. Without it a policy that was trained here cannot be a reward."""
     measures: Measures | None = None
@@ -259,7 +247,6 @@ class Abilities(Declared):
     seats: Callable[[Task], Mapping[str, Turns]] | None = None
     """Turns of the other seats of an episode, where the policy is a script. Without it no scripted policy can play an
     episode in which they speak."""
-
     hint: Callable[[Task], str | tuple[Message, ...] | None] | None = None
     """The prompt of a task with its answer as a hint; None for a task that has no such prompt. The policy's answer to
     it is judged like any answer to the task, and is learned under the task's own prompt. So nothing that the
@@ -268,9 +255,8 @@ class Abilities(Declared):
 
     def __post_init__(self) -> None:
         if isinstance(self.contained, str):
-            raise ConfigError(
-                f"Abilities(contained={self.contained!r}): give a tuple of names, such as ({self.contained!r},)"
-            )
+            how = f"give a tuple of names, such as ({self.contained!r},)"
+            raise ConfigError(f"Abilities(contained={self.contained!r}): {how}")
 
     @property
     def vouched(self) -> bool:
@@ -286,18 +272,13 @@ def declared(environment: Any) -> Abilities:
     class_name = type(environment).__name__
     # A frequent mistake, a method without @property, gets a message of its own.
     if callable(abilities):
-        raise ConfigError(
-            f"environment {class_name}: abilities is a method. Write @property above it, so that it can be read"
-        )
-    problem = (
-        "declares no abilities"
-        if abilities is None
-        else f"has abilities of type {type(abilities).__name__}, not Abilities"
-    )
+        how = "abilities is a method. Write @property above it, so that it can be read"
+        raise ConfigError(f"environment {class_name}: {how}")
+    found = "declares no abilities" if abilities is None else None
     raise ConfigError(
-        f"environment {class_name} {problem}: derive it from posttrain.core.ports.Environment, or write `abilities ="
-        " Abilities()` into it (posttrain.core.abilities) and name in it what the environment can do beside playing and"
-        " judging"
+        f"environment {class_name} {found or f'has abilities of type {type(abilities).__name__}, not Abilities'}:"
+        " derive it from posttrain.core.ports.Environment, or write `abilities = Abilities()` into it"
+        " (posttrain.core.abilities) and name in it what the environment can do beside playing and judging"
     )
 
 
@@ -311,12 +292,8 @@ def _having(environment: Any, ability: str, why: str) -> Any:
 
 def demonstrations(environment: Any) -> Demonstrations:
     """The demonstrations of an environment; ConfigError where it has none."""
-    return _having(
-        environment,
-        "demonstrations",
-        "writes no demonstrations. Give it abilities with demonstrations=Demonstrations(styles, write)"
-        " (posttrain.core.abilities), or leave out what imitates",
-    )
+    how = "Give it abilities with demonstrations=Demonstrations(styles, write) (posttrain.core.abilities)"
+    return _having(environment, "demonstrations", f"writes no demonstrations. {how}, or leave out what imitates")
 
 
 def judgements(environment: Any) -> Judgements:
@@ -328,11 +305,10 @@ def judgements(environment: Any) -> Judgements:
 
 
 def hints(environment: Any) -> Callable[[Task], str | tuple[Message, ...] | None]:
-    """Returns the function that writes the hinted prompts of an environment."""
-    return _having(
-        environment,
-        "hint",
+    """The function that writes the hinted prompts of an environment; ConfigError where it has none."""
+    why = (
         "writes no hints, and a stage with method.rationalise=true asks with the answer as a hint, as one with"
         " algorithm.hint shows it to the teacher. Set method.rationalise=false or hint=none, give your prompts an"
-        " answer and env.args.hint, or give the environment abilities with hint=... (posttrain.core.abilities)",
+        " answer and env.args.hint, or give the environment abilities with hint=... (posttrain.core.abilities)"
     )
+    return _having(environment, "hint", why)

@@ -125,8 +125,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def examine(self, packed: Packed, names: Collection[str]) -> Mapping[str, np.ndarray]:
-        """Returns the results of the learner's methods of these `names` (score, value, entropy, energy), from one pass
-        of the layers."""
+        """The results of the learner's methods of these `names` (score, value, ...), from one pass of the layers."""
         ...
 
     def value(self, packed: Packed) -> np.ndarray:
@@ -163,8 +162,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def routers(self) -> Routers | None:
-        """Returns the routers of a mixture of experts. None where the model is none, or where its routers are not
-        understood."""
+        """The routers of a mixture of experts; None for another model, or where they are not understood."""
         ...
 
     def packed_score(self, packed: Packed) -> np.ndarray:
@@ -253,11 +251,8 @@ class Seat(Protocol):
         ...
 
     async def say(self, most: int | None = None) -> Utterance:
-        """The speaker takes a turn, of at most `most` tokens where `Sampling` allows more.
-
-        If a limit leaves no tokens for it, the turn is empty and its stop reason names the limit. Limits on turns and
-        tokens count all seats of the episode.
-        """
+        """The speaker takes a turn, of at most `most` tokens where `Sampling` allows more. Limits on turns and tokens
+        count all seats; where one leaves no tokens, the turn is empty and its stop reason names it."""
         ...
 
 
@@ -267,9 +262,8 @@ class Talk(Seat, Protocol):
     def seat(self, name: str) -> Seat:
         """Another speaker of this episode, such as a simulated user or an opponent. The same name gives the same one.
 
-        It sees only what the environment passes to its `see`. The policy sees its turns only where the environment
-        passes them on. Its turns are never learned from. `Rollout.players` sets who plays it; without players it is the
-        policy itself.
+        It sees only what the environment passes to its `see`, and the policy sees its turns only where it passes them
+        on. They are never learned from. `Rollout.players` sets who plays it; without players it is the policy itself.
         """
         ...
 
@@ -324,8 +318,7 @@ class Environment(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """What it can do beside playing and judging. A class that does not derive from this one writes `abilities =
-        Abilities()`."""
+        """What it can do beside playing and judging. An underived class writes `abilities = Abilities()`."""
         return Abilities()
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -346,11 +339,10 @@ class Environment(Protocol):
 
 
 class EpisodeJudge(Protocol):
-    """A judge of finished episodes that reads their tokens, such as a reward model.
+    """A judge of finished episodes that reads their tokens, such as a reward model (`Rollout.judges`).
 
-    Its verdicts are added to the environment's. It is given to the rollout (`Rollout.judges`). The episodes of a group
-    come in one call, so that a model can score them as one batch. Equal episodes are judged once and share the
-    verdicts. Episodes that already failed are left out.
+    Its verdicts are added to the environment's. A group comes in one call, so that a model can score it as one batch.
+    Equal episodes are judged once and share the verdicts. Episodes that already failed are left out.
     """
 
     @property
@@ -359,12 +351,11 @@ class EpisodeJudge(Protocol):
         ...
 
     async def judge(self, episodes: Sequence[Episode]) -> Sequence[tuple[Judged, ...]]:
-        """The verdicts about each episode, in order, at least one per episode. The tokens are in `Episode.segments`:
-        prompt and turns, with `mask` True at spoken tokens.
+        """The verdicts about each episode, in order, at least one per episode. The tokens are in `Episode.segments`.
 
         A verdict without `end` is about the whole episode. One with `end` and `paid` is a reward at that spoken token,
         counted from 1 over all segments. One with `end` alone scores a step. An outage is `failed` or an exception, and
-        is tried again. A judge that computes for long does so in a thread, because other episodes run on the same loop.
+        is tried again. A judge that computes for long uses a thread, because other episodes run on the same loop.
         """
         ...
 

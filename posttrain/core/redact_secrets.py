@@ -42,8 +42,7 @@ def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
     if not text:
         return text
     known = OWN.forms() if environment is None else forms_of(environment)
-    # First all whole secrets are replaced, then cut-off ones. Else the cut-off form
-    # of one secret could replace the beginning of another that is there in full.
+    # Whole secrets first: the cut-off form of one could replace the beginning of another that is there in full.
     for name, form in known:
         text = text.replace(form, f"[{name}]")
     for name, form in known:
@@ -54,23 +53,18 @@ def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
 def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """(name, text) of each secret in each form that it may have in a message, the longest first."""
     secrets = [(n, v) for n, v in environment.items() if len(v) >= SHORTEST and _NAMES.search(n)]
-    return tuple(
-        (name, form)
-        # The longest first: where one secret contains another, the longer one is replaced whole.
-        for name, value in sorted(secrets, key=lambda s: -len(s[1]))
-        # The secret as it stands, in a URL's path, in a form, in a JSON string; equal forms once.
-        for form in dict.fromkeys(
-            # A variable may hold bytes that are no text.
-            (value, *(q(value, "", None, "surrogateescape") for q in (quote, quote_plus)), json.dumps(value)[1:-1])
-        )
-    )
+    forms: list[tuple[str, str]] = []
+    # The longest first: where one secret contains another, the longer one is replaced whole.
+    for name, value in sorted(secrets, key=lambda s: -len(s[1])):
+        # In a URL's path and in a form; a variable may hold bytes that are no text.
+        quoted = [q(value, "", None, "surrogateescape") for q in (quote, quote_plus)]
+        forms += [(name, form) for form in dict.fromkeys((value, *quoted, json.dumps(value)[1:-1]))]
+    return tuple(forms)
 
 
 class OwnSecrets:
-    """The secrets of this process, looked for again whenever its environment has changed.
-
-    A step scrubs hundreds of texts. Decoding all variables for each text takes more time than judging the answers.
-    """
+    """The secrets of this process, looked for again whenever its environment has changed: a step scrubs hundreds of
+    texts, and decoding all variables for each takes more time than judging the answers."""
 
     def __init__(self) -> None:
         self._known: tuple[dict[Any, Any], tuple[tuple[str, str], ...]] | None = None
@@ -78,7 +72,6 @@ class OwnSecrets:
     def forms(self) -> tuple[tuple[str, str], ...]:
         """See `forms_of`."""
         # `_data` is private to CPython: a dictionary of undecoded variables, which is quick to compare.
-        # Where it is something else, secrets are looked for at every call.
         now = getattr(os.environ, "_data", None)
         if type(now) is not dict:
             return forms_of(os.environ)
@@ -106,8 +99,7 @@ def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> A
 
 def _without(text: str, secret: str, name: str) -> str:
     """The text with every beginning of the secret replaced that has at least half of its characters."""
-    # Half of a secret counts as a leak. At least PART characters must agree, because fewer stand in
-    # many texts. A secret shorter than PART is replaced only whole.
+    # Half of a secret counts as a leak. Fewer than PART characters stand in many texts.
     least = min(len(secret), max(PART, (len(secret) + 1) // 2))
     at = text.find(secret[:least])
     while at >= 0:

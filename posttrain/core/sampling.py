@@ -82,15 +82,12 @@ class Sampling:
     On the command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""
 
     def __post_init__(self) -> None:
+        span = f"[{LEAST:g}, {MOST:g}]"
         for name, good, says in (
-            (
-                "temperature",
-                LEAST <= self.temperature <= MOST,
-                f"[{LEAST:g}, {MOST:g}] (for the argmax set greedy=true)",
-            ),
+            ("temperature", LEAST <= self.temperature <= MOST, f"{span} (for the argmax set greedy=true)"),
             ("top_p", 0 < self.top_p <= 1, "(0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "[0, 1)"),
-            ("repetition_penalty", LEAST <= self.repetition_penalty <= MOST, f"[{LEAST:g}, {MOST:g}] (1: off)"),
+            ("repetition_penalty", LEAST <= self.repetition_penalty <= MOST, f"{span} (1: off)"),
         ):
             if not good:
                 raise ConfigError(f"sampling.{name}={getattr(self, name)}: must lie in {says}")
@@ -100,21 +97,16 @@ class Sampling:
             ("max_tokens", 1, "a turn says something"),
             ("min_tokens", 0, "0: a turn may end at once"),
         ):
-            if not least <= getattr(self, name) <= LARGEST:
-                raise ConfigError(
-                    f"sampling.{name}={getattr(self, name)}: must be >= {least} and at most {LARGEST} ({what})"
-                )
-        if self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                f"sampling.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it, or raise"
-                " that"
-            )
+            if not least <= (value := getattr(self, name)) <= LARGEST:
+                raise ConfigError(f"sampling.{name}={value}: must be >= {least} and at most {LARGEST} ({what})")
+        if self.min_tokens > (most := self.max_tokens):
+            why = f"is more than max_tokens={most}: lower it, or raise that"
+            raise ConfigError(f"sampling.min_tokens={self.min_tokens} {why}")
         self._check_ids()
         for name in ("stop", "bad_words", "allowed_words"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"sampling.{name}: an empty text is in every text; leave it out")
-        # A turn is decoded token by token, and half a character decodes to
-        # U+FFFD: such a stop string would end a turn in the middle of one.
+        # A turn is decoded token by token, and half a character decodes to U+FFFD, which would end the turn.
         if any("\ufffd" in text for text in self.stop):
             raise ConfigError("sampling.stop: U+FFFD stands for bytes that are no character yet: leave it out")
         self._check_support()
@@ -137,22 +129,15 @@ class Sampling:
         if not all(self.bad_ids):
             raise ConfigError("sampling.bad_ids: a sequence has no tokens; leave it out")
         if len(set(biased)) != len(biased):
-            raise ConfigError(
-                f"sampling.logit_bias: token {next(i for i in biased if biased.count(i) > 1)} is listed twice; add the"
-                " numbers up"
-            )
+            twice = next(i for i in biased if biased.count(i) > 1)
+            raise ConfigError(f"sampling.logit_bias: token {twice} is listed twice; add the numbers up")
         if far := [(i, x) for i, x in self.logit_bias if not -MOST <= x <= MOST]:
-            raise ConfigError(
-                f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} must be finite, at most {MOST:g} up or down;"
-                " to ban a token put it into bad_ids"
-            )
+            why = f"must be finite, at most {MOST:g} up or down; to ban a token put it into bad_ids"
+            raise ConfigError(f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} {why}")
 
     def _check_support(self) -> None:
-        """Checks that single bad tokens and early stop ids leave a token at every position.
-
-        What longer bad sequences leave depends on what was said. Where that is nothing, the sampler refuses the request
-        when it gets there.
-        """
+        """Checks that single bad tokens and early stop ids leave a token at every position. Where longer bad sequences
+        leave none, which depends on what was said, the sampler refuses the request when it gets there."""
         if self.allowed_ids is None:
             return
         if not self.allowed_ids:
@@ -160,14 +145,11 @@ class Sampling:
         # Only bans of one token hold at every position; a longer sequence bans its last token only sometimes.
         sayable = set(self.allowed_ids) - {s[0] for s in self.bad_ids if len(s) == 1}
         if not sayable:
-            raise ConfigError(
-                f"sampling: bad_ids ban all {len(set(self.allowed_ids))} of allowed_ids, so nothing could be said"
-            )
+            count = len(set(self.allowed_ids))
+            raise ConfigError(f"sampling: bad_ids ban all {count} of allowed_ids, so nothing could be said")
         if self.min_tokens and not sayable - set(self.stop_ids or ()):
-            raise ConfigError(
-                f"sampling: only stop ids are allowed, and min_tokens={self.min_tokens} bans them at the start of a"
-                " turn"
-            )
+            why = f"min_tokens={self.min_tokens} bans them at the start of a turn"
+            raise ConfigError(f"sampling: only stop ids are allowed, and {why}")
 
     def __str__(self) -> str:
         """The fields that differ from the defaults, for messages; long lists are cut."""
@@ -183,9 +165,8 @@ class Sampling:
     @property
     def bans(self) -> bool:
         """True where a rule gives some tokens probability zero."""
-        return self.allowed_ids is not None or bool(
-            self.allowed_words or self.bad_ids or self.bad_words or self.min_tokens
-        )
+        further = self.allowed_words or self.bad_ids or self.bad_words or self.min_tokens
+        return self.allowed_ids is not None or bool(further)
 
     @property
     def rules(self) -> bool:
@@ -194,10 +175,8 @@ class Sampling:
 
     @property
     def in_turn(self) -> bool:
-        """True where the distribution depends on a token's position in its turn, so that the position must be
-        stored."""
-        # A bad sequence of one token is banned everywhere. A longer one may
-        # not begin before the turn, so it matters how far the turn has come.
+        """True where the distribution depends on a token's position in its turn, so that it must be stored."""
+        # A longer bad sequence may not begin before the turn, so it matters how far the turn has come.
         return self.min_tokens > 0 or bool(self.bad_words) or any(len(s) > 1 for s in self.bad_ids)
 
     @property
@@ -206,23 +185,17 @@ class Sampling:
         return self.stop_ids is not None and not self.bad_words and not self.allowed_words
 
     def resolve(self, stop_ids: tuple[int, ...], spell: Spell | None = None) -> Sampling:
-        """The same contract with its stop ids filled in and its words as ids. A contract is resolved at most once.
-
-        Args:
-            spell: how the tokenizer writes a word; needed where the contract has words.
-        """
-        # A resolved contract stays as it is: resolving it again with other stop ids
-        # would change a contract under which tokens were drawn already.
+        """The same contract with its stop ids filled in and its words as ids (`spell`: how the tokenizer writes one). A
+        contract is resolved at most once."""
+        # Other stop ids would change a contract under which tokens were drawn already.
         if self.resolved:
             return self
         stops = tuple(stop_ids) if self.stop_ids is None else self.stop_ids
         if not self.bad_words and not self.allowed_words:
             return replace(self, stop_ids=stops)
         if spell is None:
-            raise ConfigError(
-                "sampling.bad_words and allowed_words need a tokenizer, and there is none here: give bad_ids and"
-                " allowed_ids"
-            )
+            why = "need a tokenizer, and there is none here: give bad_ids and allowed_ids"
+            raise ConfigError(f"sampling.bad_words and allowed_words {why}")
         bad = _minimal([*self.bad_ids, *(tuple(ids) for word in self.bad_words for ids in spell(word))])
         allowed = self.allowed_ids
         if self.allowed_words:
@@ -236,24 +209,18 @@ class Sampling:
         # -1 where no id is named: then every vocabulary is large enough.
         most = max([i for ids in self._named_ids().values() for i in ids], default=-1)
         if most >= size:
-            raise ConfigError(
-                f"sampling names token id {most}, and the model has 0..{size - 1}: correct stop_ids, allowed_ids,"
-                " logit_bias or bad_ids"
-            )
+            how = "correct stop_ids, allowed_ids, logit_bias or bad_ids"
+            raise ConfigError(f"sampling names token id {most}, and the model has 0..{size - 1}: {how}")
 
     def for_training(self, keeps_sets: bool = True) -> Sampling:
-        """This contract; raises ConfigError where pi could not be evaluated under it.
-
-        Args:
-            keeps_sets: whether the engine stores the kept token set of each truncated draw.
-        """
+        """This contract; ConfigError where pi could not be evaluated under it. `keeps_sets`: the engine stores the kept
+        token set of each truncated draw."""
         if self.greedy:
             raise ConfigError("sampling.greedy=true cannot be trained on: an argmax has no log-prob. Set greedy=false")
         if self.truncated and not keeps_sets:
-            raise ConfigError(
-                "sampling truncates the support (top_p/top_k/min_p) but this engine does not store the kept sets, "
-                "so pi cannot be evaluated on the distribution really sampled. Set top_p=1 top_k=0 min_p=0"
-            )
+            why = "but this engine does not store the kept sets, so pi cannot be evaluated on the distribution really"
+            how = "sampled. Set top_p=1 top_k=0 min_p=0"
+            raise ConfigError(f"sampling truncates the support (top_p/top_k/min_p) {why} {how}")
         return self
 
 

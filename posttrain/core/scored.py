@@ -16,10 +16,8 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True, eq=False)
 class Scored(Streamed[tuple[np.ndarray, ...]]):
-    """A judged episode with the scores that models gave it in forward passes without gradient.
-
-    Each stream that the algorithm reads (`core.streams.SCORED`) has one array per segment, over its spoken tokens.
-    """
+    """A judged episode with the scores that models gave it in forward passes without gradient: of each stream that the
+    algorithm reads (`core.streams.SCORED`) one array per segment, over its spoken tokens."""
 
     HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
@@ -30,14 +28,13 @@ class Scored(Streamed[tuple[np.ndarray, ...]]):
     def __post_init__(self) -> None:
         if self.episode.reward is None:
             raise InvariantError("an episode that was not judged cannot be scored: it leaves baseline and batch")
-        for stream, parts in self.streams.items():
-            if len(parts) != len(self.episode.segments):
-                raise InvariantError(
-                    f"stream {stream.name!r} has {len(parts)} parts for {len(self.episode.segments)} segments: give one"
-                    " to each"
-                )
-            for segment, x in zip(self.episode.segments, parts, strict=True):
-                stream.check(x, segment.spoken)
+        parts = len(self.episode.segments)
+        for stream, x in self.streams.items():
+            if len(x) != parts:
+                why = f"has {len(x)} parts for {parts} segments: give one to each"
+                raise InvariantError(f"stream {stream.name!r} {why}")
+            for segment, part in zip(self.episode.segments, x, strict=True):
+                stream.check(part, segment.spoken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +49,8 @@ class ScoredGroup:
 class EpisodeCredit:
     """The credit of one episode: per segment, arrays over its spoken tokens in order.
 
-    `shaped` is the reward after shaping; the raw reward stays in the episode. `advantage` is float64 per spoken token.
-    `returns` are the value targets, only where the algorithm learns values. `dropped` is the reason why no token of
-    this episode may have a gradient, '' otherwise. A dropped episode counts in the baseline and is in no batch.
+    `shaped` is the reward after shaping. `advantage` is float64. `returns` are the value targets, only where values are
+    learned. `dropped` is why no token may have a gradient, '' otherwise: the episode then counts in the baseline alone.
     """
 
     scored: Scored
@@ -67,8 +63,7 @@ class EpisodeCredit:
         for segment, a in zip(self.episode.segments, self.advantage, strict=True):
             if len(a) != segment.spoken:
                 raise InvariantError(f"credit of {len(a)} tokens for {segment.spoken} spoken ones")
-            # Checked here, where the task is known. In the loss one NaN would make the
-            # whole gradient NaN, and no message could name its episode.
+            # Here the task is known. In the loss one NaN would make the whole gradient NaN.
             if not np.all(np.isfinite(a)):
                 raise InvariantError(f"credit of task {self.episode.task.id!r} is not finite")
 
@@ -79,10 +74,8 @@ class EpisodeCredit:
     @property
     def streams(self) -> dict[Stream, tuple[np.ndarray, ...]]:
         """The scored streams with advantage and return: all that a batch holds of this episode."""
-        of_credit = (
-            {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
-        )
-        return {**of_credit, **self.scored.streams}
+        returns = {} if self.returns is None else {RETURN: self.returns}
+        return {ADVANTAGE: self.advantage, **returns, **self.scored.streams}
 
 
 @dataclass(frozen=True, eq=False)

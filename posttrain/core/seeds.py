@@ -1,8 +1,7 @@
 """Law 8: every random number is a function of where it is used, never of who else is running.
 
-A key is the hash of (seed, stream, coordinates); the coordinates of a sampled token are
-(task, visit, sibling, turn) and the position in the turn is the counter. Retries, neighbours, batch size and
-resumption therefore cannot change a draw.
+A key is the hash of (seed, stream, coordinates); the coordinates of a sampled token are (task, visit, sibling, turn),
+and its position in the turn is the counter. Retries, neighbours, batch size and resumption cannot change a draw.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ def generator(seed: int, stream: str, *coordinates: Coordinate) -> np.random.Gen
 
 
 def uniforms(place: int, count: int) -> np.ndarray:
-    """The first `count` uniforms of a key, float64 [count] in [0, 1); entry t belongs to position t.
-
-    A longer request extends a shorter one: `uniforms(k, 5)[:3] == uniforms(k, 3)`.
-    """
+    """The first `count` uniforms of a key, float64 [count] in [0, 1); entry t belongs to position t, so that
+    `uniforms(k, 5)[:3] == uniforms(k, 3)`."""
     # Philox is a counter: entry t is a function of key and t, however many are drawn at once.
     return np.random.Generator(np.random.Philox(key=place)).random(count)
 

@@ -41,18 +41,16 @@ class Stream:
 
     def check(self, x: np.ndarray, tokens: int) -> None:
         """Raises InvariantError where `x` has not this stream's type and axes, or not `tokens` entries."""
-        declared, what = np.dtype(self.dtype), f"stream {self.name!r}"
+        declared, what, why = np.dtype(self.dtype), f"stream {self.name!r}", ""
         if len(x) != tokens:
-            raise InvariantError(
-                f"{what} has {len(x)} entries for {tokens} spoken tokens: one for each, in their order"
-            )
-        if x.ndim != 1 + self.wide:
-            raise InvariantError(f"{what} has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared")
+            why = f"has {len(x)} entries for {tokens} spoken tokens: one for each, in their order"
+        elif x.ndim != 1 + self.wide:
+            why = f"has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared"
         # Only a wider type of the same kind can hold every declared number: float64 for float32, never the other way.
-        if x.dtype.kind != declared.kind or not np.can_cast(declared, x.dtype, "safe"):
-            raise InvariantError(
-                f"{what} is {x.dtype}, and {declared} is declared: make it with astype(np.{declared.name})"
-            )
+        elif x.dtype.kind != declared.kind or not np.can_cast(declared, x.dtype, "safe"):
+            why = f"is {x.dtype}, and {declared} is declared: make it with astype(np.{declared.name})"
+        if why:
+            raise InvariantError(f"{what} {why}")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -165,8 +163,7 @@ OPPONENT = Stream(
 
 
 class Distilled(Protocol):
-    """The settings by which an algorithm learns from a teacher's distribution
-    (`ladder.pieces.token_choice.Distill`)."""
+    """How an algorithm learns from a teacher's distribution (`ladder.pieces.token_choice.Distill`)."""
 
     @property
     def top(self) -> int: ...
@@ -203,17 +200,13 @@ class Scoring:
     @property
     def reference(self) -> Examiner:
         if self.frozen is None:
-            raise InvariantError(
-                f"algorithm {self.algorithm.name!r} reads a reference, and the stage has none: build its roles with"
-                " one, or take the pieces away that read it"
-            )
-        return self.frozen
+            how = "build its roles with one, or take the pieces away that read it"
+            raise InvariantError(f"algorithm {self.algorithm.name!r} reads a reference, and the stage has none: {how}")
 
     @cached_property
     def own(self) -> Mapping[str, np.ndarray]:
         """The policy's numbers about its own tokens, by the names of `OWN`, from one forward pass."""
-        # Cached: four makers read it, and the model runs once. A maker runs only
-        # where its condition in `OWN` holds, so the number that it reads is there.
+        # Cached: four makers read it, and the model runs once. A maker runs only where its condition in `OWN` holds.
         return self.learner.examine(self.packed, [name for name, wanted in OWN.items() if wanted(self)])
 
     @property
@@ -280,23 +273,17 @@ TOP_LOGP = Stream(
 
 
 def _start_is_scored(s: Scoring) -> bool:
-    """Returns whether the log-probs at the start of the step are scored.
-
-    Where a step has one optimizer step, they equal the log-probs of the training forward pass. Then they are scored
-    only where credit, or the choice of tokens, needs them before that pass.
-    """
-    # Before the first optimizer step the policy's log-probs are those of the start. From the second
-    # step on they are not, so START must be computed before the first.
+    """Returns whether the log-probs at the start of the step are scored."""
+    # They are those of the first optimizer step's own forward pass. So a step with one scores them only where credit,
+    # or the choice of tokens, needs them before that pass. From the second step on the policy is another one.
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 
 def _implicit(s: Scoring) -> tuple[np.ndarray]:
     """The implicit process reward model's log-probs; InvariantError where the stage has no such model."""
     if s.implicit is None:
-        raise InvariantError(
-            f"algorithm {s.algorithm.name!r} reads an implicit process reward model, and the stage has none: build its"
-            " roles with one, or set baseline=others"
-        )
+        why = "and the stage has none: build its roles with one, or set baseline=others"
+        raise InvariantError(f"algorithm {s.algorithm.name!r} reads an implicit process reward model, {why}")
     return (s.implicit.score(s.packed),)
 
 
@@ -315,8 +302,7 @@ OWN: dict[str, Callable[[Scoring], bool]] = {
 }
 """The numbers that the policy gives about its own tokens (`Learner.examine`), and the condition of each."""
 
-# All makers run before the first optimizer step: that is what "at the start of the step" means.
-# The first maker that reads `Scoring.own` causes the forward pass.
+# All makers run before the first optimizer step, which "at the start of the step" means.
 SCORED: list[Maker[Scoring]] = [
     Maker((START,), OWN["score"], lambda s: (s.own["score"],)),
     Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.read),)),
@@ -326,5 +312,4 @@ SCORED: list[Maker[Scoring]] = [
     Maker((IMPLICIT,), lambda s: "implicit" in s.algorithm.reads, _implicit),
     Maker((TOP_IDS, TOP_LOGP), lambda s: s.algorithm.distill is not None, _teacher),
 ]
-"""The makers of scored streams, in the order in which they run. Each stream is cut to episodes for credit, and packed
-into the minibatches."""
+"""The makers of scored streams, in their order. Each stream is cut to episodes for credit, and packed."""

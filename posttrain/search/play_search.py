@@ -33,17 +33,14 @@ def best(scores: Sequence[float]) -> int:
 
 def vote(answers: Sequence[str | None], weights: Sequence[float] | None = None) -> int:
     """The index of the first answer of the largest class of equal answers (2203.11171). With weights, of the class with
-    the largest sum (2206.02336).
-
-    None is an answer that could not be read. Its index is returned only if there is no other answer.
+    the largest sum (2206.02336). None is an answer that could not be read, chosen only if there is no other.
 
     >>> vote(["7", "8", "8", None])
     1
     >>> vote(["7", "8", "8"], [0.9, 0.3, 0.4])
     0
     """
-    # The weights of a class are added by fsum, which is exact, so that a tie does not depend on the order of the
-    # answers. Of equal classes `max` takes the first, in the order in which they came.
+    # fsum is exact, so a tie does not depend on the order of the answers. Of equal classes `max` takes the first.
     weights_of: dict[str, list[float]] = {}
     for answer, weight in zip(answers, weights or [1.0] * len(answers), strict=True):
         if answer is not None:
@@ -62,19 +59,16 @@ async def beam(search: StepSearch, task: Task, *, width: int, expand: int, steps
         expand: continuations that each of them is given. The first step has width x expand.
         steps: most steps of an answer.
     """
-    # `places` holds ended answers and beginnings together. They compete for the same places, so an ended answer is
-    # dropped when `width` others are worth more.
+    # Ended answers and beginnings compete for the same places.
     places = [Beginning(np.zeros(0, np.int32))]
     for number in range(steps):
         open_ones = [b for b in places if b.stop is None]
         if not open_ones or not search.goes_on(task):
             break
-        # The first step has only one beginning. It gets `width` times as many continuations, as many as all beginnings
-        # of a later step together.
+        # The first step has one beginning, which gets as many continuations as all beginnings of a later step together.
         continued = await search.grown(task, open_ones, expand if number else width * expand, f"beam/{number}")
-        places = sorted([*(b for b in places if b.stop is not None), *continued], key=search.worth, reverse=True)[
-            :width
-        ]
+        grown = [*(b for b in places if b.stop is not None), *continued]
+        places = sorted(grown, key=search.worth, reverse=True)[:width]
     return await search.ended(task, places)
 
 
@@ -91,8 +85,7 @@ def _line(text: str) -> str | None:
 
 
 ANSWERS: Mapping[str, Callable[[str], str | None]] = {"integer": last_integer, "math": _final, "line": _line}
-"""For each value of the setting `vote.answer`, the function that reads the part of an answer that a vote compares. It
-returns None if it can read nothing."""
+"""By the setting `vote.answer`: reads the part of an answer that a vote compares; None where it can read nothing."""
 
 
 async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
@@ -120,9 +113,8 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
             settings = {"expansions": kind.expansions, "expand": kind.expand}
             chosen = await tree_search(search, task, **settings, exploration=kind.exploration, rule=kind.rule)
         case _:
-            raise InvariantError(
-                f"nothing plays a {type(kind).__name__}: give it a case in posttrain/search/play_search.py"
-            )
+            how = "give it a case in posttrain/search/play_search.py"
+            raise InvariantError(f"nothing plays a {type(kind).__name__}: {how}")
     # The check computes the number again from the scores, by other code than the search.
     if chosen.scores:
         worth_is(chosen.scores, kind.aggregate, search.worth(chosen), task.id)

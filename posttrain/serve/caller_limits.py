@@ -32,8 +32,7 @@ class CallerLimits:
     per_address: int = 4096
     """Connections held at once from one address (IPv6: from one network of 64 bits). At the limit, a connection from
     there that asks for nothing is closed for a new one; where all are being answered, the new one is refused with
-    status 429.
-    """
+    status 429."""
     answers: int = 16384
     """Answers waiting or being written at once; a request that would make more is refused with status 429."""
     body_mib: float = 8.0
@@ -80,10 +79,8 @@ def read_limits(words: Iterable[str]) -> CallerLimits:
         try:
             values[name] = int(text) if kinds[name] == "int" else float(text)
         except ValueError:
-            kind = "a whole number" if kinds[name] == "int" else "a number"
-            raise ConfigError(
-                f"--limit {word}: {name} is {kind}, such as {name}={getattr(CallerLimits, name):g}"
-            ) from None
+            kind, example = "a whole number" if kinds[name] == "int" else "a number", getattr(CallerLimits, name)
+            raise ConfigError(f"--limit {word}: {name} is {kind}, such as {name}={example:g}") from None
     return CallerLimits(**values)  # type: ignore[arg-type]
 
 
@@ -91,20 +88,15 @@ def most_connections(limits: CallerLimits) -> int:
     """Number of connections that can be open at once: the limit, or fewer if the limit on files is lower."""
     import resource  # not on every system that has a command line
 
-    # Files that are open already (weights, logs) and a reserve are subtracted, because an accept without a free
-    # descriptor fails.
+    # Open files (weights, logs) and a reserve are subtracted, because an accept without a free descriptor fails.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits.connections
-    return min(limits.connections, max(FEWEST, soft - _open_files() - SPARE_FILES))
-
-
-def _open_files() -> int:
-    """Number of files that this process has open; `SPARE_FILES` where that cannot be read."""
     try:
-        return len(os.listdir("/dev/fd"))
+        open_files = len(os.listdir("/dev/fd"))
     except OSError:
-        return SPARE_FILES
+        open_files = SPARE_FILES
+    return min(limits.connections, max(FEWEST, soft - open_files - SPARE_FILES))
 
 
 def check_address(host: str, token: str | None) -> None:

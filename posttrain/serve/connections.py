@@ -28,8 +28,7 @@ AT_ONCE = 64
 SWEEP = 0.5
 """Seconds between two searches for connections that have taken too long."""
 YOUNG = 3.0
-"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine are silent
-too."""
+"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine may be."""
 LOOKED_AT = 16
 """Silent connections that are considered for closing, the longest silent first."""
 LINGER = 2.0
@@ -61,10 +60,8 @@ class Connection(web.RequestHandler):
         return self.phase in ("idle", "headers")
 
     def unread(self) -> bool:
-        """True where data has arrived on the connection that has not been read yet."""
+        """True where data has arrived that has not been read yet: the caller has sent a request."""
         try:
-            # MSG_PEEK leaves the byte in the socket. Data that was not read yet means that the caller has sent a
-            # request.
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
@@ -75,11 +72,10 @@ class Connection(web.RequestHandler):
         self._listener.changed(self)
 
     def overdue(self) -> bool:
-        """True if the phase has taken too long, or if the caller has sent too much ahead of our answer, so that reading
-        was paused."""
+        """True if the phase has taken too long, or if the caller has sent so much ahead of our answer that reading was
+        paused."""
         now, limits, transport = self._clock(), self._listener.limits, self._transport
-        # A caller that reads `WRITTEN` bytes has made progress, and its time begins again. A caller that reads less in
-        # `write_seconds` is cut off.
+        # Reading `WRITTEN` bytes is progress, and the time begins again. Who reads less in `write_seconds` is cut off.
         if self._stuck is not None and transport is not None:
             when, size = self._stuck
             unwritten = transport.get_write_buffer_size()
@@ -87,8 +83,8 @@ class Connection(web.RequestHandler):
                 self._stuck = now, unwritten
             elif now - when > limits.write_seconds:
                 return True
-        # An answer may take as long as it needs. But if the caller sends more and more meanwhile, asyncio stops
-        # reading, and would not notice that the caller has gone. Such a connection is overdue.
+        # An answer may take as long as it needs. But where asyncio has stopped reading, because the caller sends more
+        # and more, it would not notice that the caller has gone.
         if self.phase == "answer":
             return transport is not None and not transport.is_closing() and not transport.is_reading()
         seconds = {"idle": limits.idle_seconds, "headers": limits.header_seconds, "body": limits.body_seconds + LINGER}
@@ -163,8 +159,7 @@ class Listener:
         self.server, self.limits = server, limits
         self.most = most_connections(limits)
         self._loop = asyncio.get_running_loop()
-        # These dictionaries are ordered sets. Entries are added and removed in constant time, and the first one is the
-        # oldest.
+        # These dictionaries are ordered sets, changed in constant time, with the oldest entry first.
         self._held: dict[Connection, None] = {}
         self._count: Counter[str] = Counter()
         self._silent: dict[str, dict[Connection, None]] = {}
@@ -203,8 +198,7 @@ class Listener:
     def changed(self, connection: Connection) -> None:
         """Record that a connection became silent or has a request."""
         silent = self._silent.setdefault(connection.address, {})
-        # A silent connection is moved to the end, because its silence begins now. So the order is kept without sorting
-        # thousands of connections at each change.
+        # A silent connection is moved to the end, because its silence begins now: the order is kept without sorting.
         silent.pop(connection, None)
         if connection.silent and connection in self._held:
             silent[connection] = None
@@ -245,8 +239,7 @@ class Listener:
         # The number is bounded, so that open connections are served too when very many callers connect at once.
         for _ in range(AT_ONCE):
             if len(self._held) >= self.most and not self._make_room():
-                # Room comes when any connection ends, and nothing tells of that: so it is looked for often.
-                self._pause(SWEEP / 10)
+                self._pause(SWEEP / 10)  # room comes when any connection ends, and nothing tells of that
                 return
             try:
                 wire, peer = sock.accept()
@@ -254,9 +247,8 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                LOG.warning(
-                    "connections wait: %s. Lower --limit connections=%d, or raise the limit on files", error, self.most
-                )
+                message = "connections wait: %s. Lower --limit connections=%d, or raise the limit on files"
+                LOG.warning(message, error, self.most)
                 # No descriptor is left. Without a pause the loop would call this method again at once, without end.
                 self._make_room()
                 self._pause(SWEEP)
@@ -272,10 +264,8 @@ class Listener:
     def _admit(self, wire: socket.socket, address: str) -> None:
         """Counts a new connection and begins to handle it."""
         wire.setblocking(False)
-        settings = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False}
-        connection = Connection(
-            self, address, wire, loop=self._loop, keepalive_timeout=self.limits.idle_seconds, **settings
-        )
+        settings = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False, "loop": self._loop}
+        connection = Connection(self, address, wire, keepalive_timeout=self.limits.idle_seconds, **settings)
         # It is counted before it begins, so that the next `accept` in the same loop counts it too.
         self._held[connection] = None
         self._count[address] += 1
@@ -295,20 +285,17 @@ class Listener:
 
     def _make_room(self, address: str | None = None) -> bool:
         """Close the longest silent connection: of `address`, or else of the address with the most."""
-        # At the limit of all connections, the address with the most connections loses one. So one caller cannot push
-        # out others.
+        # At the limit of all, the address with the most loses one. So one caller cannot push out others.
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
-        # The first connection is silent the longest, but it may have sent data that was not read yet. Only a few
-        # connections are considered, because at the limit this runs for every new connection.
+        # The longest silent one comes first, but may have sent data that was not read yet. Only a few are considered,
+        # because at the limit this runs for every new connection.
         latest = self._loop.time() - YOUNG
-        candidates = (
-            c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= latest and not c.unread()
-        )
-        if (connection := next(candidates, None)) is None:
-            return False
-        connection.cut()
-        return True
+        for connection in islice(self._silent.get(address or "", ()), LOOKED_AT):
+            if connection.since <= latest and not connection.unread():
+                connection.cut()
+                return True
+        return False
 
 
 def refuse(wire: socket.socket) -> None:
@@ -328,9 +315,8 @@ async def bind(host: str, port: int) -> list[socket.socket]:
         OSError: the name has no address, or an address cannot be bound.
     """
     sockets: list[socket.socket] = []
-    addresses = await asyncio.get_running_loop().getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
+    loop = asyncio.get_running_loop()
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     failure: OSError | None = None
     for family, kind, proto, _, address in dict.fromkeys(addresses):
         # For port 0 the system chooses a port at the first address, and the other addresses use the same one.
@@ -341,8 +327,8 @@ async def bind(host: str, port: int) -> list[socket.socket]:
             failure = error
             if error.errno == errno.EADDRINUSE:
                 break
-    # A name may have addresses that belong to other machines. They are left out, if at least one address was bound. A
-    # port in use is an error at any address: callers would reach the other program there.
+    # Addresses of a name that belong to other machines are left out. A port in use is an error at any address: callers
+    # would reach the other program there.
     if failure is not None and (not sockets or failure.errno == errno.EADDRINUSE):
         for sock in sockets:
             sock.close()
@@ -356,8 +342,7 @@ def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> 
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Without this option a socket for all IPv6 addresses takes the port of IPv4 too, and binding that one
-            # fails.
+            # Else a socket for all IPv6 addresses takes the port of IPv4 too, and binding that one fails.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(BACKLOG)

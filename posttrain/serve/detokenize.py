@@ -1,7 +1,7 @@
 """Decodes ids to text as they arrive. It holds back incomplete characters, and text that may become a stop string.
 
-Together the pieces are the text of all ids, for every kind of tokenizer, with one exception. Byte-fallback decoders
-change earlier characters when invalid bytes follow, and text that was sent is not changed.
+Together the pieces are the text of all ids, with one exception: byte-fallback decoders change earlier characters when
+invalid bytes follow, and text that was sent is not changed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class TokenText:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._added = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
-        # The decoder is a tree of steps. It is enough to know which kinds of steps it has, so its JSON text is
-        # searched.
+        # It is enough to know which kinds of steps the decoder, a tree, has.
         decoder = json.dumps(json.loads(self._backend.to_str()).get("decoder"), ensure_ascii=False)
         self._byte_level, self._fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         self._spaces = _SPACE in decoder
@@ -69,8 +68,8 @@ def _byte_of() -> dict[str, int]:
 class Decoder:
     """Decodes one growing text. `add` returns text that is complete; `finish` returns the rest.
 
-    A token's text depends on the tokens before it (a space, an incomplete character). So a piece is the text of a short
-    window of tokens with the new one, minus the text of the window without it.
+    A token's text depends on the tokens before it. So a piece is the text of a short window of tokens with the new one,
+    minus the text of the window without it.
     """
 
     def __init__(self, words: TokenText) -> None:
@@ -94,8 +93,8 @@ class Decoder:
 
     def finish(self) -> str:
         """The rest: bytes that are no complete character, as the decoder writes them."""
-        # All ids are decoded once more as a whole, in case the windows left something out. If the whole text does not
-        # begin with the text that was sent (byte fallback), only the rest of the window can be added.
+        # All ids as a whole, in case the windows left something out. Text that was sent and now differs (byte fallback)
+        # stays: then only the rest of the window can be added.
         whole = self._words.text(self._ids)
         if whole.startswith(self._said):
             return whole[len(self._said) :]
@@ -118,24 +117,19 @@ class Stops:
 
     def add(self, piece: str, armed: bool = True) -> str:
         """The text that can be sent now: up to a stop string, which is removed, or up to the possible start of one.
-
-        Args:
-            armed: whether a stop string that ends in this piece ends the text.
-        """
+        `armed`: whether a stop string that ends in this piece ends the text."""
         if self.found or not self._stops:
             return "" if self.found else piece
         text, held = self._held + piece, len(self._held)
-        # A stop string that was not found before ends in the new piece, so it begins at most len(s) - 1 characters
-        # before the piece.
+        # One that was not found before ends in the new piece, so it begins at most len(s) - 1 characters before that.
         places = (text.find(s, max(0, held - len(s) + 1)) for s in self._stops) if armed else ()
         stop_place = min((i for i in places if i >= 0), default=-1)
         if stop_place >= 0:
             self.found, self._held = True, ""
             return text[:stop_place]
-        # The length of the longest end of the text that is the beginning of a stop string.
-        held_back = max(
-            (n for s in self._stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0
-        )
+        # The longest end of the text that is the beginning of a stop string.
+        lengths = (n for s in self._stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n]))
+        held_back = max(lengths, default=0)
         self._held = text[len(text) - held_back :]
         return text[: len(text) - held_back]
 

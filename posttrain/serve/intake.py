@@ -1,7 +1,7 @@
 """Reads a request: its body, its fields and the ids of its prompts. Each step has a bound.
 
-Bodies are parsed and texts tokenized outside the event loop, in two threads: one for small requests and one for large
-ones, so that a small request does not wait for a large one.
+Bodies are parsed and texts tokenized outside the event loop, in one thread for small requests and one for large ones:
+a small request does not wait for a large one.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ class ServedModel:
 SMALL = 64 << 10
 """Most bytes of a small request; larger ones are parsed one at a time."""
 REST = 3.0
-"""After a large request its thread sleeps this many times as long as the request took, because parsing JSON blocks all
-other threads."""
+"""After a large request its thread sleeps this many times as long as that took: parsing JSON blocks other threads."""
 SHORTEST = 16
-"""Assumed number of bytes of the longest token, at least, when a text is refused by its length. A token for unknown
-words, which many vocabularies have, may stand for a long word."""
+"""Least number of bytes assumed of the longest token when a text is refused by its length. A token for unknown words
+may stand for a long word."""
 # (the fields of a request, the ids of its prompts)
 Understood = tuple[GenerationRequest, list[np.ndarray]]
 
@@ -68,8 +67,7 @@ class Intake:
         self.served, self.limits = served, limits
         self._held = 0
         """Bytes of bodies that are being read or wait to be parsed."""
-        # One thread for each kind. Parsing holds the interpreter's lock, so more threads would not be faster, and would
-        # leave less time for the event loop.
+        # One thread each: parsing holds the interpreter's lock, so more would only leave less for the event loop.
         self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="posttrain-serve") for _ in range(2))
         self._rests = 0.0
         """When the thread of large requests may go on, in seconds of `time.monotonic`."""
@@ -81,12 +79,8 @@ class Intake:
             lane.shutdown(wait=False, cancel_futures=True)
 
     def check(self, request: web.Request) -> None:
-        """Refuse by its headers a body that is not JSON in UTF-8, or is too long. A web page cannot send this content
-        type to another site without its permission (CORS).
-
-        Raises:
-            Refusal: 413 or 415.
-        """
+        """Refuse by its headers a body that is not JSON in UTF-8, or is too long (413 or 415). A web page cannot send
+        this content type to another site without its permission (CORS)."""
         try:
             # Reading these two parses the header, which may be any text and raise an error.
             kind, charset = request.content_type, (request.charset or "utf-8").lower()
@@ -148,8 +142,7 @@ class Intake:
                     self._held += len(chunk)
                     if len(body) > self.limits.body:
                         self._too_long()
-                    # The limit for all callers together counts the bytes that have arrived, because a body may have no
-                    # length.
+                    # Of all callers together the bytes that have arrived count: a body may have no length.
                     if self._held > self.limits.bodies:
                         raise Refusal("too much is being sent at once; try again", status=503)
         except BaseException as error:
@@ -166,9 +159,8 @@ class Intake:
         self._held -= size
 
     def _too_long(self) -> NoReturn:
-        raise Refusal(
-            f"the body is longer than {self.limits.body_mib:g} MiB, the limit body_mib of this server", status=413
-        )
+        most = f"{self.limits.body_mib:g} MiB, the limit body_mib of this server"
+        raise Refusal(f"the body is longer than {most}", status=413)
 
     def _in_vocabulary(self, asked: GenerationRequest) -> None:
         """Refuses ids that are no tokens of the model, and more alternatives than it has tokens."""
@@ -189,10 +181,9 @@ class Intake:
             return self._ids(prompt, "prompt")
         self._room(len(prompt), "prompt")
         most = self.served.vocabulary - 1
-        if max(prompt) > most:
-            raise Refusal(
-                f"prompt: token id {max(prompt)}, and the model has 0..{most}: use its own tokenizer", param="prompt"
-            )
+        if (largest := max(prompt)) > most:
+            message = f"prompt: token id {largest}, and the model has 0..{most}: use its own tokenizer"
+            raise Refusal(message, param="prompt")
         return np.array(prompt, np.int32)
 
     def _chat(self, asked: ChatRequest) -> np.ndarray:
@@ -204,14 +195,19 @@ class Intake:
                 param="messages",
                 code="no_chat_template",
             )
-        # Every message has at least one token, so as many messages as the context has tokens leave no room. Their
-        # number and the sizes of the texts are checked before the template runs.
+        # Every message has at least one token. Number and sizes are checked before the template runs.
         self._room(len(asked.messages), "messages", "messages")
         tools = asked.offered
         self._short(len(json.dumps(tools, ensure_ascii=False).encode(errors="surrogatepass")) if tools else 0, "tools")
         calls = any(m.tool_calls for m in asked.messages)
-        if tools:
-            self._takes_tools()
+        if tools and not self._tools_written:
+            raise Refusal(
+                f"tools: the chat template of {self.served.name} takes no tools, or writes calls in no known format"
+                f" ({', '.join(FORMATS)}). Put them into the messages and parse the answer, or serve a model whose"
+                " template takes tools",
+                param="tools",
+                code="no_tools",
+            )
         messages = [m.plain(calls and self.served.renderer.template.arguments_as_text) for m in asked.messages]
         self._short(sum(_size(m) for m in messages), "messages")
         return self._ids(messages, "messages", tools)
@@ -224,17 +220,6 @@ class Intake:
             return False
         # A template that ignores tools writes the same prompt with and without one.
         return template.render(start, generate=True, tools=[WEATHER]) != template.render(start, generate=True)
-
-    def _takes_tools(self) -> None:
-        """Refuse tools for a model whose chat template does not write them, or writes calls in an unknown format."""
-        if not self._tools_written:
-            raise Refusal(
-                f"tools: the chat template of {self.served.name} takes no tools, or writes calls in no known format"
-                f" ({', '.join(FORMATS)}). Put them into the messages and parse the answer, or serve a model whose"
-                " template takes tools",
-                param="tools",
-                code="no_tools",
-            )
 
     def _ids(self, content: str | Sequence[Message], param: str, tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         """The ids of a prompt, as a rollout would give them to the policy."""
@@ -284,7 +269,7 @@ def parse(body: bytes) -> Any:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object from its names and values. Refuses a name that is given twice."""
-    # JSON readers differ on which of two equal names counts. A proxy could check another value than this server uses.
+    # JSON readers differ on which of two equal names counts, so a proxy could check another value than is used here.
     values = dict(pairs)
     if len(values) < len(pairs):
         names: set[str] = set()

@@ -41,9 +41,8 @@ class Refusal(Exception):
 
 def answer(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
     """A refusal as a response, with the headers of its status and the given ones."""
-    return web.json_response(
-        refusal.body(), status=refusal.status, headers={**_HEADERS.get(refusal.status, {}), **(headers or {})}
-    )
+    headers = {**_HEADERS.get(refusal.status, {}), **(headers or {})}
+    return web.json_response(refusal.body(), status=refusal.status, headers=headers)
 
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -16,6 +16,8 @@ DRAWS = 16
 """The most draws of one answer. None is drawn after the first that has the form."""
 DEEPEST = 16
 """The deepest nesting of a schema."""
+MOST_NAMES = 64
+"""Most fields of an object, because the refusal has a sentence for each unknown one."""
 TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -90,8 +92,7 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(schema: Any, deep: int) -> None:
-    """ValueError if a schema is malformed, has other keywords than `READ` and `SAID`, or is more than `deep` levels
-    deep."""
+    """ValueError if a schema is malformed, more than `deep` levels deep, or has keywords beside `READ` and `SAID`."""
     if not isinstance(schema, dict) or not deep:
         raise ValueError(f"a schema is an object, at most {DEEPEST} deep")
     # A keyword that is ignored would let answers through that the caller has ruled out, so it is refused.
@@ -109,22 +110,29 @@ def _check(schema: Any, deep: int) -> None:
     fits = all(isinstance(x, list) and x for x in choices) and all(_is(x, "number") for x in numbers)
     fits = fits and isinstance(required, list) and all(isinstance(name, str) for name in required)
     if not fits or not isinstance(inner, dict) or not isinstance(schema.get("additionalProperties", True), bool):
-        raise ValueError(
-            "enum and anyOf are lists that are not empty, required is a list of names, minimum and maximum are"
-            " numbers, properties is an object, and additionalProperties true or false"
-        )
+        lists = "enum and anyOf are lists that are not empty, required is a list of names"
+        rest = "minimum and maximum are numbers, properties is an object, and additionalProperties true or false"
+        raise ValueError(f"{lists}, {rest}")
     for subschema in (*inner.values(), *schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
         _check(subschema, deep - 1)
 
 
-STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-"""Settings of every model of a request: unknown fields are refused, and no value is converted."""
+class RequestPart(BaseModel):
+    """A part of a request: unknown fields are refused, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names(cls, given: Any) -> Any:
+        # This is checked before pydantic, which makes an error for each unknown name.
+        if isinstance(given, dict) and len(given) > MOST_NAMES:
+            raise ValueError(f"{len(given)} fields, and there are {len(cls.model_fields)}")
+        return given
 
 
-class AnswerSchema(BaseModel):
+class AnswerSchema(RequestPart):
     """A JSON schema with its name."""
-
-    model_config = STRICT
 
     name: str = Field(max_length=64)
     description: str = ""
@@ -132,10 +140,8 @@ class AnswerSchema(BaseModel):
     schema_: Annotated[dict[str, Any], AfterValidator(_readable)] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(RequestPart):
     """The form of an answer."""
-
-    model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: AnswerSchema | None = None

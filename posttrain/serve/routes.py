@@ -27,11 +27,13 @@ from posttrain.serve.protocol import ChatRequest, CompletionRequest, GenerationR
 from posttrain.serve.refusal import Refusal, answer, refusal_of
 from posttrain.serve.response_format import DRAWS, ResponseFormat
 from posttrain.serve.served_answers import Choice, Shape, TextChunk
+from posttrain.system.concurrency import together
 from posttrain.system.errors import DataError, PosttrainError
 from posttrain.system.hostile_callers import loopback
 
 Told = tuple[Choice, TextChunk | None]
 """(choice, its next text), or None for the text where the choice has ended."""
+Work = asyncio.Task[None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -45,7 +47,7 @@ class Server:
     """Tasks of the requests that are being answered."""
     answers: int = 0
     """Number of answers waiting or being written."""
-    hang_up: Callable[[], None] = field(default=lambda: None)
+    hang_up: Callable[[], object] = field(default=lambda: None)
     """Close connections that stay open after their answers; set by the listener."""
 
     def __post_init__(self) -> None:
@@ -82,20 +84,15 @@ class Server:
             # The header is read itself, because `request.host` looks up a name if there is no Host header.
             hosts = request.headers.getall("Host", [])
             if len(hosts) != 1 or not _local(hosts[0]):
-                raise Refusal(
-                    f"no token is asked for here, so only this machine is served, not {', '.join(hosts)!r}", status=403
-                )
+                only = "no token is asked for here, so only this machine is served"
+                raise Refusal(f"{only}, not {', '.join(hosts)!r}", status=403)
             return await handler(request)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         # The token is compared in constant time, and as bytes, because a header may have bytes that are no text.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            given.strip().encode(errors="surrogateescape"), token.encode()
-        ):
-            which = "no" if not given else "a wrong"
-            raise Refusal(
-                f"{which} token: send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)",
-                status=401,
-            )
+        same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode())
+        if scheme.lower() != "bearer" or not same:
+            how = "send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)"
+            raise Refusal(f"{'a wrong' if given else 'no'} token: {how}", status=401)
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -127,11 +124,6 @@ class Server:
         except PosttrainError as error:
             raise refusal_of(error) from None
 
-    def _format(self, asked: GenerationRequest) -> str | None:
-        """The format in which the answers may call tools; None where none are offered."""
-        tools = isinstance(asked, ChatRequest) and asked.offered
-        return self.served.renderer.template.format if tools else None
-
     async def _answer(
         self, request: web.Request, asked: GenerationRequest, prompts: Sequence[np.ndarray], kind: str
     ) -> web.StreamResponse:
@@ -139,13 +131,10 @@ class Server:
         s, count = self.served, asked.n * len(prompts)
         # The limit is on answers and not on requests, because one request may ask for a thousand answers.
         if self.answers + count > self.limits.answers:
-            raise Refusal(
-                f"{self.answers} answers wait or are being written, and {count} more are too many; try again later",
-                status=429,
-            )
+            waiting = f"{self.answers} answers wait or are being written"
+            raise Refusal(f"{waiting}, and {count} more are too many; try again later", status=429)
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
-        # The random numbers of an answer come from the seed and its place among the n. So a request with a seed gets
-        # the same answers, whatever other requests run.
+        # The random numbers of an answer come from the seed and its place among the n, whatever other requests run.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         choices: list[Choice] = []
         for ids in prompts:
@@ -155,7 +144,9 @@ class Server:
                 if asked.stream:
                     choice.told = lambda piece, c=choice: queue.put_nowait((c, piece))
                 choices.append(choice)
-        shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint, self._format(asked))
+        tools = isinstance(asked, ChatRequest) and asked.offered
+        calls = s.renderer.template.format if tools else None
+        shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint, calls)
         work = asyncio.create_task(self._say(choices, queue, asked.response_format))
         self.running.add(work)
         self.answers += count
@@ -169,8 +160,7 @@ class Server:
                 scores = {id(ids): await s.sampler.score(ids) for ids in prompts}
             return web.json_response(shape.whole(choices, scores))
         finally:
-            # `work` is a task of its own. If this handler is cancelled, or cannot write, it has to cancel `work`, which
-            # would otherwise continue in the engine.
+            # `work` is a task of its own, which would go on in the engine where this handler is cancelled or fails.
             work.cancel()
             self.running.discard(work)
             self.answers -= count
@@ -192,15 +182,9 @@ class Server:
             )
 
         try:
-            async with asyncio.TaskGroup() as group:
-                for at in range(len(choices)):
-                    group.create_task(one(at))
-        except* PosttrainError as many:
-            cause: Any = many
-            # Groups may be nested. The caller gets the first cause.
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cause.exceptions[0]
-            raise refusal_of(cause) from None
+            await together([one(at) for at in range(len(choices))])
+        except PosttrainError as error:
+            raise refusal_of(error) from None
 
     async def _stream(
         self,
@@ -208,12 +192,11 @@ class Server:
         shape: Shape,
         choices: Sequence[Choice],
         queue: asyncio.Queue[Told | None],
-        work: asyncio.Task[None],
+        work: Work,
     ) -> web.StreamResponse:
         """Writes the pieces of the answers as events while they are generated."""
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
 
         async def send(event: str) -> None:
@@ -221,8 +204,7 @@ class Server:
 
         for choice in choices:
             await send(json.dumps(shape.first(choice)))
-        # Every piece is in the queue before the task is done. So None comes behind all of them, even if the task
-        # failed.
+        # Every piece is in the queue before the task is done, also where it failed. So None comes last.
         work.add_done_callback(lambda _: queue.put_nowait(None))
         while (entry := await queue.get()) is not None:
             choice, piece = entry
@@ -233,8 +215,7 @@ class Server:
         except Refusal as refusal:
             await send(json.dumps(refusal.body()))
         else:
-            # The headers with status 200 are already sent, so a failure is sent as an event (above). [DONE] is sent
-            # only behind whole answers.
+            # Headers with status 200 are already sent, so a failure is an event (above). [DONE] follows whole answers.
             if (options := shape.request.stream_options) and options.include_usage:
                 await send(json.dumps(shape.last(choices)))
             await send("[DONE]")
@@ -242,13 +223,12 @@ class Server:
         return response
 
 
-async def _done(work: asyncio.Task[None]) -> None:
+async def _done(work: Work) -> None:
     """Wait for the answers of a request. Refusal where `cut` ends them."""
     try:
         await work
     except asyncio.CancelledError:
-        # There are two possible reasons. If this handler was cancelled, the caller has gone. Otherwise `cut` has
-        # cancelled `work`, and the caller gets the reason.
+        # If this handler was cancelled, the caller has gone. Else `cut` has cancelled `work`, and the caller is told.
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         raise Refusal("the server is stopping", status=503) from None
@@ -266,9 +246,8 @@ async def _spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
         text = f"{request.method} {request.path}: {error.reason}"
         if error.status == 404:
             text += "; served are GET /health, /v1/models, POST /v1/completions, /v1/chat/completions"
-        return answer(
-            Refusal(text, status=error.status), {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        )
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return answer(Refusal(text, status=error.status), allow)
     except ConnectionError:  # the caller disconnected
         raise
     except Exception:
@@ -283,8 +262,7 @@ def waits_for(request: web.Request, phase: Phase) -> None:
 
 
 def _local(host: str) -> bool:
-    """True where a Host header names this machine. This guards against web pages whose own name resolves to it (DNS
-    rebinding)."""
+    """True where a Host header names this machine: a web page's own name may resolve to it (DNS rebinding)."""
     # "name:port" and "[v6]:port" lose their port; a bare IPv6 address has several colons and no port.
     name = host.rpartition(":")[0] if host.count(":") == 1 or host.rpartition(":")[0].endswith("]") else host
     return loopback(name.strip("[]").lower())

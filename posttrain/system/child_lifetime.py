@@ -1,9 +1,8 @@
 """Child processes that end when their parent process ends, even if the parent was killed.
 
-On Linux the kernel kills them (`PR_SET_PDEATHSIG`), even if they are stopped or hang. For the kernel the parent is the
-thread that started a process. So `begun` starts all processes from one thread that lives as long as this process. On
-other systems a thread in the child looks twice a second who its parent is (`end_with`); a stopped child cannot do that.
-Processes that another program has started, such as torchrun, use `end_with` too.
+On Linux the kernel kills them (`PR_SET_PDEATHSIG`), even if they are stopped or hang, when the thread that started them
+ends. So `begun` starts all from one thread that lives as long as this process. On other systems a thread in the child
+looks twice a second who its parent is (`end_with`), which processes of other programs, such as torchrun, use too.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ COMMAND = (
 
 
 def die_with(parent: int) -> None:
-    """Called in the new process: from now on the kernel kills it when the process `parent` ends.
-
-    If `parent` ended before this call, the kernel does not do that any more, so the process ends here.
-    """
+    """Called in the new process: from now on the kernel kills it when the process `parent` ends. If that has ended
+    already, the process ends here."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
@@ -70,8 +67,7 @@ def end_with(name: str, parent: int) -> threading.Event:
                         " ends. A run goes on from its last checkpoint with --resume",
                         file=sys.stderr,
                     )
-                # `sys.exit` would end this thread alone. Nothing is finished or cleaned up: nobody waits for it any
-                # more.
+                # `sys.exit` would end this thread alone. Nothing is cleaned up: nobody waits for it any more.
                 os._exit(1)
 
     threading.Thread(target=look, name="looks for its parent", daemon=True).start()
@@ -85,7 +81,6 @@ def begun(program: str, **popen_options: Any) -> subprocess.Popen[bytes]:
         program: Python statements. They find the modules that this process finds.
         popen_options: further arguments of `subprocess.Popen`.
     """
-    # The new process gets the `sys.path` of this one, so that it finds the same modules.
     code = COMMAND.format(path=sys.path, parent=os.getpid(), program=program)
     return _starter().start([sys.executable, "-c", code], popen_options)
 
@@ -109,8 +104,7 @@ class _Starter:
             try:
                 started.set_result(subprocess.Popen(command, **popen_options))
             except BaseException as error:
-                # Every error goes to the caller, through its future. This thread must not end: the kernel would kill
-                # all processes that it has started.
+                # This thread must not end with an error: the kernel would kill all processes that it has started.
                 started.set_exception(error)
 
 

@@ -1,10 +1,9 @@
 """Trees of frozen dataclasses to plain JSON data and back, losslessly and strictly.
 
-A dataclass becomes an object with one key per field. Where the declared type is a union, the object also has
-`"type": "ClassName"`. So `Clip | None` can later become `Clip | Cap | None`, and files on disk stay readable. An open
-choice (`system.subclass_registry`) is a union of the classes that derive from it.
-Non-finite floats become `{"float": "inf"}`, because JSON does not have them. Reading refuses unknown keys and values;
-the message names the dotted path and the nearest valid key.
+A dataclass becomes an object with one key per field. Where the declared type is a union or an open choice
+(`system.subclass_registry`), the object also has `"type": "ClassName"`. So `Clip | None` can later become `Clip | Cap |
+None`, and files on disk stay readable. Non-finite floats become `{"float": "inf"}`, because JSON does not have them.
+Reading refuses unknown keys and values; the message names the dotted path and the nearest valid key.
 
     >>> from posttrain.config.stages.stage import Optimizer
     >>> to_plain(Optimizer(lr=0.1))["lr"], from_plain(Optimizer, {"lr": 0.1}).lr
@@ -65,27 +64,24 @@ def pieces(declared: Any) -> dict[str, type]:
 
 def tuple_item(declared: Any) -> Any | None:
     """X of a `tuple[X, ...]` among the alternatives; None where there is none."""
-    for m in members(declared):
-        if typing.get_origin(m) is tuple and typing.get_args(m)[1:] == (...,):
-            return typing.get_args(m)[0]
-    return None
+    return next((args[0] for args in _tuples(declared) if args[1:] == (...,)), None)
 
 
 def fixed_items(declared: Any) -> tuple[Any, ...] | None:
     """(X, Y) of a `tuple[X, Y]` among the alternatives; None where there is none."""
-    for m in members(declared):
-        if typing.get_origin(m) is tuple and typing.get_args(m)[1:] != (...,):
-            return typing.get_args(m)
-    return None
+    return next((args for args in _tuples(declared) if args[1:] != (...,)), None)
+
+
+def _tuples(declared: Any) -> list[tuple[Any, ...]]:
+    """The arguments of each tuple among the alternatives."""
+    return [typing.get_args(m) for m in members(declared) if typing.get_origin(m) is tuple]
 
 
 def mapping_item(declared: Any) -> Any | None:
     """X of a `Mapping[str, X]` among the alternatives; None where there is none."""
-    for m in members(declared):
-        origin = typing.get_origin(m)
-        if isinstance(origin, type) and issubclass(origin, Mapping):
-            return typing.get_args(m)[1]
-    return None
+    origins = ((m, typing.get_origin(m)) for m in members(declared))
+    found = (typing.get_args(m)[1] for m, o in origins if isinstance(o, type) and issubclass(o, Mapping))
+    return next(found, None)
 
 
 def choices(declared: Any) -> tuple[Any, ...]:
@@ -99,18 +95,11 @@ def choices(declared: Any) -> tuple[Any, ...]:
     return tuple(out)
 
 
-_SCALARS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "none",
-}
+_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "none"}
 
 
 def describe(declared: Any) -> str:
-    """Returns the description of what is valid for a declared type, for messages: `a number`, `one of token, one`,
-    `none, or Clip`."""
+    """What is valid for a declared type, for messages: `a number`, `one of token, one`, `none, or Clip`."""
     words: list[str] = []
     if values := choices(declared):
         words.append(f"one of {', '.join(str(v) for v in values)}")
@@ -137,13 +126,11 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
         if declared is Any:
-            raise ConfigError(
-                f"{path}: a {cls.__name__} cannot be stored where any type is declared, since it could not be read back"
-            )
+            why = "cannot be stored where any type is declared, since it could not be read back"
+            raise ConfigError(f"{path}: a {cls.__name__} {why}")
         if TAG in hints(cls):
-            raise ConfigError(
-                f"{path}: {cls.__name__} has a field called {TAG!r}, which is the tag of unions. Rename the field"
-            )
+            why = f"has a field called {TAG!r}, which is the tag of unions. Rename the field"
+            raise ConfigError(f"{path}: {cls.__name__} {why}")
         body = {name: _plain(getattr(value, name), hint, f"{path}.{name}") for name, hint in hints(cls).items()}
         return {TAG: cls.__name__, **body} if is_union(declared) else body
     if isinstance(value, Enum):
@@ -177,10 +164,9 @@ def from_plain(cls: type[T], data: Any) -> T:
 
 
 def _wrong(declared: Any, data: Any, path: str) -> ConfigError:
-    shown = repr(data)
-    return ConfigError(
-        f"{path}: {shown if len(shown) < 80 else shown[:77] + '...'} is not valid here; expected {describe(declared)}"
-    )
+    text = repr(data)
+    shown = text if len(text) < 80 else text[:77] + "..."
+    return ConfigError(f"{path}: {shown} is not valid here; expected {describe(declared)}")
 
 
 def build(declared: Any, data: Any, path: str) -> Any:

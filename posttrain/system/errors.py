@@ -82,9 +82,8 @@ class RewardError(PosttrainError):
 
 
 CLOSE = 0.66
-"""Least likeness at which a wrong name is taken for a misspelling of a valid one. The likeness is twice the number of
-common characters, divided by the characters of both. `dapoo` is taken for `dapo` (0.89), `nope` is not for `shop`
-(0.5)."""
+"""Least likeness at which a wrong name is taken for a misspelling of a valid one: twice the number of common
+characters, divided by those of both. `dapoo` is taken for `dapo` (0.89), `nope` is not for `shop` (0.5)."""
 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:

@@ -14,8 +14,7 @@ SECONDS = 60.0
 
 
 class LogRateLimit(logging.Filter):
-    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how
-    many were left out."""
+    """Lets `lines` records of a logger through in each `seconds`; the next one says how many were left out."""
 
     def __init__(self, lines: int = LINES, seconds: float = SECONDS) -> None:
         super().__init__()
@@ -26,10 +25,8 @@ class LogRateLimit(logging.Filter):
         now = time.monotonic()
         if now - self._since >= self.seconds:
             if self._left_out:
-                record.msg, record.args = (
-                    f"{record.getMessage()} ({self._left_out} lines before this one were left out)",
-                    (),
-                )
+                record.msg = f"{record.getMessage()} ({self._left_out} lines before this one were left out)"
+                record.args = ()
             self._since, self._said, self._left_out = now, 0, 0
         self._said += 1
         # Lines above the limit are counted too, for the message of the next line that gets through.
@@ -70,7 +67,6 @@ def network(address: str) -> str:
         # A link-local address names its interface behind a percent sign.
         ip = ipaddress.ip_address(address.partition("%")[0])
         if isinstance(ip, ipaddress.IPv6Address) and not ip.is_loopback:
-            # One IPv6 caller has a whole network of 2^64 addresses, and would be a new one each time. An IPv4 caller on
-            # an IPv6 socket is that IPv4 address.
+            # One IPv6 caller has a whole network of 2^64 addresses. An IPv4 caller on an IPv6 socket is that address.
             return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))
     return address

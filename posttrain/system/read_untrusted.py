@@ -23,8 +23,7 @@ MiB = 1 << 20
 def opened(path: Path, error: type[PosttrainError]) -> Generator[BinaryIO]:
     """A regular file, open for reading. Raises `error` for anything else, such as a pipe, without waiting."""
     try:
-        # Checked twice. Before opening, since even opening a device can have effects. And on the open file, since the
-        # file may have been replaced in between.
+        # Before opening, since even opening a device can have effects. And on the open file, which may be another one.
         require_regular(path, os.stat(path), error)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -42,10 +41,8 @@ def require_regular(path: Path, status: os.stat_result, error: type[PosttrainErr
 
 
 def private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Returns whether a file or folder belongs to this user, and nobody else may write it.
-
-    `kind`: `stat.S_ISREG` or `stat.S_ISDIR`. A link is none of the two.
-    """
+    """Returns whether a file or folder belongs to this user, and nobody else may write it. `kind`: `stat.S_ISREG` or
+    `stat.S_ISDIR`; a link is none of the two."""
     status = path.lstat()
     return kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
@@ -67,24 +64,20 @@ def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
 
 
 def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line with its end) one at a time; `error` with file and line where one has
-    more than `most` bytes."""
+    """(number from 1, line with its end) one at a time; `error` with file and line for more than `most` bytes."""
     with opened(path, error) as file:
         number = 0
         # A line is never read further than to its limit, however long it is.
         while line := file.readline(most + 1):
             number += 1
             if len(line) > most:
-                raise error(
-                    f"{path}:{number}: the line has more than {most:,} bytes, and no more are read; shorten it or leave"
-                    " it out"
-                )
+                why = f"the line has more than {most:,} bytes, and no more are read"
+                raise error(f"{path}:{number}: {why}; shorten it or leave it out")
             yield number, line
 
 
 def parse(data: bytes | str, place: str, error: type[PosttrainError]) -> Any:
-    """The parsed JSON. Raises `error` with the place for text that is no JSON, is nested too deeply, or has a number
-    too long to read."""
+    """The parsed JSON. `error` with the place where it is none, nested too deeply, or has a number too long to read."""
     try:
         return json.loads(data)
     except RecursionError:

@@ -1,9 +1,8 @@
 """The experts that a mixture's routers chose for each token: the sampler's choices, as they travel to the learner.
 
-`routed` is int16 [T, R, K]: for each of T tokens and each of R layers with a router, the K experts that computed the
-token, in the order of their weights. A row is UNKNOWN where no choice is known: the sampler never computes the last
-token of a sequence, and demonstrations have no sampler. The learner reuses the choices and computes the experts'
-weights itself (R3, arXiv 2510.11370).
+`routed` is int16 [T, R, K]: for each of T tokens and R layers with a router, the K experts that computed it, in the
+order of their weights. A row is UNKNOWN where no choice is known: the sampler never computes the last token of a
+sequence, and demonstrations have none. The learner computes the experts' weights itself (R3, arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:
         wanted = f"int16 [{tokens}, routers, experts of a token]"
         raise InvariantError(f"{where}: router choices are {routed.dtype} {routed.shape}, and {wanted} is declared")
     known = routed != UNKNOWN
-    # With half of a token's choices known, some layers would follow the sampler and others choose anew:
-    # that is neither the sampler's model nor the learner's.
+    # Else some layers would follow the sampler and others choose anew: neither the sampler's model nor the learner's.
     if np.any(known.any((1, 2)) != known.all((1, 2))) or np.any(routed < UNKNOWN):
         raise InvariantError(f"{where}: the choices of a token are known for all of its routers, or for none")
 
@@ -53,17 +51,13 @@ def filled(routed: np.ndarray, tokens: int) -> np.ndarray:
 
 def packed_routed(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
     """int16 [N, R, K]: the choices of sequences back to back, UNKNOWN where a sequence has none; None where none has.
-
-    Raises:
-        InvariantError: they have different numbers of routers, or of experts for each token.
-    """
+    InvariantError where they have different numbers of routers, or of experts for each token."""
     shapes = {p.shape[1:] for p in parts if p is not None}
     if not shapes:
         return None
     if len(shapes) > 1:
         raise InvariantError(f"router choices of several models in one batch: [routers, experts] are {sorted(shapes)}")
     shape = shapes.pop()
-    # A sequence without choices is treated as one of length 0 that `filled` lengthens.
     none = np.zeros((0, *shape), np.int16)
     return np.concatenate([filled(none if p is None else p, n) for p, n in zip(parts, lengths, strict=True)])
 
@@ -86,9 +80,8 @@ class RoutedPass:
 
     @staticmethod
     def join(parts: Sequence[RoutedPass]) -> RoutedPass:
-        used, own, regret, logp = (
-            np.concatenate([getattr(p, n) for p in parts]) for n in ("used", "own", "regret", "logp")
-        )
+        names = ("used", "own", "regret", "logp")
+        used, own, regret, logp = (np.concatenate([getattr(p, n) for p in parts]) for n in names)
         return RoutedPass(used, own, regret, max(p.scale for p in parts), logp)
 
 
@@ -96,11 +89,8 @@ class Routers(Protocol):
     """The routers of a learner's mixture of experts."""
 
     def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
-        """Returns the record of the routers in a forward pass with the learner's present weights, without gradient.
-
-        Args:
-            replay: follow the choices of `packed.routed_N` where they are known.
-        """
+        """The record of the routers in a forward pass with the learner's present weights, without gradient. `replay`:
+        follow the choices of `packed.routed_N` where they are known."""
         ...
 
     def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
@@ -108,9 +98,8 @@ class Routers(Protocol):
         ...
 
     def followed(self) -> Learner:
-        """The learner with passes that follow the choices of their batch, where they are known. Checks compare a
-        sampler with it. Where two experts have nearly equal scores, rounding decides, and two correct passes could
-        choose differently."""
+        """The learner with passes that follow the known choices of their batch. Checks compare a sampler with it: where
+        two experts have nearly equal scores, two correct passes could choose differently."""
         ...
 
     @property

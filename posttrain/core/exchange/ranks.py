@@ -52,10 +52,8 @@ def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
     """InvariantError on every rank unless all ranks have the same value. `what` and `advice` are words of the error."""
     values = ranks.every(value)
     if others := [r for r, x in enumerate(values) if x != values[0]]:
-        raise InvariantError(
-            f"ranks do not have the same {what}: rank 0 has {values[0]!r}, rank {others[0]} has {values[others[0]]!r}."
-            f" {advice}"
-        )
+        differ = f"rank 0 has {values[0]!r}, rank {others[0]} has {values[others[0]]!r}"
+        raise InvariantError(f"ranks do not have the same {what}: {differ}. {advice}")
 
 
 SHARED = (InvariantError, RunFolderError)
@@ -63,16 +61,12 @@ SHARED = (InvariantError, RunFolderError)
 
 
 def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
-    """Returns the results of `function` on each rank, in the order of the ranks.
-
-    Raises:
-        InvariantError, RunFolderError: on every rank, where it was raised on one; the first such rank is named.
-    """
+    """The results of `function` on each rank, in their order. An InvariantError or RunFolderError of one is raised on
+    every rank, and names the first such rank."""
     if ranks.world == 1:
         return [function()]
-    # An error is exchanged like a value. A rank that raised at
-    # once would leave the others waiting in the exchange for ever.
-    # `error_place`: where `SHARED` has the error's class, because all ranks must raise the same class.
+    # An error is exchanged like a value: a rank that raised at once would leave the others waiting for ever.
+    # `error_place`: where `SHARED` has its class, which all ranks must raise.
     value, error_place, error_text = None, 0, ""
     try:
         value = function()
@@ -87,13 +81,10 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
 
 
 def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
-    """Returns the values of the first ranks that together hold one copy of all weights.
+    """The values of the first ranks that together hold one copy of all weights.
 
-    The value of a rank is the norm of its part of `what`. With several copies (`replicas`), the ranks of each copy hold
-    the same parts in the same order, so their values must have the same bits.
-
-    Raises:
-        InvariantError: on every rank, where two copies differ.
+    The value of a rank is the norm of its part of `what`. With several copies (`replicas`), their ranks hold the same
+    parts in the same order, so their values must have the same bits: InvariantError on every rank where they differ.
     """
     # Ranks are numbered copy after copy, so the next copy of a part lies `ranks_of_copy` ranks further.
     values, ranks_of_copy = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)
@@ -101,11 +92,9 @@ def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
         first = values[at % ranks_of_copy]
         # NaN differs from itself, so it is passed on: the reader of the norms has a better message for it.
         if norm != first and not math.isnan(norm + first):
-            raise InvariantError(
-                f"copies of the weights differ: the part of the {what} on rank {at % ranks_of_copy} has the norm"
-                f" {first!r}, and its copy on rank {at} has {norm!r}. A copy was updated or summed in another way: go"
-                " on from the last checkpoint"
-            )
+            part = f"the part of the {what} on rank {at % ranks_of_copy} has the norm {first!r}"
+            why = f"{part}, and its copy on rank {at} has {norm!r}. A copy was updated or summed in another way"
+            raise InvariantError(f"copies of the weights differ: {why}: go on from the last checkpoint")
     return list(values[:ranks_of_copy])
 
 

@@ -1,8 +1,7 @@
 """Row gradients: gradients that hold only some rows of a weight; all other rows are zero.
 
-Such a gradient is a sparse torch tensor [V, H] with one index for each row. `engine.layers.embedding_gradient` makes
-them for embeddings. Code that reads gradients handles dense and sparse ones through these functions, which import no
-torch.
+Such a gradient is a sparse torch tensor [V, H] with one index for each row (`engine.layers.embedding_gradient`). Code
+that reads gradients handles dense and sparse ones through these functions, which import no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def square_sum(x: Any) -> float:
     """Returns the sum of the squares of all numbers, in float64. Only one part at a time is copied to float64, because
     a float64 copy of a large embedding would be the largest tensor of a step."""
     flat = x.detach().reshape(-1)
-    # Squares of float32 numbers can underflow or overflow, and a sum of millions of them loses digits.
     return math.fsum(float(part.double().square().sum()) for part in flat.split(PART)) if len(flat) else 0.0
 
 

@@ -43,10 +43,7 @@ class Reads:
 @dataclass(frozen=True)
 class TokenScores:
     """Results of one differentiable forward pass for the M spoken tokens: torch tensors, float32 [M], on the model's
-    device.
-
-    `entropy` is that of the distribution the token was drawn from. What was not asked for is None.
-    """
+    device. What was not asked for is None. `entropy` is that of the distribution the token was drawn from."""
 
     logp: Any
     entropy: Any | None
@@ -64,10 +61,8 @@ class TokenScores:
 
 @dataclass(frozen=True, eq=False)
 class Odds:
-    """Position of each of M spoken tokens in the cumulative distribution of the p that it was drawn from; float64.
-
-    Ids are summed in ascending order. Inverse-CDF sampling draws the token with any uniform number in [below, upto).
-    """
+    """Position of each of M spoken tokens in the cumulative distribution of the p that it was drawn from; float64. Ids
+    are summed in ascending order: inverse-CDF sampling draws the token with any uniform number in [below, upto)."""
 
     below_M: np.ndarray
     """Probability of all ids below the token's."""
@@ -98,8 +93,7 @@ class AdapterTrial(Protocol):
     """The methods that are needed to show that a sampler computes with the learner's adapter."""
 
     def loud(self) -> AbstractContextManager[None]:
-        """Inside, the adapter holds numbers that change log-probs by much. Afterwards it has its own numbers again, bit
-        for bit."""
+        """Inside, the adapter holds numbers that change log-probs by much. Afterwards it has its own again."""
         ...
 
     def without(self, packed: Packed) -> np.ndarray:

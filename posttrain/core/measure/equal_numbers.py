@@ -1,8 +1,7 @@
 """Decides whether numbers differ, or are equal up to rounding. Credit, filters, whitening and scales use this one rule.
 
-Rounding is relative to the terms that a number was summed from, not to the number itself. For example .1 + .2 - .3 is
-5.6e-17 instead of 0, and the sum of its absolute terms is .6. So rewards are stored with the sum of their absolute
-terms (`size`) and the resolution of their source.
+Rounding is relative to the terms that a number was summed from: .1 + .2 - .3 is 5.6e-17 instead of 0, and the sum of
+its absolute terms is .6. So rewards are stored with that sum (`size`) and the resolution of their source.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ of a few thousand terms is smaller than this. A reward model is coarser; its set
 
 
 def rounding(sizes: Sequence[float] | np.ndarray, resolution: float = RESOLUTION) -> float:
-    """The largest difference of values that counts as rounding: `resolution` times the largest of `sizes`, the values'
-    sums of absolute terms."""
+    """The largest difference that counts as rounding: `resolution` times the largest of the values' `size`s."""
     return resolution * float(np.max(sizes, initial=0.0))
 
 

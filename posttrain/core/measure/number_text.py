@@ -6,8 +6,7 @@ import math
 
 
 def number_text(x: float, usual: str = ".3f", size: float | None = None) -> str:
-    """A number as text. A number of ordinary size has the format `usual`. A large or tiny one has as many decimals as
-    have a meaning.
+    """A number as text. One of ordinary size has the format `usual`, a large or tiny one the decimals with a meaning.
 
     Args:
         size: the smallest difference that matters, such as half an interval. None: the number stands alone, and its own

@@ -60,8 +60,7 @@ def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = F
     # A model's score of 1.0 is no full mark, and its meaning may differ from prompt to prompt.
     if any(j.by_model for j in sources):
         return Right(None)
-    # One weight per source, because a source that pays several turns has several verdicts. A negative
-    # weight is a penalty: it adds nothing to full marks.
+    # A source that pays several turns has several verdicts. A negative weight adds nothing to full marks.
     weights = {j.source: max(j.weight, 0.0) for j in sources}
     return Right(full=abs(math.fsum(weights.values()) - FULL) <= SLACK)
 
