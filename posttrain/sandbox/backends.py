@@ -82,8 +82,7 @@ ALLOW = "ALLOW_UNSANDBOXED_CODE"
 _ONE = "PYTHONUTF8 PYTHONDONTWRITEBYTECODE MALLOC_ARENA_MAX OPENBLAS_NUM_THREADS OMP_NUM_THREADS MKL_NUM_THREADS"
 _OTHER = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT = {**_OTHER, **dict.fromkeys(_ONE.split(), "1")}
-"""The zygote's whole environment; nothing of ours is inherited. It has one malloc arena, because every thread's arena
-would take 64 MiB of the address-space limit."""
+"""The zygote's whole environment. One malloc arena, because each takes 64 MiB of the address-space limit."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 """Directories of shared libraries, and of the time zones."""
 FLAGS = ("-s", "-S", "-P", "-B", "-m", "cell.zygote")
@@ -113,8 +112,7 @@ class Backend(Protocol):
         ...
 
     def start(self, control: int, limits: ProgramLimits) -> Start:
-        """Returns the data to start a zygote that communicates over descriptor `control`. Raises
-        SandboxUnavailableError where a part is missing."""
+        """The data to start a zygote at descriptor `control`. SandboxUnavailableError where a part is missing."""
         ...
 
 
@@ -132,11 +130,10 @@ def unused_uid() -> int | None:
 
 @dataclass(frozen=True)
 class Namespaces:
-    """bubblewrap: own user, process, network, mount, IPC and host-name namespaces. The file system has one Python,
-    read-only.
+    """bubblewrap: own user, process, network, mount, IPC and host-name namespaces, and one Python, read-only.
 
-    For root no user namespace is made, because a limit on processes does not apply to root inside one. Instead the
-    zygote changes to an unused user after the mounts.
+    For root no user namespace is made, inside which a limit on processes does not apply to root. Instead the zygote
+    changes to an unused user after the mounts.
     """
 
     packages: tuple[str, ...] = ("numpy",)
@@ -177,8 +174,7 @@ def spaces(unprivileged: bool) -> list[str]:
     options += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if unprivileged:
         return [*options, "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
-    # SETUID and SETGID are for `confine.drop`; SYS_ADMIN is for `confine.bound_files`, which mounts /tmp again.
-    # The zygote loses all three before the first job.
+    # For `confine.drop`, and SYS_ADMIN for `confine.bound_files`. The zygote loses all three before the first job.
     return [*options, *(x for cap in ("SETUID", "SETGID", "SYS_ADMIN") for x in ("--cap-add", f"CAP_{cap}"))]
 
 
@@ -272,9 +268,8 @@ class Unconfined:
                 "sandbox='none' is refused for root: model-written code would own this machine"
             )
         if os.environ.get(ALLOW) != "1":
-            raise SandboxUnavailableError(
-                f"sandbox='none' runs model-written code with your user's full rights; it needs {ALLOW}=1 as well"
-            )
+            rights = "runs model-written code with your user's full rights"
+            raise SandboxUnavailableError(f"sandbox='none' {rights}; it needs {ALLOW}=1 as well")
         if limits.processes:
             raise SandboxUnavailableError("sandbox='none' cannot end a program's children; processes need namespaces")
         command, where, _ = in_place(self.packages, self.interpreter, CELL)

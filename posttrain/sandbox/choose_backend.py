@@ -77,9 +77,8 @@ def choose(
     if name == "none":
         backend = Unconfined(packages, interpreter)
         backend.start(-1, ProgramLimits())  # raises where it is not allowed
-        warnings.warn(
-            "sandbox=none: model-written code runs with your user's full rights on this machine", stacklevel=2
-        )
+        why = "model-written code runs with your user's full rights on this machine"
+        warnings.warn(f"sandbox=none: {why}", stacklevel=2)
         return backend
     # A named backend has to pass the same self-test, and no other one is tried in its place.
     return first({name: ORDER[name]} if name != "auto" else ORDER, packages, interpreter)
@@ -94,9 +93,8 @@ def first(order: dict[str, Make], packages: tuple[str, ...], interpreter: str | 
         if not wrong:
             return backend
         reasons.append(f"  {name}: " + "; ".join(wrong))
-    raise SandboxUnavailableError(
-        "\n".join(["cannot run untrusted code safely on this machine, so it is not run.", *reasons, HELP])
-    )
+    refusal = "cannot run untrusted code safely on this machine, so it is not run."
+    raise SandboxUnavailableError("\n".join([refusal, *reasons, HELP]))
 
 
 @functools.cache

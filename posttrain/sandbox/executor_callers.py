@@ -100,7 +100,6 @@ class Callers:
 
 
 def hang_up(wire: socket.socket) -> None:
-    """Shuts a connection down, so that a thread that reads it returns. The socket below TLS, whose state is that
-    thread's, is shut down."""
+    """Shuts a connection down, so that a thread that reads returns. The state of TLS is that thread's, so below it."""
     with suppress(OSError):
         socket.socket.shutdown(wire, socket.SHUT_RDWR)

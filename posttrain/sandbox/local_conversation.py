@@ -1,7 +1,6 @@
 """One session in one sandbox, used by the thread that owns the sandbox: it begins, answers pieces, and ends.
 
-The process inside runs only while a piece is being answered. So an idle session costs memory but no time, and nothing
-that it started continues between pieces.
+The process inside runs only while a piece is being answered. So an idle session costs memory but no time.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ CHATTER = 4 * KIB
 class LocalConversation:
     """A session's process in `worker`, which takes no other job until the session is over.
 
-    A piece that ends the process (time limit, output limit, crash) ends the conversation too; `alive` is False then.
-    `answered` counts the pieces so far.
+    A piece that ends the process (by a limit, a crash) ends the conversation; `alive` is False then. `answered` counts.
     """
 
     def __init__(self, worker: SandboxWorker, limits: ProgramLimits) -> None:
@@ -80,9 +78,11 @@ class LocalConversation:
         readers = {fd: PipeReader(name, self.limits.output) for name, fd in self._read_ends.items()}
         try:
             status, stopped = self._exchange(piece, readers, start)
-            # A process that has not ended is stopped until the next piece. Its account comes from the zygote.
+            # A process that has not ended is stopped until the next piece. Its account comes from the zygote, and the
+            # last one where the piece was done just when it was told to end.
             if (account := self._last_account) is None:
-                self._send(REST)
+                if stopped is None:
+                    self._send(REST)
                 account = self._read_reply()
             for fd, reader in readers.items():
                 reader.read(fd)
@@ -96,8 +96,7 @@ class LocalConversation:
     def _exchange(self, piece: bytes, readers: dict[int, PipeReader], start: float) -> tuple[int | None, Why | None]:
         """Send the piece and read its output. Returns (status, why we stopped it); status None: the process ended."""
         stopped: Why | None = None
-        # Writing and reading happen at the same time. Otherwise a piece larger than the socket's buffer and a program
-        # that fills its pipe would wait for each other.
+        # Written and read at once: else a piece larger than the socket's buffer and a full pipe wait for each other.
         unsent, control_text = memoryview(len(piece).to_bytes(LENGTH, "big") + piece), b""
         self._send(GO + f"{self.limits.cpu:f}".encode())
         with selectors.DefaultSelector() as selector:
@@ -126,7 +125,9 @@ class LocalConversation:
                         if not unsent:
                             selector.modify(self._wire, selectors.EVENT_READ)
                     if events & selectors.EVENT_READ:
-                        received = self._read_control()
+                        received = b""
+                        with contextlib.suppress(OSError):  # the session has ended
+                            received = self._wire.recv(CHATTER)
                         control_text += received
                         if not received:
                             selector.unregister(self._wire)
@@ -149,13 +150,6 @@ class LocalConversation:
         except OSError:
             return unsent[:0]  # the process has ended, which the zygote reports
 
-    def _read_control(self) -> bytes:
-        """What the session has written on its socket; empty if it has ended."""
-        try:
-            return self._wire.recv(CHATTER)
-        except OSError:
-            return b""
-
     def _send(self, message: bytes) -> None:
         """Sends a message to the zygote."""
         try:
@@ -174,9 +168,8 @@ class LocalConversation:
         """The outcome of a piece. `status` is None if its process has ended."""
         if account.get("ran") is False:
             why = streams["stderr"].decode(errors="replace").strip()
-            raise SandboxBroken(
-                f"{self.worker.backend.name}: the session could not be confined, so it did not run: {why}"
-            )
+            unlike = f"the session could not be confined, so it did not run: {why}"
+            raise SandboxBroken(f"{self.worker.backend.name}: {unlike}")
         # The account of a process that has ended is of its whole life, so the time of earlier pieces is subtracted.
         lost = "status" in account
         cpu = max(0.0, float(account["cpu"]) - (self._used if lost else 0.0))

@@ -1,5 +1,4 @@
-"""Sessions: programs in pieces, where each piece keeps the definitions of earlier ones, as in a notebook. Made by
-`Sandbox.session`."""
+"""Sessions (`Sandbox.session`): programs in pieces, each with the definitions of earlier ones, as in a notebook."""
 
 from __future__ import annotations
 
@@ -264,8 +263,11 @@ class _SessionThread:
         finally:
             if self.held is not None:
                 self.held.end()
-                self._keep_usable()
                 self.held = None
+                # The sandbox is kept for the next session, if it is still usable.
+                if self.worker is not None and (not self.worker.usable or self.worker.jobs >= RECYCLE):
+                    self.worker.close()
+                    self.worker = None
 
     def _answer(self, shared: _SharedSession, code: bytes) -> Ran:
         """Run one piece. If a sandbox is lost before anything was defined in it, use another one."""
@@ -286,23 +288,11 @@ class _SessionThread:
             except (SandboxBroken, OSError, ValueError, KeyError):
                 # The lost piece is counted. Before the first one nothing was defined, so another sandbox will do.
                 answered = self.held.answered if self.held is not None else 0
-                self._lose()
+                if self.held is not None:
+                    self.held.abandon()
+                elif self.worker is not None:
+                    self.worker.destroy()
+                self.held = self.worker = None
                 tries -= 1
                 if answered > 1 or not tries or shared.ended:
                     raise
-
-    def _lose(self) -> None:
-        """Gives up the sandbox, with the session in it."""
-        if self.held is not None:
-            self.held.abandon()
-        elif self.worker is not None:
-            self.worker.destroy()
-        self.held = self.worker = None
-
-    def _keep_usable(self) -> None:
-        """Keep the sandbox for the next session, if it is still usable."""
-        if self.worker is not None and self.worker.usable and self.worker.jobs < RECYCLE:
-            return
-        if self.worker is not None and self.worker.usable:
-            self.worker.close()
-        self.worker = None

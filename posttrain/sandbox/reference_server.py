@@ -117,17 +117,15 @@ class Executor(ThreadingHTTPServer):
         self.callers.sweep()
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection. At the limit it waits in the backlog: OSError after a pause, because the server's loop
-        calls again at once."""
+        """The next connection. At the limit it waits: OSError after a pause, because the server's loop calls again."""
         if not self.callers.room():
             time.sleep(0.05)
             raise OSError("all connections are being answered")
         try:
             return super().get_request()
         except OSError as error:
-            LOG.warning(
-                "connections wait: %s. Lower --connections %d, or raise the limit on files", error, self.callers.most
-            )
+            message = "connections wait: %s. Lower --connections %d, or raise the limit on files"
+            LOG.warning(message, error, self.callers.most)
             # Most often no file is free, and `sweep` frees those of connections that have been silent too long.
             self.callers.sweep()
             time.sleep(0.5)
@@ -288,10 +286,8 @@ def limits_of(body: dict[str, Any]) -> ProgramLimits:
     # `cpu` needs no bound of its own, because a program ends after `wall` seconds.
     too_large = limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or max(limits.output, limits.result) > MOST_SAID
     if too_large or limits.processes > 64:
-        raise BadRequest(
-            f"limits beyond what is given here: wall {MOST_WALL:g} s, memory {MOST_MEMORY} B, 64 processes, output"
-            " 4 MiB"
-        )
+        most = f"wall {MOST_WALL:g} s, memory {MOST_MEMORY} B, 64 processes, output 4 MiB"
+        raise BadRequest(f"limits beyond what is given here: {most}")
     return limits
 
 
@@ -321,20 +317,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=SESSIONS, help=f"sessions at once (default: {SESSIONS})")
     parser.add_argument("--packages", default="numpy", help="installed packages that programs may import, with commas")
     parser.add_argument("--connections", type=int, default=CONNECTIONS, help=f"held at once (default: {CONNECTIONS})")
-    parser.add_argument(
-        "--per-address", type=int, default=PER_ADDRESS, help=f"of them from one address (default: {PER_ADDRESS})"
-    )
+    of_them = f"of them from one address (default: {PER_ADDRESS})"
+    parser.add_argument("--per-address", type=int, default=PER_ADDRESS, help=of_them)
     parser.add_argument("--certificate", help="PEM file: speak TLS")
     parser.add_argument("--key", help="PEM file of its key")
-    parser.add_argument(
-        "--plain", action="store_true", help="no TLS although --host is not this machine: something in front speaks it"
-    )
+    plain = "no TLS although --host is not this machine: something in front speaks it"
+    parser.add_argument("--plain", action="store_true", help=plain)
     o = parser.parse_args(argv)
     # Without TLS the token would be sent unencrypted.
     if not loopback(o.host) and not o.certificate and not o.plain:
-        parser.error(
-            "--host other than this machine needs --certificate and --key, or --plain behind something that speaks TLS"
-        )
+        needed = "--certificate and --key, or --plain behind something that speaks TLS"
+        parser.error(f"--host other than this machine needs {needed}")
     token = os.environ.get(o.token, "").strip()
     if not token:
         parser.error(f"set the environment variable {o.token} to a long random text: {o.token}=$(openssl rand -hex 16)")

@@ -62,10 +62,8 @@ class RemoteExecutor:
             raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
         # Anybody who reads the token on the way could run programs there.
         if in_the_clear(self.url):
-            raise ConfigError(
-                f"sandbox: {self.url!r} would send programs and the token in the clear; use https, or a tunnel to"
-                " 127.0.0.1"
-            )
+            how = "use https, or a tunnel to 127.0.0.1"
+            raise ConfigError(f"sandbox: {self.url!r} would send programs and the token in the clear; {how}")
 
     def start(self, control: int, limits: ProgramLimits) -> Start:
         raise SandboxUnavailableError("a remote executor is not started here")
@@ -79,22 +77,15 @@ class RemoteWorker(SandboxWorker):
     """One connection to an executor, used by one thread at a time, with the interface of a local sandbox."""
 
     def __init__(self, backend: RemoteExecutor) -> None:
-        self.backend = backend
-        self.jobs = 0
-        self.notes: dict[str, Any] = {}
-        self.pids = ()
-        self.lock = threading.Lock()
-        self.busy = False
-        self._open = True
+        self.backend, self.lock, self.jobs, self.busy, self._open = backend, threading.Lock(), 0, False, True
+        self.notes, self.pids = {}, ()
         self._sock: socket.socket | None = None
         # The settings name only the variable, because they are recorded with the run.
         token = os.environ.get(backend.token, "").strip()
         # Another text is no header, and the error of `http.client` would quote it.
         if not token or not (token.isascii() and token.isprintable()):
-            raise SandboxUnavailableError(
-                f"{backend.url}: the environment variable {backend.token} with its token is not set, or no line of"
-                " ASCII"
-            )
+            wrong = f"the environment variable {backend.token} with its token is not set, or no line of ASCII"
+            raise SandboxUnavailableError(f"{backend.url}: {wrong}")
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         parts = urlsplit(backend.url)
         self._path = parts.path.rstrip("/")
@@ -110,9 +101,8 @@ class RemoteWorker(SandboxWorker):
         # An executor without a sandbox would run the programs unconfined on another machine.
         if self.notes.get("version") != VERSION or self.notes.get("sandbox") in (None, "none"):
             self.destroy()
-            raise SandboxUnavailableError(
-                f"{backend.url}: says {str(self.notes)[:200]}, which is no executor of version {VERSION} with a sandbox"
-            )
+            said = f"{backend.url}: says {str(self.notes)[:200]}"
+            raise SandboxUnavailableError(f"{said}, which is no executor of version {VERSION} with a sandbox")
 
     def ask(self, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
         """Send one request. Returns its answer, which must be complete after `seconds`.

@@ -69,8 +69,7 @@ class _Submission:
 class Sandbox:
     """A pool of sandboxes of one backend. Use as a context manager, or call `close`.
 
-    `run` is for coroutines, `run_sync` for other code. Cancelling a `run` ends its program. `session` takes programs
-    in pieces.
+    `run` is for coroutines, `run_sync` for other code. Cancelling a `run` ends its program. `session` takes pieces.
     """
 
     def __init__(
@@ -215,9 +214,8 @@ class _Programs:
             used: SandboxWorker | None = None
             try:
                 used = submission.worker = self._start(submission.job.limits) if alone else worker or self._start(None)
-                ran = used.run(
-                    replace(submission.job, followed=bool(self.threads.waiting), dropped=lambda: submission.dropped)
-                )
+                followed = bool(self.threads.waiting)
+                ran = used.run(replace(submission.job, followed=followed, dropped=lambda: submission.dropped))
             # Whatever is raised is a failure of the sandbox; what the program did is in `ran`. So another one is tried,
             # and no error leaves this thread, or the job would have no answer.
             except Exception as error:

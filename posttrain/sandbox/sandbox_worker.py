@@ -32,8 +32,7 @@ IDLE_SECONDS = 0.2
 GRACE = 5.0
 """Seconds beyond a job's wall time before the whole sandbox counts as lost."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of a sandbox that was killed, most often by the kernel without free memory: of the process itself, and as
-bubblewrap reports it for the process inside."""
+"""Exit codes of a sandbox that was killed, most often by the kernel without free memory: its own and bubblewrap's."""
 SPILL = 4
 """A program is stopped when a stream is longer than this many times what is kept of it."""
 CHUNK = 65536
@@ -62,8 +61,7 @@ class WorkerMaker(Protocol):
 
 
 def begin(backend: Backend, limits: ProgramLimits | None = None) -> SandboxWorker:
-    """Start a sandbox of a backend, local or remote. SandboxUnavailableError where that fails, SandboxBroken where it
-    was killed meanwhile."""
+    """Start a sandbox, local or remote. SandboxUnavailableError where that fails, SandboxBroken where it was killed."""
     return backend.begin(limits) if isinstance(backend, WorkerMaker) else SandboxWorker(backend, limits)
 
 
@@ -283,9 +281,8 @@ class SandboxWorker:
         # Without `DONE` the program did not run, and the text on the error stream is from the sandbox.
         if not reply["ran"]:
             why = streams["stderr"].decode(errors="replace").strip()
-            raise SandboxBroken(
-                f"{self.backend.name}: the job could not be confined, so it did not run: {why or status}"
-            )
+            unlike = f"the job could not be confined, so it did not run: {why or status}"
+            raise SandboxBroken(f"{self.backend.name}: {unlike}")
         costs = {k: reply[k] for k in ("seconds", "cpu", "peak", "network")}
         ended = how_it_ended(status, stopped, reply["cpu"] >= limits.cpu)
         return Ran(why=ended, exit=status, **streams, **costs, sandbox=self.backend.name)

@@ -1,7 +1,6 @@
 """The self-test of a backend. A backend is used only if all attacks on this machine fail. It takes under a second.
 
-It runs real programs in a real sandbox. A successful attack is a reason to refuse the backend, and so is a normal
-program that fails.
+It runs real programs in a real sandbox. A successful attack is a reason to refuse it, and so is an honest failure.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class AttackTargets:
-    """Targets of the attacks: a readable file, a listening TCP port, abstract sockets, this process, and one that was
-    started with the canary in its environment."""
+    """Targets of the attacks: a readable file, a TCP port, abstract sockets, this process, one with the canary."""
 
     canary: str
     port: int
@@ -110,8 +108,7 @@ def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
         wrong.append(f"an honest program does not run: {_end(ran)}")
     ran = worker.run(Job(attacks(target), limits=generous))
     lines = ran.said.splitlines()
-    # The program prints how many attacks it tried. If there are fewer than in its text, it ended early, and the others
-    # were not tried.
+    # The program prints how many attacks it tried. Fewer than in its text: it ended early.
     if ran.why != "ok" or lines[:1] != [f"tried {attacks(target).count(ATTACK)}"]:
         wrong.append(f"the attacks could not be tried: {_end(ran)}")
     wrong += [f"a program can: {name}" for name in lines[1:] if name]

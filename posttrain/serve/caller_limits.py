@@ -22,8 +22,7 @@ FEWEST = 16
 class CallerLimits:
     """Limits on callers. Each is a setting of `posttrain serve`: `--limit NAME=NUMBER`.
 
-    Behind a proxy all callers come from its address: `per_address` is then a limit on all of them, so its default is
-    high.
+    Behind a proxy all callers come from its address, so the default of `per_address` is high.
     """
 
     connections: int = 8192
@@ -102,10 +101,8 @@ def most_connections(limits: CallerLimits) -> int:
 def check_address(host: str, token: str | None) -> None:
     """ConfigError where other machines could use the server without a token."""
     if token is None and not loopback(host):
-        raise ConfigError(
-            f"--host {host} is reached from other machines, and --no-token would serve everybody: leave --no-token out,"
-            " or listen on 127.0.0.1"
-        )
+        served = f"--host {host} is reached from other machines, and --no-token would serve everybody"
+        raise ConfigError(f"{served}: leave --no-token out, or listen on 127.0.0.1")
 
 
 LOG = logging.getLogger("posttrain.serve")

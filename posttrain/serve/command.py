@@ -65,9 +65,8 @@ class ServerAddress:
             return secrets.token_urlsafe(24)
         # The token is sent in a header, which allows only such characters.
         if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigError(
-                f"the token has {len(token)} characters: use at least {SHORTEST}, printable ASCII without spaces"
-            )
+            needed = f"use at least {SHORTEST}, printable ASCII without spaces"
+            raise ConfigError(f"the token has {len(token)} characters: {needed}")
         return token
 
 
@@ -110,9 +109,8 @@ def _stored(target: str | Path, checkpoint: str, overrides: Sequence[str]) -> Ru
     for text in overrides:
         head = dotted.address(stored, *(w.strip() for w in text.partition("=")[::2]))[0]
         if head not in READ:
-            raise ConfigError(
-                f"{text}: nothing of it is read when a model is served; settings begin with one of {', '.join(READ)}"
-            )
+            read = f"settings begin with one of {', '.join(READ)}"
+            raise ConfigError(f"{text}: nothing of it is read when a model is served; {read}")
     return stored
 
 
@@ -128,18 +126,15 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
 
     if not isinstance(run.engine, Embedded):
         if given("engine"):
-            raise ConfigError(
-                "posttrain serve answers from the embedded engine (engine=embedded). To serve by vLLM, start `vllm"
-                " serve` itself"
-            )
+            how = "To serve by vLLM, start `vllm serve` itself"
+            raise ConfigError(f"posttrain serve answers from the embedded engine (engine=embedded). {how}")
         return Embedded()
     # Such settings of the run itself are ignored silently. Those that the user gives here are refused.
     if run.engine.timeline and given("engine.timeline"):
         raise ConfigError("engine.timeline=true writes a file into a run folder, and a server has none. Leave it out")
     if given("engine.update"):
-        raise ConfigError(
-            "engine.update says what new weights do to sequences, and a server's weights stay. Leave it out"
-        )
+        why = "says what new weights do to sequences, and a server's weights stay. Leave it out"
+        raise ConfigError(f"engine.update {why}")
     from posttrain.build.build_engines import check_engine
 
     check_engine(run)
@@ -160,9 +155,8 @@ def make_served(
     # Applied here only to see which engine is meant. `target_run` applies them to the run that is used.
     engine_settings = served_by(dotted.apply(stored, list(overrides)), overrides)
     parts = ("model", "engine")
-    run, weights = target_run(
-        target, checkpoint, *overrides, parts=parts, allow=trust, change=lambda r: replace(r, engine=engine_settings)
-    )
+    embedded = {"allow": trust, "change": lambda r: replace(r, engine=engine_settings)}
+    run, weights = target_run(target, checkpoint, *overrides, parts=parts, **embedded)
     import torch
 
     from posttrain.build.build_engines import embedded_engine

@@ -72,8 +72,7 @@ class Connection(web.RequestHandler):
         self._listener.changed(self)
 
     def overdue(self) -> bool:
-        """True if the phase has taken too long, or if the caller has sent so much ahead of our answer that reading was
-        paused."""
+        """True if the phase has taken too long, or so much was sent ahead of our answer that reading was paused."""
         now, limits, transport = self._clock(), self._listener.limits, self._transport
         # Reading `WRITTEN` bytes is progress, and the time begins again. Who reads less in `write_seconds` is cut off.
         if self._stuck is not None and transport is not None:
@@ -132,8 +131,7 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> Any:
-        """Answer invalid HTTP like every other refusal, without a line in the log. A caller that has gone gets no
-        answer and causes no line either."""
+        """Answer invalid HTTP like every other refusal, without a line in the log; not a caller that has gone."""
         if isinstance(exc, ConnectionError):
             raise exc
         if status >= 500:
@@ -327,8 +325,7 @@ async def bind(host: str, port: int) -> list[socket.socket]:
             failure = error
             if error.errno == errno.EADDRINUSE:
                 break
-    # Addresses of a name that belong to other machines are left out. A port in use is an error at any address: callers
-    # would reach the other program there.
+    # Addresses of other machines are left out. At a port in use callers would reach the other program there.
     if failure is not None and (not sockets or failure.errno == errno.EADDRINUSE):
         for sock in sockets:
             sock.close()

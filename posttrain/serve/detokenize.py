@@ -107,6 +107,12 @@ class Decoder:
         return self._words.text(window[: self._read - self._window]), self._words.text(window)
 
 
+def begun(text: str, marks: Sequence[str]) -> int:
+    """Number of characters at the end of a text that may be the beginning of a mark, of which none is whole there."""
+    lengths = (n for m in marks for n in range(1, min(len(m), len(text) + 1)) if text.endswith(m[:n]))
+    return max(lengths, default=0)
+
+
 class Stops:
     """Finds the first stop string in a growing text, and holds back text that may be the beginning of one."""
 
@@ -127,9 +133,7 @@ class Stops:
         if stop_place >= 0:
             self.found, self._held = True, ""
             return text[:stop_place]
-        # The longest end of the text that is the beginning of a stop string.
-        lengths = (n for s in self._stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n]))
-        held_back = max(lengths, default=0)
+        held_back = begun(text, self._stops)
         self._held = text[len(text) - held_back :]
         return text[: len(text) - held_back]
 

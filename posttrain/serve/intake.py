@@ -1,7 +1,6 @@
 """Reads a request: its body, its fields and the ids of its prompts. Each step has a bound.
 
-Bodies are parsed and texts tokenized outside the event loop, in one thread for small requests and one for large ones:
-a small request does not wait for a large one.
+Bodies are parsed and texts tokenized outside the event loop, small requests and large ones in a thread each.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ SMALL = 64 << 10
 REST = 3.0
 """After a large request its thread sleeps this many times as long as that took: parsing JSON blocks other threads."""
 SHORTEST = 16
-"""Least number of bytes assumed of the longest token when a text is refused by its length. A token for unknown words
-may stand for a long word."""
+"""Least number of bytes assumed of the longest token: one for unknown words may stand for a long word."""
 # (the fields of a request, the ids of its prompts)
 Understood = tuple[GenerationRequest, list[np.ndarray]]
 

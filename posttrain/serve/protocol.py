@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -17,7 +17,7 @@ from posttrain.core.sampling import LARGEST, Sampling
 from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
 from posttrain.serve.response_format import RequestPart, ResponseFormat
-from posttrain.serve.served_tools import MOST_TOOLS, PastCall, ToolRequest, given_fields
+from posttrain.serve.served_tools import MOST_TOOLS, PastCall, ToolRequest
 from posttrain.system.errors import DataError, nearest
 
 MOST_CHOICES = 1024
@@ -146,9 +146,8 @@ def _prompt(prompt: Any) -> Any:
         return [prompt]
     if isinstance(prompt, list) and prompt and (all(isinstance(p, str) for p in prompt) or all(map(_ids, prompt))):
         return prompt
-    raise ValueError(
-        "prompt must be a string, a list of token ids, or a non-empty list of strings or of lists of token ids"
-    )
+    of_ids = "a list of token ids, or a non-empty list of strings or of lists of token ids"
+    raise ValueError(f"prompt must be a string, {of_ids}")
 
 
 def _ids(x: Any) -> bool:
@@ -172,9 +171,8 @@ class CompletionRequest(GenerationRequest):
             raise ValueError("prompt_logprobs come with a whole answer only: leave stream out")
         # Every prompt has `n` answers, so the product is bounded too.
         if (count := len(self.prompt)) * self.n > MOST_CHOICES:
-            raise ValueError(
-                f"n={self.n} answers to {count} prompts are more than {MOST_CHOICES}; send several requests"
-            )
+            answers = f"n={self.n} answers to {count} prompts"
+            raise ValueError(f"{answers} are more than {MOST_CHOICES}; send several requests")
         return self
 
     @property
@@ -209,17 +207,20 @@ class ChatMessage(RequestPart):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, message: Any) -> Any:
-        return given_fields(message)
+        # Without null fields, because clients send back what they received, such as `refusal: null`. A message with
+        # calls may have no content.
+        if not isinstance(message, Mapping):
+            return message
+        fields = {k: v for k, v in message.items() if v is not None}
+        if fields.get("role") == "assistant" and fields.get("tool_calls"):
+            fields.setdefault("content", "")
+        return fields
 
     def plain(self, arguments_as_text: bool = False) -> Message:
-        message = Message(role=self.role, content=self.content)
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_calls:
-            message["tool_calls"] = [c.plain(arguments_as_text) for c in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
+        calls = [c.plain(arguments_as_text) for c in self.tool_calls] or None
+        further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        given = {k: v for k, v in further.items() if v is not None}
+        return cast("Message", {"role": self.role, "content": self.content, **given})
 
 
 class ChatRequest(GenerationRequest, ToolRequest):
@@ -244,8 +245,7 @@ class ChatRequest(GenerationRequest, ToolRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def limit(self, room: int) -> int:
-        # OpenAI's API has no default limit on a chat answer. Here it is the rest of the context; a prompt that leaves
-        # none is refused when it is read (`Intake`).
+        # OpenAI's API has no default limit on a chat answer. Here it is the rest of the context.
         return self.max_completion_tokens or self.max_tokens or max(room, 1)
 
 

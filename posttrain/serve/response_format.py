@@ -1,7 +1,6 @@
 """The form that a request asks of its answers (`response_format`): any text, JSON, or JSON of a schema.
 
-Answers are sampled freely. One without the form is drawn again, so an answer has the distribution of the model's
-answers, given that they have the form.
+Answers are sampled freely, and drawn again without the form: so they are distributed as the model's, given the form.
 """
 
 from __future__ import annotations

@@ -176,10 +176,9 @@ class Server:
                 await choices[at].run(self.served.sampler.generate)
                 if form.fits(choices[at].whole.text):
                     return queue.put_nowait((choices[at], None))
-            raise DataError(
-                f"{draws} {'answer has' if draws == 1 else 'answers have'} not the response_format that was asked for:"
-                " say in the messages what the answer looks like, give it more tokens, or use a temperature above 0"
-            )
+            what = f"{draws} {'answer has' if draws == 1 else 'answers have'} not the response_format"
+            how = "say in the messages what the answer looks like, give it more tokens, or use a temperature above 0"
+            raise DataError(f"{what} that was asked for: {how}")
 
         try:
             await together([one(at) for at in range(len(choices))])

@@ -232,20 +232,16 @@ class Shape:
         else:
             choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
             if self.format is not None:
-                self._with_calls(choice, piece.text, finish or "")
+                tools = ToolAnswer(self.format)
+                before = tools.add(piece.text)
+                rest, calls, choice["finish_reason"] = tools.finish(finish or "")
+                if calls:
+                    choice["message"] |= {"content": (before + rest).strip() or None, "tool_calls": calls}
         if self.request.return_token_ids:
             choice["token_ids"] = piece.ids
             if not self.chat and (role or not self.request.stream):
                 choice["prompt_token_ids"] = c.prompt.tolist()
         return choice
-
-    def _with_calls(self, choice: Json, text: str, finish: str) -> None:
-        """Put the calls of a whole answer into its message."""
-        answer = ToolAnswer(self.format or "")
-        text_before = answer.add(text)
-        rest, calls, choice["finish_reason"] = answer.finish(finish)
-        if calls:
-            choice["message"] |= {"content": (text_before + rest).strip() or None, "tool_calls": calls}
 
     def _logprobs(self, piece: TextChunk, role: bool) -> Json | None:
         """The log-probs of a text's tokens in OpenAI's form; None if they were not requested."""

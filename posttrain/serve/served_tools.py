@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from posttrain.serve.detokenize import begun
 from posttrain.serve.response_format import RequestPart
 from posttrain.verifier.calling import Malformed, ToolCall, parse, read_data
 from posttrain.verifier.thoughts import THOUGHTS
@@ -90,16 +90,14 @@ class ToolRequest(RequestPart):
         # Demands that cannot be met are refused: a client that relies on them would silently get wrong answers.
         if self.tool_choice not in (None, "none", "auto"):
             wanted = "required" if self.tool_choice == "required" else "a named function"
-            raise ValueError(
-                f"tool_choice: {wanted} cannot be enforced, since answers are sampled freely. Send 'auto' or 'none',"
-                " and ask for the call in the messages"
-            )
+            why = "cannot be enforced, since answers are sampled freely"
+            how = "Send 'auto' or 'none', and ask for the call in the messages"
+            raise ValueError(f"tool_choice: {wanted} {why}. {how}")
         if self.tool_choice == "auto" and not self.tools:
             raise ValueError("tool_choice='auto' without tools: name them in tools")
         if self.parallel_tool_calls is False and self.tools:
-            raise ValueError(
-                "parallel_tool_calls=false cannot be enforced, since answers are sampled freely: leave it out"
-            )
+            why = "cannot be enforced, since answers are sampled freely: leave it out"
+            raise ValueError(f"parallel_tool_calls=false {why}")
         names = [t.function.name for t in self.tools]
         if twice := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"two tools are called {twice!r}: give each a name of its own")
@@ -110,17 +108,6 @@ class ToolRequest(RequestPart):
         """The tools that the prompt shows to the model."""
         tools = () if self.tool_choice == "none" else self.tools
         return [t.model_dump(exclude={"function": {"strict"}}) for t in tools]
-
-
-def given_fields(message: Any) -> Any:
-    """A message without its null fields, since clients send back what they received, such as `refusal: null`. One with
-    calls may have no content, and then gets an empty one."""
-    if not isinstance(message, Mapping):
-        return message
-    fields = {k: v for k, v in message.items() if v is not None}
-    if fields.get("role") == "assistant" and fields.get("tool_calls") and "content" not in fields:
-        fields["content"] = ""
-    return fields
 
 
 WITHIN = {
@@ -181,14 +168,7 @@ class ToolAnswer:
         places = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]
         if places:
             return max(self.sent, min(places))
-        uncertain = max((_begun_mark(self.text, m) for m in WITHIN.get(self.format, ())), default=0)
-        return max(self.sent, len(self.text) - uncertain)
-
-
-def _begun_mark(text: str, mark: str) -> int:
-    """Number of characters at the end of a text that may be the beginning of a mark."""
-    # The longest such end counts. It is shorter than the mark, because whole marks were searched before.
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+        return max(self.sent, len(self.text) - begun(self.text, WITHIN.get(self.format, ())))
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

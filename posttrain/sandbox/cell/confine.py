@@ -43,10 +43,8 @@ def checked(result: int, what: str) -> int:
 
 def prctl(option: int, value: int, what: str, pointer: Any = 0) -> None:
     """One prctl, or OSError."""
-    checked(
-        libc.prctl(option, ctypes.c_ulong(value), ctypes.c_void_p(pointer) if pointer else ctypes.c_ulong(0), 0, 0),
-        what,
-    )
+    address = ctypes.c_void_p(pointer) if pointer else ctypes.c_ulong(0)
+    checked(libc.prctl(option, ctypes.c_ulong(value), address, 0, 0), what)
 
 
 def landlock_version() -> int:
@@ -55,9 +53,7 @@ def landlock_version() -> int:
 
 
 def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
-    """A Landlock rule set as a descriptor: `read` trees may be read (and executed with `run`), `write` trees changed
-    too.
-
+    """A Landlock rule set as a descriptor: `read` trees may be read (executed with `run`), `write` trees changed too.
     TCP is shut from version 4, abstract sockets and signals to other processes from version 6.
     """
     # A right that the rule set handles is refused everywhere except under a path with a rule for it. A right that it
@@ -67,9 +63,8 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
     # struct landlock_ruleset_attr: rights of files; bind and connect of TCP; scopes (abstract sockets, signals).
     attributes = struct.pack("QQQ", all_rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
-    fd = checked(
-        libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint(0)), "landlock_create_ruleset"
-    )
+    made = libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
+    fd = checked(made, "landlock_create_ruleset")
     reading = READ_FILE | READ_DIR | (EXECUTE if run else 0)
     for paths, access in ((read, reading), (write, all_rights & ~SPECIAL & ~(0 if run else EXECUTE))):
         for path in paths:
@@ -79,9 +74,8 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
             except FileNotFoundError:
                 continue
             except PermissionError:
-                raise PermissionError(
-                    f"user {os.getuid()} cannot read {path}, which Python needs; use a Python that everybody can read"
-                ) from None
+                how = "which Python needs; use a Python that everybody can read"
+                raise PermissionError(f"user {os.getuid()} cannot read {path}, {how}") from None
             # The kernel refuses a rule that gives a file the rights of a directory. "=": no padding.
             rights = access if os.path.isdir(path) else access & OF_A_FILE
             rule = struct.pack("=Qi", rights & all_rights, tree)
@@ -130,8 +124,7 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
 
 
 def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) -> tuple[Any, Any]:
-    """Sets Landlock, and prepares the filter for `shut`. This is everything that is possible before the job is
-    known. `told`: see `syscalls.program`."""
+    """Sets Landlock, and prepares the filter for `shut`, before the job is known. `told`: see `syscalls.program`."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
     # Landlock only concerns files that are opened later, so it can be set before the job comes. The filter of calls

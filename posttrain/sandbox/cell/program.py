@@ -59,10 +59,8 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
 
 
 def _of_numpy(value: Any) -> Any:
-    """An array or a scalar of numpy as built-in values. Anything else, arrays that are too large or of other elements
-    included, is returned as it is."""
-    # If the program has not imported numpy, no value is of it. Exact types, because `tolist` of a subclass may return
-    # anything.
+    """An array or a scalar of numpy as built-in values. Anything else is returned as it is, large or odd arrays too."""
+    # A program that has not imported numpy has no such value. Exact types: `tolist` of a subclass may return anything.
     numpy = sys.modules.get("numpy")
     kind = type(value)
     if numpy is None or not (kind is numpy.ndarray or kind in numpy.sctypeDict.values()):

@@ -26,16 +26,14 @@ from .attempts import Attempts, heard, taken, watched
 KILL = b"kill"
 """The message that ends the running job."""
 GO, REST = b"go", b"rest"
-"""Messages to a session. `go` and a number: run a piece, which may use this number of seconds of processor time.
-`rest`: stop until the next piece."""
+"""Messages to a session: run a piece, with this many seconds of processor time; stop until the next piece."""
 REHEARSAL = "import json\ndef f(x): return json.loads('[1]')[0] + x\nf(1)"
 """A program that a waiting child runs before its job comes. It touches pages of memory, so that the job has fewer page
 faults, each of which takes as long as hundreds of lines."""
 STEP, CORES = 0.01, os.cpu_count() or 1
 """Least seconds between two checks of a session's processor time, which all cores use up together."""
 CLEAN = b"clean"
-"""The message that the files of a job are removed. It comes after the job's reply, so that a job with many files does
-not delay the reply."""
+"""The message that the files of a job are removed, after the job's reply, which many files shall not delay."""
 DONE = b"1"
 """The byte that a child writes to a pipe once it is confined. Then the pipe is closed, and the program begins. If the
 byte is missing, the sandbox failed and not the program, and no program can fake that."""
@@ -57,19 +55,15 @@ def main() -> None:
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
-    control.send(
-        json.dumps({"ready": True, "landlock": confine.landlock_version(), "inodes": settings["inodes"]}).encode()
-    )
+    about = {"ready": True, "landlock": confine.landlock_version(), "inodes": settings["inodes"]}
+    control.send(json.dumps(about).encode())
     with contextlib.suppress(ConnectionError):
         serve(control, settings, rules, attempts)
 
 
 def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
-    """Imports what jobs use, gives up all rights, and builds the rule set of Landlock.
-
-    Returns (the rule set or None, the counter of attempts to reach a network or None). OSError if a barrier that the
-    mode promises is missing.
-    """
+    """Imports what jobs use, gives up all rights, and builds the rule set of Landlock. Returns (that or None, the
+    counter of attempts to reach a network or None). OSError if a barrier that the mode promises is missing."""
     # This package is already imported. A program that imports `program` or `cells` must not find our files.
     sys.path[:] = [p for p in sys.path if p != settings["home"]]
     if settings["package_path"]:
@@ -85,9 +79,8 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     os.environ.pop("PYTHONPATH", None)
     scratch, mode = settings["scratch"], settings["mode"]
     # This comes before `drop`, because mounting needs a capability.
-    settings["inodes"] = bool(scratch) and confine.bound_files(
-        scratch, settings["scratch_bytes"], settings["scratch_files"]
-    )
+    bounds = settings["scratch_bytes"], settings["scratch_files"]
+    settings["inodes"] = bool(scratch) and confine.bound_files(scratch, *bounds)
     if mode == "none":
         return None, None
     # The order is fixed: the kernel forgets the parent-death signal when a process changes its user, and
@@ -262,9 +255,8 @@ def begin(settings: dict[str, Any], rules: int | None) -> Any:
         os.setpgid(0, 0)
         if settings["mode"] == "none":
             return None
-        return confine.half(
-            rules, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0, told=settings["told"]
-        )
+        on_host, processes = settings["mode"] == "landlock", settings["processes"] > 0
+        return confine.half(rules, host_files=on_host, processes=processes, told=settings["told"])
     except OSError as error:
         return error
 
