@@ -72,10 +72,9 @@ class GoldAnswers(Declared):
     paraphrases: Callable[[Task], tuple[Turns, ...]] = _none
     """Further right answers, each as turns."""
     verdict: Verify | None = None
-    """The environment's own verifier. `judge` reports its verdict under the environment's name. With it the environment
-    promises that `right` scores 1, and that `wrong` and an empty answer score 0. A run that finds this untrue does not
-    start, or stops. Without it `right` may be the data's answer, whose form is not known. Then any score is accepted as
-    long as it stays the same."""
+    """The environment's own verifier; `judge` reports its verdict under the environment's name. With it the environment
+    promises that `right` scores 1, and that `wrong` and an empty answer score 0, or the run ends. Without it `right`
+    may be the data's answer in any form, and any score is accepted as long as it stays the same."""
     pays_parts: bool = False
     """Whether there is partial credit. If so, `wrong` and an empty answer need only score less than 1."""
 
@@ -227,8 +226,7 @@ class Abilities(Declared):
     judgements: Judgements | None = None
     """Completions that somebody judged. Without them no stage can learn from preferences here."""
     judges: bool = True
-    """Whether it judges answers at all. False for data without a reward: then nothing is evaluated by sampling, and no
-    stage learns from reward here."""
+    """Whether it judges answers. False for data without a reward: nothing is evaluated by sampling or learns by it."""
     rows: Sequence[DataRow] | None = None
     """The rows of the user's data, if the tasks come from there. The length of each is checked before the first step,
     and an error names the row's place. Without them a prompt that is too long is found only when it is used."""
@@ -245,8 +243,7 @@ class Abilities(Declared):
     measures: Measures | None = None
     """Measures of held-out episodes beside accuracy and reward. Without it nothing more is measured."""
     seats: Callable[[Task], Mapping[str, Turns]] | None = None
-    """Turns of the other seats of an episode, where the policy is a script. Without it no scripted policy can play an
-    episode in which they speak."""
+    """Turns of the other seats of an episode, for a policy that is a script. Without it none can play with them."""
     hint: Callable[[Task], str | tuple[Message, ...] | None] | None = None
     """The prompt of a task with its answer as a hint; None for a task that has no such prompt. The policy's answer to
     it is judged like any answer to the task, and is learned under the task's own prompt. So nothing that the

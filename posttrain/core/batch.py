@@ -146,9 +146,7 @@ class Packed:
 
     def heard(self) -> Packed:
         """The same tokens, with the heard tokens in the place of the spoken ones: those that the policy was told after
-        the first spoken token of their segment.
-
-        They are scored in the model's own distribution, at temperature 1, because nobody sampled them.
+        the first spoken token of their segment. Nobody sampled them: they are scored at temperature 1.
         """
         # at_M: packed positions of the spoken tokens themselves. Their minimum in a segment is where the policy began.
         at_M, count = self.source_M + 1, len(self.lengths_S)

@@ -151,9 +151,8 @@ class Learner(Examiner, Protocol):
     def shards(self) -> Iterable[Shard]:
         """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once.
 
-        A learner on several ranks gives only this rank's parts; any other learner gives one whole shard per weight.
-        Where frozen weights have an adapter, the adapter's tensors are enough. `fingerprint` is that of the whole
-        tensors, however they are cut.
+        A learner on several ranks gives only this rank's parts, any other one whole shard per weight; beneath an
+        adapter its tensors are enough. `fingerprint` is that of the whole tensors, however they are cut.
         """
         ...
 
@@ -170,8 +169,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def price(self, packed: Packed) -> float | None:
-        """Returns the time of the sampler's forward pass divided by that of the learner's own, where the learner takes
-        log-probs from the sampler's."""
+        """Time of the sampler's forward pass over that of the learner's own, where log-probs are the sampler's."""
         ...
 
     def train_mode(self, on: bool) -> None:

@@ -41,7 +41,7 @@ def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
     """
     if not text:
         return text
-    known = OWN.forms() if environment is None else forms_of(environment)
+    known = _own_forms() if environment is None else forms_of(environment)
     # Whole secrets first: the cut-off form of one could replace the beginning of another that is there in full.
     for name, form in known:
         text = text.replace(form, f"[{name}]")
@@ -62,27 +62,20 @@ def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(forms)
 
 
-class OwnSecrets:
-    """The secrets of this process, looked for again whenever its environment has changed: a step scrubs hundreds of
-    texts, and decoding all variables for each takes more time than judging the answers."""
-
-    def __init__(self) -> None:
-        self._known: tuple[dict[Any, Any], tuple[tuple[str, str], ...]] | None = None
-
-    def forms(self) -> tuple[tuple[str, str], ...]:
-        """See `forms_of`."""
-        # `_data` is private to CPython: a dictionary of undecoded variables, which is quick to compare.
-        now = getattr(os.environ, "_data", None)
-        if type(now) is not dict:
-            return forms_of(os.environ)
-        if self._known is None or self._known[0] != now:
-            # A copy, because `os.environ` changes the same dictionary in place: it would always equal itself.
-            before = cast("dict[Any, Any]", now).copy()
-            self._known = before, forms_of(os.environ)
-        return self._known[1]
+_KNOWN: list[tuple[dict[Any, Any], tuple[tuple[str, str], ...]]] = []
 
 
-OWN = OwnSecrets()
+def _own_forms() -> tuple[tuple[str, str], ...]:
+    """`forms_of` this process, made again whenever its environment has changed: a step scrubs hundreds of texts, and
+    decoding all variables for each takes more time than judging the answers."""
+    # `_data` is private to CPython: a dictionary of undecoded variables, which is quick to compare.
+    now = getattr(os.environ, "_data", None)
+    if type(now) is not dict:
+        return forms_of(os.environ)
+    if not _KNOWN or _KNOWN[0][0] != now:
+        # A copy, because `os.environ` changes the same dictionary in place: it would always equal itself.
+        _KNOWN[:] = [(cast("dict[Any, Any]", now).copy(), forms_of(os.environ))]
+    return _KNOWN[0][1]
 
 
 def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> Any:

@@ -185,8 +185,7 @@ class Sampling:
         return self.stop_ids is not None and not self.bad_words and not self.allowed_words
 
     def resolve(self, stop_ids: tuple[int, ...], spell: Spell | None = None) -> Sampling:
-        """The same contract with its stop ids filled in and its words as ids (`spell`: how the tokenizer writes one). A
-        contract is resolved at most once."""
+        """The same contract with its stop ids and its words as ids, by `spell`. A contract is resolved at most once."""
         # Other stop ids would change a contract under which tokens were drawn already.
         if self.resolved:
             return self
@@ -213,8 +212,7 @@ class Sampling:
             raise ConfigError(f"sampling names token id {most}, and the model has 0..{size - 1}: {how}")
 
     def for_training(self, keeps_sets: bool = True) -> Sampling:
-        """This contract; ConfigError where pi could not be evaluated under it. `keeps_sets`: the engine stores the kept
-        token set of each truncated draw."""
+        """This contract; ConfigError where pi could not be evaluated under it, without kept sets where it truncates."""
         if self.greedy:
             raise ConfigError("sampling.greedy=true cannot be trained on: an argmax has no log-prob. Set greedy=false")
         if self.truncated and not keeps_sets:

@@ -27,8 +27,7 @@ def generator(seed: int, stream: str, *coordinates: Coordinate) -> np.random.Gen
 
 
 def uniforms(place: int, count: int) -> np.ndarray:
-    """The first `count` uniforms of a key, float64 [count] in [0, 1); entry t belongs to position t, so that
-    `uniforms(k, 5)[:3] == uniforms(k, 3)`."""
+    """The first `count` uniforms of a key, float64 [count] in [0, 1); entry t belongs to position t in any count."""
     # Philox is a counter: entry t is a function of key and t, however many are drawn at once.
     return np.random.Generator(np.random.Philox(key=place)).random(count)
 

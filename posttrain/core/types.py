@@ -247,9 +247,8 @@ def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
 class Episode:
     """One attempt at a task. The algorithm's result for it is kept apart, as `Credit`.
 
-    It has more than one segment only where history was rewritten. `reward` is the raw outcome; None means that the
-    episode was not judged, and it is then excluded. Filters, pass@k and difficulty read the raw outcome, never the
-    shaped reward.
+    It has more than one segment only where history was rewritten. `reward` is the raw outcome, which filters, pass@k
+    and difficulty read, and never the shaped reward. None: it was not judged, and is excluded.
     """
 
     task: Task
@@ -326,8 +325,7 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The siblings of one prompt, ordered by sibling. They are one object from the rollout on, never regrouped by a
-    reshape."""
+    """The siblings of one prompt, ordered by sibling: one object from the rollout on, never regrouped by a reshape."""
 
     task: Task
     visit: int
@@ -366,8 +364,7 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """True where the judged siblings that the policy sampled differ in raw outcome by more than rounding
-        (`core.measure.equal_numbers`)."""
+        """True where the judged own siblings differ in raw outcome by more than rounding (`measure.equal_numbers`)."""
         # One right demonstration among wrong samples would pass a filter that asks what the policy can do.
         sampled = [e for e in self.judged if e.own]
         coarsest = max((resolution(e.verdicts) for e in sampled), default=0.0)

@@ -131,26 +131,19 @@ def verify_certificate(folder: Path) -> bool:
         raise DataError(f"{path} is damaged: {str(strange[0])[:80]!r} is no name of a file here. {_way_out(folder)}")
     present = {p.name for p in folder.iterdir() if _counts(p)}
     # Weights come first: if several files differ, the message names the weights.
-    for name in sorted({*recorded, *present}, key=_weights_first):
+    for name in sorted({*recorded, *present}, key=lambda name: (not name.endswith((".safetensors", ".bin")), name)):
+        here = folder / name
         if name not in present:
-            raise DataError(f"{folder / name} is gone, and {CERTIFICATE} lists it. {_way_out(folder)}")
+            raise DataError(f"{here} is gone, and {CERTIFICATE} lists it. {_way_out(folder)}")
         if name not in recorded:
-            raise DataError(
-                f"{folder / name} was added after the export: {CERTIFICATE} does not list it. {_way_out(folder)}"
-            )
+            raise DataError(f"{here} was added after the export: {CERTIFICATE} does not list it. {_way_out(folder)}")
         # Opened once and closed: `opened` refuses pipes and devices, which `digest` would read for ever.
         with read_untrusted.opened(folder / name, DataError):
             pass
         if files.digest(folder / name) != recorded[name]:
-            raise DataError(
-                f"{folder / name} is not the file that was exported: its digest differs from {CERTIFICATE}."
-                f" {_way_out(folder)}"
-            )
+            changed = f"is not the file that was exported: its digest differs from {CERTIFICATE}"
+            raise DataError(f"{here} {changed}. {_way_out(folder)}")
     return True
-
-
-def _weights_first(name: str) -> tuple[bool, str]:
-    return not name.endswith((".safetensors", ".bin")), name
 
 
 def _way_out(folder: Path) -> str:

@@ -62,16 +62,14 @@ class DamagedCheckpoint:
     folder: Path
     why: str
     order: float
-    """`Checkpoint.order` as the index has it; else a number between those of its neighbours by name, since names begin
-    with the version of the weights."""
+    """`Checkpoint.order` as the index has it; else between its neighbours by name, which begins with the version."""
     best: bool = False
     """Whether the index says that it is the best one."""
 
 
 def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
-    """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
-    `verify` reads the rest. Links, files, folders without any part of a checkpoint, and checkpoints that their writer
-    removes during the call are left out.
+    """All checkpoints of a run folder, oldest first, and those whose state cannot be read. `verify` reads more than the
+    state. Links, files, folders without any part of a checkpoint, and what its writer removes meanwhile are left out.
     """
     readable: list[Checkpoint] = []
     unread: dict[Path, str] = {}
@@ -108,8 +106,7 @@ def _index(folder: Path) -> tuple[str, dict[str, float]]:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The last checkpoint; None where there is none. RunFolderError if its state cannot be read or is not as it was
-    written."""
+    """The last checkpoint; None where there is none. RunFolderError if its state is damaged."""
     readable, damaged = survey(folder)
     last = readable[-1] if readable else None
     # A readable older one must not pass for the newest.
@@ -142,9 +139,8 @@ def _read(path: Path) -> Checkpoint:
         } if steps >= 0 and episodes >= 0 and not isinstance(metric, bool):
             return Checkpoint(path.name, path, order, metric, Position(steps, episodes), build(Any, state, str(file)))
         case _:
-            raise RunFolderError(
-                f"{file} is damaged: it does not say position, order, metric and state as a checkpoint does"
-            )
+            why = "it does not say position, order, metric and state as a checkpoint does"
+            raise RunFolderError(f"{file} is damaged: {why}")
 
 
 def refuse_damage_beside(folder: Path) -> None:
@@ -170,8 +166,7 @@ def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The checkpoint with the highest metric; among equals the newest, which has the most training. None where no
-    checkpoint has a metric."""
+    """The checkpoint with the highest metric; among equals the newest. None where no checkpoint has a metric."""
     measured = [c for c in checkpoints if c.metric is not None and math.isfinite(c.metric)]
     return max(measured, key=lambda c: (c.metric, c.order), default=None)
 
@@ -322,8 +317,7 @@ class Checkpoints:
             files.remove_directory(self.kept_folder / name)
 
     def hold(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Keep files for the whole run under a name, such as the weights at the end of a stage, in place of those that
-        were kept under it before."""
+        """Keep files for the whole run under a name, such as the weights at the end of a stage, or replace them."""
         target = self.kept_folder / name
         with files.disk_full_is_reported(target, self.still_good):
             files.write_directory(target, fill)

@@ -43,8 +43,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """One thing outside the run folder that a setting uses. `path`: the setting as overrides write it; `what`: a
-    sentence about what it does."""
+    """One thing outside the run folder that a setting uses. `path`: the setting; `what`: a sentence about it."""
 
     path: str
     kind: Kind
@@ -192,8 +191,7 @@ DECIDED: dict[str, Decision] = {
     "Ray.address": lambda x, _: (Kind.ADDRESS, f"sends the model and prompts to the Ray cluster {x}, which runs code"),
     "Run.trackers": _trackers,
 }
-"""For each field a function: (its value, the object that has the field) -> what the value asks for, None for nothing.
-For a mapping it is called with each entry."""
+"""For each field: (its value, or an entry of a mapping; the object that has it) -> what is asked for, or None."""
 
 HARMLESS = frozenset(
     f"{cls}.{name}"
@@ -258,9 +256,8 @@ def _asked(node: Any, name: str, value: Any) -> Found:
 
 
 def grave(requests: Iterable[Ask]) -> tuple[Ask, ...]:
-    """Returns the requests that need the user's permission even in a run file, although people write such files
-    themselves: an address together with a secret that is sent there, the address of a sandbox, which always gets a
-    token, and code that comes with a model.
+    """Returns the requests that need the user's permission even in a run file, although people write such files: an
+    address with a secret that is sent there, that of a sandbox, which always gets a token, and a model's code.
     """
     by_owner: dict[str, list[Ask]] = {}
     for ask in requests:

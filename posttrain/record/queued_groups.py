@@ -13,8 +13,7 @@ from posttrain.system import files
 from posttrain.system.errors import RunFolderError
 
 QUEUE, REPLAY = "queue.npz", "replay.npz"
-"""Files of a checkpoint with the episodes of ended groups, of the queue and of the replay buffer. They have the format
-of a step's episodes."""
+"""Files of a checkpoint with the episodes of ended groups, in the format of a step's: the queue's, the buffer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +83,8 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
         here = recorded[at : at + q.siblings + q.greedy]
         episodes = [replace(e, task=present) for e in here if e.task.id == present.id]
         if len(episodes) != q.siblings + q.greedy:
-            raise RunFolderError(
-                f"{path} holds answers to other tasks than the environment has now ({present.id!r}): were its data"
-                " changed? Go on with the data that the run was begun with"
-            )
+            why = f"answers to other tasks than the environment has now ({present.id!r}): were its data changed?"
+            raise RunFolderError(f"{path} holds {why} Go on with the data that the run was begun with")
         at += len(episodes)
         # The greedy answer was written behind its siblings.
         greedy = episodes.pop() if q.greedy else None

@@ -48,8 +48,7 @@ from posttrain.system.errors import InvariantError, RunFolderError
 from posttrain.system.shell import command_line
 
 AMENDED = "steps.amended.jsonl"
-"""A new record with another last line (`reopen`). It replaces the record when the checkpoint that belongs to it is
-written."""
+"""A new record with another last line (`reopen`), which replaces the record with the checkpoint that belongs to it."""
 
 
 def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
@@ -107,9 +106,8 @@ class RunFolder:
         if not folder.is_dir():
             raise RunFolderError(f"cannot create run folder {folder}: it is a file. Choose another --out")
         if (folder / "run.json").exists():
-            raise RunFolderError(
-                f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out"
-            )
+            how = f"Go on with it by --resume {folder}, or choose another --out"
+            raise RunFolderError(f"{folder} already holds a run. {how}")
         # A creation that was interrupted leaves a lock and temporary files. Such a folder is still free.
         if others := sorted(p.name for p in folder.iterdir() if p.name != "lock" and not files.is_temporary(p)):
             raise RunFolderError(f"{folder} is not empty ({', '.join(others[:3])}). Choose another --out")
@@ -146,8 +144,7 @@ class RunFolder:
 
     @staticmethod
     def open_for_resume(path: Path | str) -> tuple[RunFolder, Checkpoint | None]:
-        """(the folder, cut back to its last checkpoint, that checkpoint). None: there is no checkpoint, and the run
-        begins anew.
+        """(the folder, cut back to its last checkpoint, that checkpoint, or None where the run begins anew).
 
         `path` is a run folder, or one checkpoint inside it. With a checkpoint, everything after it is removed. A
         damaged checkpoint is an error that names the file and the newest undamaged checkpoint before it.
@@ -155,11 +152,8 @@ class RunFolder:
         folder, chosen = run_reader.folder_of(path)
         run = run_reader.run_file(folder).run
         lock = files.Lock(folder)
-        index = folder / "checkpoints" / "index.json"
-        with (
-            _released_on_failure(folder, lock),
-            files.disk_full_is_reported(index, lambda: "No checkpoint was lost"),
-        ):
+        whole = files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost")
+        with _released_on_failure(folder, lock), whole:
             book = RunFolder(folder, run, lock)
             # Chosen before anything is cut: a damaged choice leaves the folder as it was.
             checkpoint = book._choose(chosen)
@@ -179,11 +173,8 @@ class RunFolder:
         if good := newest_good([c for c in readable if c.order < chosen.order]):
             advice = f"Go on from the newest one that is whole with: {command_line('run', '--resume', good.folder)}"
         else:
-            broken = self.folder / "checkpoints" / chosen.name
-            advice = (
-                f"No checkpoint before it is whole: remove {broken} to begin this run again from its start with"
-                " --resume"
-            )
+            again = "to begin this run again from its start with --resume"
+            advice = f"No checkpoint before it is whole: remove {self.folder / 'checkpoints' / chosen.name} {again}"
         raise RunFolderError(f"checkpoint {chosen.name}: {wrong}. {advice}")
 
     def _cut_back(self, checkpoint: Checkpoint | None) -> None:
@@ -244,8 +235,7 @@ class RunFolder:
     def checkpoint(
         self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None
     ) -> Checkpoint:
-        """Write a checkpoint: `write` puts its files into the given folder, `state` is plain data. It is durable when
-        this returns.
+        """Write a checkpoint, durably: `write` puts its files into the given folder, `state` is plain data.
 
         Raises:
             RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is lost.

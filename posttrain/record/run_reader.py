@@ -134,9 +134,8 @@ def _check_schema(path: Path, schema: object) -> None:
             " again with this one"
         )
     if schema != SCHEMA:
-        raise RunFolderError(
-            f"{path} has schema {schema}; this posttrain reads {SCHEMA}. Use the version that wrote it"
-        )
+        how = "Use the version that wrote it"
+        raise RunFolderError(f"{path} has schema {schema}; this posttrain reads {SCHEMA}. {how}")
 
 
 def _migrated(run: Any) -> Any:
@@ -221,9 +220,8 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
             # The name must follow from the other entries and have no folder in it, so that it cannot lead out.
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
-            raise RunFolderError(
-                f"{inner / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
-            )
+            place = f"{inner / 'index.jsonl'}:{number}"
+            raise RunFolderError(f"{place} names {d['file']!r}, which is no episode file of this run")
         out.append(row)
     return out
 

@@ -178,17 +178,14 @@ class RuntimeObjects:
         )
 
     def lacking(self, rewards: Sequence[str], environments: Sequence[str]) -> str:
-        """Returns a message that says which of these names of the tree is missing, and how to hand all of them; ''
-        where nothing is."""
+        """A message that says which of these names is missing, and how to hand all of them; '' where nothing is."""
         ways: list[str] = []
         if environments:
             ways.append(f"env={_word(environments[0].removeprefix(INLINE))}")
         if rewards:
             ways.append(f"rewards=[{', '.join(_word(r.removeprefix(INLINE)) for r in rewards)}]")
-        for what, names, known in (
-            ("reward function", rewards, self.rewards),
-            ("environment", environments, self.environments),
-        ):
+        kinds = (("reward function", rewards, self.rewards), ("environment", environments, self.environments))
+        for what, names, known in kinds:
             for short in (name.removeprefix(INLINE) for name in names):
                 if short not in known:
                     return self._missing(what, short, ", ".join(ways), known)
@@ -230,7 +227,10 @@ class RuntimeObjects:
 
     def _piece_note(self, name: str, cls: type) -> ObjectNote:
         defined_in = source_file(cls)
-        words = [word for word, algorithm in self.algorithms.items() if cls in _piece_types(algorithm)]
+        types = {
+            w: {type(p) for a in algorithm.lineage() for p in a.pieces} for w, algorithm in self.algorithms.items()
+        }
+        words = [word for word, own in types.items() if cls in own]
         # The file that was named for this piece's algorithm may import the class from another one. Both can change.
         imported = Path(words[0].rpartition(":")[0]).expanduser().resolve() if words else defined_in
         files = {str(p): file_digest(p) for p in (imported, defined_in) if p is not None}
@@ -239,10 +239,6 @@ class RuntimeObjects:
     def write_data(self, folder: Path) -> None:
         for digest, text in self.data.items():
             (folder / f"{digest}.jsonl").write_bytes(text.encode())
-
-
-def _piece_types(algorithm: AnyAlgorithm) -> set[type]:
-    return {type(piece) for a in algorithm.lineage() for piece in a.pieces}
 
 
 def _word(name: str) -> str:

@@ -351,9 +351,8 @@ def read_columns(path: Path) -> Columns:
             total = sum(info.file_size for info in entries.values())
             # A small file that claims to inflate to a huge one is an attack. The second bound is for large steps.
             if total > UNQUESTIONED and total > MOST_INFLATED * size:
-                raise RunFolderError(
-                    f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does"
-                )
+                claim = f"its {size:,} bytes claim to hold {total:,}, which no step does"
+                raise RunFolderError(f"{path} is damaged: {claim}")
             return {name: _column(archive, info, DTYPES[name]) for name, info in entries.items()}
     # Everything that a damaged archive raises in zipfile, zlib and numpy.
     except (
@@ -370,8 +369,7 @@ def read_columns(path: Path) -> Columns:
 
 
 def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[Any]) -> np.ndarray:
-    """One column, one-dimensional and of its type. ValueError where its header has another type or shape, or does not
-    fit its size."""
+    """One column. ValueError where its header has another type or shape, or does not fit its size."""
     with archive.open(info) as entry:
         # Headers of other versions are longer and parsed by other code.
         if np.lib.format.read_magic(entry) != (1, 0):

@@ -79,15 +79,12 @@ def leading(points: Sequence[SearchPoint]) -> list[SearchPoint]:
     if not grades.graded:
         return list(points)
     low, high = grades.scale
-    return [
-        replace(p, score=Score.of([*p.means.values()], low, high), values=p.means, width=high - low, grades=grades)
-        for p in points
-    ]
+    top = {"width": high - low, "grades": grades}
+    return [replace(p, score=Score.of([*p.means.values()], low, high), values=p.means, **top) for p in points]
 
 
 def frontier(points: Sequence[SearchPoint]) -> list[SearchPoint]:
-    """The points that are better than every point with as many tokens or fewer, ordered by tokens. Points without a
-    judged task are left out."""
+    """The points that are better than every point with as many tokens or fewer, by tokens, where tasks were judged."""
     best: list[SearchPoint] = []
     # From few tokens to many, and of equal ones the best first: each that is better than the last that was kept.
     judged = [p for p in points if p.score.prompts]

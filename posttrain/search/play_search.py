@@ -124,8 +124,6 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
 def _weight(search: StepSearch, b: Beginning) -> float:
     """The weight of an answer in a vote: its score, which must not be negative."""
     if (worth := search.worth(b)) < 0:
-        raise ConfigError(
-            f"a weighted vote adds scores up, and an answer scores {worth:.3g}: weigh by a process reward model or a"
-            " judge, whose scores are not negative, or take best_of"
-        )
+        how = "weigh by a process reward model or a judge, whose scores are not negative, or take best_of"
+        raise ConfigError(f"a weighted vote adds scores up, and an answer scores {worth:.3g}: {how}")
     return worth

@@ -130,8 +130,7 @@ class StepSearch:
         return max(ended_ones, key=self.worth)
 
     async def grown(self, task: Task, ones: Sequence[Beginning], count: int, place: str) -> list[Beginning]:
-        """`count` continuations of each beginning by one step, with the score of the new step. Equal ones are kept
-        once."""
+        """`count` continuations of each beginning by one step, with the score of the new step; equal ones once."""
         # The engine ends the turn at the separator, which is part of the step that it ends.
         sampling = replace(self.sampling, stop=(*self.sampling.stop, self.separator))
         places = [(b, f"{place}/{n}/{i}") for n, b in enumerate(ones) for i in range(count)]
@@ -158,8 +157,7 @@ class StepSearch:
         return Beginning(said, begun.scores, None if step_ended else turn.stop)
 
     async def scored(self, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
-        """The beginnings with the scores of all their steps, or with one score of the whole answer; without one where
-        there is no source of scores, or it failed."""
+        """The beginnings with the scores of all their steps, or one of the whole answer, where there is a source."""
         if not ones:
             return []
         # Only one source is asked: scores of steps first, then the judge of whole answers, then the environment.

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -31,8 +31,7 @@ COMMAND = (
 
 
 def die_with(parent: int) -> None:
-    """Called in the new process: from now on the kernel kills it when the process `parent` ends. If that has ended
-    already, the process ends here."""
+    """Called in the new process: the kernel kills it when the process `parent` ends, or it ends here if that has."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
@@ -82,25 +81,22 @@ def begun(program: str, **popen_options: Any) -> subprocess.Popen[bytes]:
         popen_options: further arguments of `subprocess.Popen`.
     """
     code = COMMAND.format(path=sys.path, parent=os.getpid(), program=program)
-    return _starter().start([sys.executable, "-c", code], popen_options)
+    started: Future[subprocess.Popen[bytes]] = Future()
+    _starter().requests.put((started, [sys.executable, "-c", code], popen_options))
+    return started.result()
 
 
 class _Starter:
     """A thread that starts processes and never ends before its process does."""
 
     def __init__(self) -> None:
-        self._requests: queue.SimpleQueue[tuple[Future[Any], Sequence[str], dict[str, Any]]] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[tuple[Future[Any], list[str], dict[str, Any]]] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="starts processes", daemon=True)
         self.thread.start()
 
-    def start(self, command: Sequence[str], popen_options: dict[str, Any]) -> subprocess.Popen[bytes]:
-        started: Future[subprocess.Popen[bytes]] = Future()
-        self._requests.put((started, command, popen_options))
-        return started.result()
-
     def _work(self) -> None:
         while True:
-            started, command, popen_options = self._requests.get()
+            started, command, popen_options = self.requests.get()
             try:
                 started.set_result(subprocess.Popen(command, **popen_options))
             except BaseException as error:

@@ -26,8 +26,7 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]:
-    """Run all until `count` have ended and cancel the rest. Returns their results in the order of `work`. An error is
-    raised as it is."""
+    """Run all until `count` have ended and cancel the rest. Returns their results in order. Errors are raised."""
     if count >= len(work):
         return await together(work)
     tasks = [asyncio.ensure_future(w) for w in work]

@@ -35,8 +35,7 @@ class InvariantError(PosttrainError):
 
 
 class DataError(PosttrainError):
-    """The user's data or model cannot be read, or is not what it should be. The message names file and line where it
-    can. Exit code 4."""
+    """The user's data or model cannot be read, or is wrong. The message names file and line if it can. Exit code 4."""
 
     exit_code = 4
 
@@ -54,8 +53,7 @@ class RunFolderError(PosttrainError):
 
 
 class UntrustedError(RunFolderError):
-    """A run folder that this user did not make on this machine needs code, addresses, secrets or files elsewhere. Exit
-    code 5."""
+    """A run folder that this user did not make here needs code, addresses, secrets or files elsewhere. Exit code 5."""
 
 
 class EngineError(PosttrainError):
@@ -95,8 +93,7 @@ def closest(name: str, valid: Iterable[str]) -> str | None:
 
 
 def at_least(owner: object, path: str, **least: float) -> None:
-    """ConfigError for the first of these fields of `owner` whose value is smaller than it may be; None passes. `path`
-    stands before the name in the message."""
+    """ConfigError for the first of these fields of `owner` below its bound; None passes. `path` stands before names."""
     for name, bound in least.items():
         if (value := getattr(owner, name)) is not None and not value >= bound:
             raise ConfigError(f"{path}{name}={value}: must be >= {bound}")

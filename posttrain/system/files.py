@@ -56,8 +56,7 @@ def write_file(path: Path, data: bytes, durable: bool = True) -> None:
     try:
         part.write_bytes(data)
         if durable:
-            # Before the rename: after a power cut the new name must not stand for a file whose content was not written
-            # yet.
+            # Before the rename: after a power cut the new name must not stand for a file without its content.
             sync(part)
         os.replace(part, path)
     except BaseException:

@@ -14,8 +14,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of two settings of glibc's `mallopt`, both sizes in bytes: free memory at the end of its heap above the first
 is returned to the system; a block above the second is a mapping of its own, which is returned when it is freed."""
 OFTEN_FREED = 32 << 20
-"""In a process that often frees large blocks, glibc by itself raises `M_MMAP_THRESHOLD` to this value, and
-`M_TRIM_THRESHOLD` to twice this value."""
+"""`M_MMAP_THRESHOLD` as glibc raises it itself where large blocks are often freed; `M_TRIM_THRESHOLD` is twice that."""
 NEVER = -1
 """Value of `M_TRIM_THRESHOLD` with which glibc never returns the end of its heap."""
 THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
@@ -51,8 +50,7 @@ def processor() -> str:
 
 
 def free_memory() -> int | None:
-    """Bytes of main memory that a program may still take: what the machine has, and what its control group allows.
-    None where the system does not tell."""
+    """Bytes of main memory that a program may still take, of machine and control group. None where that is unknown."""
     limits: list[int] = []
     # In a container this file is the whole machine's, so the limits of the control group count too.
     with suppress(OSError, ValueError, IndexError):

@@ -100,8 +100,7 @@ def guard_logs() -> None:
 
 
 def quiet_libraries() -> None:
-    """From here on, messages of libraries for programmers are not printed: a name is deprecated, or a part of a package
-    is missing which posttrain does not use."""
+    """From here on, messages of libraries for programmers are not printed, such as that a name is deprecated."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(peft|torch|torchao|transformers)\b")

@@ -85,8 +85,7 @@ class ExpectedUpdate:
     size: float
     """Scale for differences from `move`: how far such a step moves an entry with a large gradient."""
     along: bool = False
-    """Whether only the part of the step along `move` is compared: the optimizer's arithmetic adds noise in other
-    directions, which may be as large as `move`."""
+    """Whether only the part along `move` is compared: in other directions the arithmetic's noise may be as large."""
 
 
 class AdapterTrial(Protocol):

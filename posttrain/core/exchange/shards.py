@@ -81,8 +81,7 @@ class DividedGradients(Protocol):
     """An optimizer that may have a part of some weights in this process, and other weights whole in every process."""
 
     def agree(self) -> None:
-        """For weights that every process has whole, take the gradients of the first process. All processes call this at
-        once, before the step."""
+        """For weights that every process has whole, take the gradients of the first. All call it before the step."""
         ...
 
 

@@ -11,8 +11,7 @@ from posttrain.core.measure.interval import Gain, Score
 from posttrain.core.measure.number_text import number_text
 
 Rows = Mapping[str, tuple[float, float]]
-"""(sum of weight * negative log-prob, sum of weights) over the tokens of each demonstration. The key is a digest of its
-tokens."""
+"""(sum of weight * negative log-prob, sum of weights) over the tokens of each demonstration, by a digest of these."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ Z95 = 1.959963984540054
 
 
 def interval(mean: float, low: float, high: float, sign: str = "") -> str:
-    """A mean with its interval as text: `-` if nothing was judged, and `[one prompt]`, the usual reason, where there is
-    no interval.
+    """A mean with its interval as text: `-` if nothing was judged, `[one prompt]` where there is no interval.
 
     ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
     """
@@ -145,8 +144,7 @@ class Gain:
         """The gain over the prompts that are in both; each maps a prompt to the mean of its samples.
 
         One imagined prompt is added at each end, as Agresti and Min (2005) add pairs to the table of two proportions.
-        The interval is the normal one of all these values, cut to the scale (differences are in [-scale, scale]), so it
-        is never a point.
+        The interval is the normal one, cut to the scale (differences are in [-scale, scale]), and never a point.
 
         >>> g = Gain.of({i: 0.25 for i in range(40)}, {i: 0.25 + i % 2 / 2 for i in range(40)})
         >>> print(g, g.better, g.worse)

@@ -52,8 +52,7 @@ class Right:
 
 
 def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = False) -> Right:
-    """Returns the rule for right answers, from the sources that are paid, or with `measured` from those that are
-    measured."""
+    """Returns the rule for right answers, from the sources that are paid, or with `measured` from the measured ones."""
     if named is not None:
         return Right(named, True)
     sources = [j for j in verdicts if (j.measured if measured else j.counts)]
@@ -115,8 +114,7 @@ class Grades:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The ends of the scale. For grades that differ: the smallest and the largest outcome. Else a scale that
-        contains 0, 1 and the outcomes.
+        """The ends of the scale: the outcomes' own for grades that differ, else with 0, 1 and the outcomes.
 
         >>> Grades.of([16, 18.5]).scale, Grades.of([0, 0]).scale, Grades.of([-1.0, -1.0]).scale
         ((16.0, 18.5), (0.0, 1.0), (-1.0, 1.0))
