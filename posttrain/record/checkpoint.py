@@ -175,10 +175,7 @@ def pick(
     folder: Path, readable: list[Checkpoint], damaged: list[DamagedCheckpoint], which: str | None, words: Sequence[str]
 ) -> tuple[Checkpoint | DamagedCheckpoint, str] | None:
     """(the checkpoint of a name or a word, what is wrong with its files or ''). None where the run has none yet.
-
-    Args:
-        which: a name, or one of `words`: `last`, `best`. None: the last one.
-    """
+    `which`: a name, or one of `words`: `last`, `best`. None: the last one."""
     chosen = readable[-1] if readable else None
     if which is None or (which == "last" and which in words):
         # Damage of checkpoints before the chosen one does not matter. A readable older one never passes for the last.
@@ -199,11 +196,7 @@ def pick(
 
 def find(folder: Path, which: str = "last") -> Checkpoint:
     """The checkpoint `last`, `best` or of a name, after its files, the model's configuration and the tokenizer were
-    checked.
-
-    Raises:
-        RunFolderError: it is damaged or not there. The message names the newest undamaged checkpoint.
-    """
+    checked. RunFolderError, with the newest undamaged one, where it is damaged or not there."""
     refuse_damage_beside(folder)
     readable, damaged = survey(folder)
     if not readable and not damaged:

@@ -101,11 +101,8 @@ def _checked(data: Mapping[str, Any], before: str, place: str, error: type[Postt
 
 
 def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = DataError) -> None:
-    """Checks that each model in the line is what the link before it left.
-
-    Raises:
-        error: two links have other tokenizers, other chat templates, or other weights.
-    """
+    """Checks that each model in the line is what the link before it left: `error` where two links have other
+    tokenizers, other chat templates, or other weights."""
     for before, link in pairwise(links):
         _same_text(before, link, "tokenizer", "its token ids mean other text", error)
         _same_text(before, link, "template", "a conversation becomes other tokens", error)
@@ -130,11 +127,8 @@ def _same_text(before: LineageLink, link: LineageLink, what: str, means: str, er
 
 
 def read_lineage(folder: Path, error: type[PosttrainError] = DataError) -> tuple[LineageLink, ...]:
-    """The links of `lineage.json` in a folder; () where there is none.
-
-    Raises:
-        error: it is damaged, was changed, or its links do not fit each other.
-    """
+    """The links of `lineage.json` in a folder; () where there is none. `error` where it is damaged, was changed, or its
+    links do not fit each other."""
     data = lineage_data(folder, error)
     if data is None:
         return ()

@@ -60,13 +60,11 @@ def save_groups(path: Path, groups: Sequence[Group]) -> None:
 
 
 def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int], Task] | None = None) -> list[Group]:
-    """The groups of `queued` that had ended.
+    """The groups of `queued` that had ended. RunFolderError where the file and the rows do not belong together, or the
+    tasks are others.
 
     Args:
         task: gives a task of the source by its index. None: tasks as they were written, which nothing judges again.
-
-    Raises:
-        RunFolderError: the file and the rows do not belong together, or the tasks are others.
     """
     # Groups that had not ended have no episodes in the file. They are asked again.
     ended = [q for q in queued if q.siblings]

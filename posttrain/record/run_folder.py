@@ -61,7 +61,6 @@ def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
 
 
 def _lineages(run: Run) -> dict[str, Any]:
-    """The lineage of each stage's algorithm, by the name of the stage."""
     algorithms = ((s.name, getattr(s, "algorithm", None)) for s in run.stages)
     return {name: lineage(a) for name, a in algorithms if isinstance(a, AnyAlgorithm)}
 
@@ -115,10 +114,7 @@ class RunFolder:
     @staticmethod
     def create(folder: Path | str, run: Run, facts: Mapping[str, Any]) -> RunFolder:
         """A new run folder. `facts` (versions, machine, digests, argv) are written into run.json beside the tree.
-
-        Raises:
-            RunFolderError: the folder already holds a run or other files, is in use, or cannot be written.
-        """
+        RunFolderError where it already holds a run or other files, is in use, or cannot be written."""
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -236,10 +232,7 @@ class RunFolder:
         self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None
     ) -> Checkpoint:
         """Write a checkpoint, durably: `write` puts its files into the given folder, `state` is plain data.
-
-        Raises:
-            RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is lost.
-        """
+        RunFolderError where the disk is full; it names the checkpoint that is still good. Nothing is lost."""
         # The record must be on the disk before a checkpoint contains its length.
         self.sync()
         return self._checkpoints.write(name, write, state, metric, Position(self._steps.position, self._index.position))
@@ -257,12 +250,9 @@ class RunFolder:
     def reopen(self, ended: Checkpoint, name: str, state: Mapping[str, Any], gauges: Gauges) -> Checkpoint:
         """Replaces the checkpoint at the end of the last stage by one inside that stage, so that the stage can go on.
 
-        Args:
-            name, state: of the new checkpoint. Its files and its metric are those of `ended`.
-            gauges: of the evaluation at the end. They are added to the last line of the record, as in a stage that was
-                longer from the beginning.
-
-        If the process is killed in between, the folder can be resumed, or is finished as before.
+        `name` and `state` are of the new checkpoint; files and metric are those of `ended`. `gauges` of the evaluation
+        at the end are added to the last line of the record, as in a stage that was longer from the beginning. After a
+        kill in between, the folder can be resumed, or is finished as before.
         """
         amended = self.folder / AMENDED
         size = self._steps.position

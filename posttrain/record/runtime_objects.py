@@ -192,12 +192,8 @@ class RuntimeObjects:
         return ""
 
     def rows(self, name: str) -> Iterator[tuple[str, Any]]:
-        """The lines of the rows of a name in the tree as (place, parsed JSON).
-
-        Raises:
-            ConfigError: they were neither handed nor kept.
-            RunFolderError: the kept file was changed.
-        """
+        """The lines of the rows of a name in the tree as (place, parsed JSON). ConfigError where they were neither
+        handed nor kept, RunFolderError where the kept file was changed."""
         digest = name.removeprefix(INLINE)
         # Lines are cut at newlines only. `splitlines` would also cut at other separators inside texts.
         for number, line in enumerate(self._text(digest).removesuffix("\n").split("\n"), 1):

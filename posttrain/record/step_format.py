@@ -333,11 +333,8 @@ MOST_INFLATED = 200
 
 
 def read_columns(path: Path) -> Columns:
-    """The columns of a file. Sizes, types and shapes are checked before anything is inflated.
-
-    Raises:
-        RunFolderError: the file is missing or damaged, or would inflate to more than a step can have.
-    """
+    """The columns of a file. Sizes, types and shapes are checked before anything is inflated. RunFolderError where it
+    is missing or damaged, or would inflate to more than a step can have."""
     if not os.path.lexists(path):
         raise RunFolderError(f"{path} is missing")
     try:

@@ -23,12 +23,7 @@ YOUNG = 3.0
 
 
 class Callers:
-    """The open connections, by their socket.
-
-    Args:
-        most: connections at once.
-        per_address: connections at once from one address, or one IPv6 network of 64 bits.
-    """
+    """The open connections, by their socket: at most `most` at once, `per_address` of one address or IPv6 network."""
 
     def __init__(self, most: int, per_address: int) -> None:
         self.most, self.per_address = most, per_address
@@ -91,7 +86,6 @@ class Callers:
         return True
 
     def _forget(self, wire: socket.socket) -> None:
-        """Removes a connection from the counts."""
         if wire in self._held:
             address = self._held.pop(wire)[0]
             self._count[address] -= 1

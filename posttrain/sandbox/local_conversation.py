@@ -151,7 +151,6 @@ class LocalConversation:
             return unsent[:0]  # the process has ended, which the zygote reports
 
     def _send(self, message: bytes) -> None:
-        """Sends a message to the zygote."""
         try:
             self.worker.control.send(message)
         except OSError as error:

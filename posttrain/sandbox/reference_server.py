@@ -67,12 +67,8 @@ class Busy(RuntimeError):
 class Executor(ThreadingHTTPServer):
     """Answers `/v1/about`, `/v1/run` and `/v1/session`; each connection has a thread, the sandbox its own queue.
 
-    Closing it ends every session and every sandbox.
-
-    Args:
-        connections: connections at once. At the limit a silent one is closed for a new one; if all are being answered,
-            new ones wait.
-        per_address: connections at once from one address. If all of those are being answered, further ones are closed.
+    Closing it ends every session and every sandbox. At `connections` at once, a silent one is closed for a new one; if
+    all are being answered, new ones wait, and of one address (at `per_address`) further ones are closed.
     """
 
     daemon_threads = True
@@ -229,7 +225,6 @@ class Handler(BaseHTTPRequestHandler):
         return value
 
     def _answer_to(self, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request by its method and path."""
         box = self.server.sandbox
         match self.command, path:
             case "GET", ["about"]:
@@ -251,14 +246,12 @@ class Handler(BaseHTTPRequestHandler):
         raise BadRequest(f"{self.command} {self.path[:80]} is nothing to ask")
 
     def _session(self, name: str) -> PythonSession:
-        """The session of this name."""
         with self.server.guard:
             if name not in self.server.sessions:
                 raise SandboxBroken("there is no such session (any more)")
             return self.server.sessions[name]
 
     def _say(self, status: int, body: dict[str, Any]) -> None:
-        """Sends an answer as JSON."""
         text = json.dumps(body).encode()
         self.send_response_only(status)
         self.send_header("Content-Type", "application/json")

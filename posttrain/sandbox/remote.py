@@ -105,12 +105,8 @@ class RemoteWorker(SandboxWorker):
             raise SandboxUnavailableError(f"{said}, which is no executor of version {VERSION} with a sandbox")
 
     def ask(self, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
-        """Send one request. Returns its answer, which must be complete after `seconds`.
-
-        Raises:
-            SandboxBroken: there is no valid answer.
-            SandboxUnavailableError: the executor refuses the request, and would refuse it again.
-        """
+        """Send one request. Returns its answer, which must be complete after `seconds`. SandboxBroken where it is not
+        valid, SandboxUnavailableError where the executor refuses the request, and would refuse it again."""
         received, status, late = b"", 0, threading.Event()
         # The socket's time-out is for each read, and a byte now and then would never exceed it. The timer limits all.
         timer = threading.Timer(seconds, self._hang_up, (late,))

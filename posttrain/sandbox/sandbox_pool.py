@@ -109,12 +109,8 @@ class Sandbox:
         call: Call | None = None,
         limits: ProgramLimits | None = None,
     ) -> Ran:
-        """Run one program, or call one of its functions.
-
-        Raises:
-            SandboxBroken: several sandboxes were lost; this is no result of the program.
-            SandboxUnavailableError: a sandbox could not be started (any more).
-        """
+        """Run one program, or call one of its functions. SandboxBroken where several sandboxes were lost, which is no
+        result of the program; SandboxUnavailableError where one could not be started (any more)."""
         submission = self._ask(program, stdin, call, limits)
         try:
             return await asyncio.wrap_future(submission.answer)
@@ -166,7 +162,6 @@ class Sandbox:
     def _ask(
         self, program: str | bytes, stdin: str | bytes, call: Call | bytes | None, limits: ProgramLimits | None
     ) -> _Submission:
-        """Puts a program into the queue."""
         encoded_call = b"" if call is None else as_json(call) if isinstance(call, Call) else call
         job = Job(as_bytes(program), as_bytes(stdin), encoded_call, limits or self.limits)
         submission = _Submission(job, Future())
@@ -247,7 +242,6 @@ class _Programs:
         return worker
 
     def _start(self, limits: ProgramLimits | None) -> SandboxWorker:
-        """Starts a sandbox and counts it."""
         with self.threads.lock:
             self.counts.started += 1
         return begin(self.backend, limits)

@@ -79,7 +79,6 @@ def _final(text: str) -> str | None:
 
 
 def _line(text: str) -> str | None:
-    """The last line of a text."""
     lines = spoken(text).strip().splitlines()
     return lines[-1].strip() if lines else None
 
@@ -89,12 +88,8 @@ ANSWERS: Mapping[str, Callable[[str], str | None]] = {"integer": last_integer, "
 
 
 async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
-    """The answer that a search finds for a task.
-
-    Raises:
-        InvariantError: the search did not do what it says (`posttrain.search.search_checks`).
-        ConfigError: a weighted vote met a score below 0.
-    """
+    """The answer that a search finds for a task. InvariantError where the search did not do what it says
+    (`posttrain.search.search_checks`), ConfigError where a weighted vote met a score below 0."""
     search = replace(tools, aggregate=kind.aggregate)
     match kind:
         case BestOfN():

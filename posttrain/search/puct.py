@@ -66,12 +66,8 @@ class TreeNode:
 async def tree_search(
     search: StepSearch, task: Task, *, expansions: int, expand: int, exploration: float = 1.0, rule: TreeRule = "puct"
 ) -> Beginning:
-    """The best of the answers that ended in a tree search. If none ended, the best beginning is continued to its end.
-
-    Args:
-        expansions: how often a node is given children, `expand` continuations of it.
-        rule: which node goes on.
-    """
+    """The best of the answers that ended in a tree search, in which a node is given `expand` children `expansions`
+    times. If none ended, the best beginning is continued to its end."""
     root = TreeNode(Beginning(np.zeros(0, np.int32)))
     for number in range(expansions):
         if root.finished or not search.goes_on(task):

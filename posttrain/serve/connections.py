@@ -146,12 +146,7 @@ class Connection(web.RequestHandler):
 
 
 class Listener:
-    """Accepts connections for one application, and keeps them within the limits.
-
-    Args:
-        server: aiohttp's server, which parses and handles requests.
-        limits: the limits on callers.
-    """
+    """Accepts connections for one application, within the limits. aiohttp's `server` handles requests."""
 
     def __init__(self, server: web.Server, limits: CallerLimits) -> None:
         self.server, self.limits = server, limits
@@ -219,7 +214,6 @@ class Listener:
             connection.cut()
 
     def _listen(self) -> None:
-        """Begins to accept."""
         self._resume = None
         for sock in self._sockets:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
@@ -307,11 +301,8 @@ def refuse(wire: socket.socket) -> None:
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets at every address of a host name, all with one port.
-
-    Raises:
-        OSError: the name has no address, or an address cannot be bound.
-    """
+    """Listening sockets at every address of a host name, all with one port. OSError where there is none, or one cannot
+    be bound."""
     sockets: list[socket.socket] = []
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -334,7 +325,6 @@ async def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> socket.socket:
-    """A listening socket at one address."""
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

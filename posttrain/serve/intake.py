@@ -172,7 +172,6 @@ class Intake:
                 raise Refusal(f"{param}: {unknown[:5]} are no tokens of this model (0..{most - 1})", param=param)
 
     def _prompt(self, prompt: str | list[int]) -> np.ndarray:
-        """The ids of one prompt of a completion."""
         if isinstance(prompt, str):
             # JSON can hold half a surrogate pair, which has no UTF-8; here only its length counts.
             self._short(len(prompt.encode(errors="surrogatepass")), "prompt")
@@ -185,7 +184,6 @@ class Intake:
         return np.array(prompt, np.int32)
 
     def _chat(self, asked: ChatRequest) -> np.ndarray:
-        """The ids of the prompt of a chat."""
         if not self.served.renderer.tokenizer.chat_template:
             raise Refusal(
                 f"{self.served.name} has no chat template, so messages cannot be written for it: use /v1/completions,"
@@ -241,7 +239,6 @@ class Intake:
             self._full(param, f"{length} {what}")
 
     def _full(self, param: str, what: str, more: str = "") -> NoReturn:
-        """Raises the refusal of a prompt that leaves no room to answer."""
         message = f"{param}: {what} leave no room to answer in a context of {self.served.sampler.context}{more}"
         raise Refusal(f"{message}; shorten it", param=param, code="context_length_exceeded")
 

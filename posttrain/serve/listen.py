@@ -32,10 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @asynccontextmanager
 async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
     """Listen; yields the base address. At the end of the block open requests have `GRACE` seconds to finish.
-
-    Raises:
-        ConfigError: the address is in use, or is not an address of this machine.
-    """
+    ConfigError where the address is in use, or none of this machine."""
     loop = asyncio.get_running_loop()
     # handler_cancellation: a caller that leaves cancels its handler, and with it the tokens nobody will read.
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=GRACE)
@@ -106,7 +103,6 @@ async def serve(
 
     Args:
         facts: lines about the model, for the banner.
-        say: prints a line.
         token_env: the environment variable that holds the token, if one does.
     """
     check_address(host, served.token)

@@ -66,7 +66,6 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Returns whether a value has this type of JSON."""
     # In JSON 1.0 is the integer 1.
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()
@@ -75,7 +74,6 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal in JSON."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -111,7 +111,6 @@ class Server:
         return card | {"root": s.root, "max_model_len": s.sampler.context}
 
     async def _generate(self, kind: type[GenerationRequest], prefix: str, request: web.Request) -> web.StreamResponse:
-        """Reads a request of one kind and answers it."""
         self._intake.check(request)
         fields, prompts = await self._intake.read(request, kind)
         waits_for(request, "answer")

@@ -168,11 +168,8 @@ class Shape:
         self.chat = isinstance(self.request, ChatRequest)
 
     def whole(self, choices: Sequence[Choice], scores: Mapping[int, Any] | None = None) -> Json:
-        """The answer to a request without stream.
-
-        Args:
-            scores: log-probs [T - 1] of each prompt, by Python `id` of its array of ids, where they were requested.
-        """
+        """The answer to a request without stream. `scores`: log-probs [T - 1] of each prompt, by Python `id` of its
+        array of ids, where they were requested."""
         kind = "chat.completion" if self.chat else "text_completion"
         answer = self._frame(kind, [self._choice(c, c.whole, c.finish) for c in choices])
         answer["usage"] = usage(choices)
@@ -212,7 +209,6 @@ class Shape:
         return self._chunk([]) | {"usage": usage(choices)}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        """A chunk of a stream with these choices."""
         chunk = self._frame("chat.completion.chunk" if self.chat else "text_completion", choices)
         return chunk | {"usage": None} if (options := self.request.stream_options) and options.include_usage else chunk
 

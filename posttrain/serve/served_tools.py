@@ -172,7 +172,6 @@ class ToolAnswer:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """A call in the form of OpenAI's API."""
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -74,12 +74,8 @@ def end_with(name: str, parent: int) -> threading.Event:
 
 
 def begun(program: str, **popen_options: Any) -> subprocess.Popen[bytes]:
-    """Start Python with this program, which ends with this process.
-
-    Args:
-        program: Python statements. They find the modules that this process finds.
-        popen_options: further arguments of `subprocess.Popen`.
-    """
+    """Start Python with this program (statements, which find the modules that this process finds), which ends with this
+    process. `popen_options` are further ones of `subprocess.Popen`."""
     code = COMMAND.format(path=sys.path, parent=os.getpid(), program=program)
     started: Future[subprocess.Popen[bytes]] = Future()
     _starter().requests.put((started, [sys.executable, "-c", code], popen_options))

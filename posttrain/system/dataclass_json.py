@@ -73,7 +73,6 @@ def fixed_items(declared: Any) -> tuple[Any, ...] | None:
 
 
 def _tuples(declared: Any) -> list[tuple[Any, ...]]:
-    """The arguments of each tuple among the alternatives."""
     return [typing.get_args(m) for m in members(declared) if typing.get_origin(m) is tuple]
 
 

@@ -37,11 +37,8 @@ class WorkerThreads(Generic[C]):
     """At most `most` threads. They begin when calls need them, and end when they are closed.
 
     The threads refer to this object. So its owner can be garbage-collected, and then closes it (`weakref.finalize`), if
-    neither `work` nor a call refers to the owner.
-
-    Args:
-        work: runs in each thread: answers the calls that it gets, with a worker that it begins and ends.
-        spare: seconds without a call after which a thread gets no more; None: it waits until the threads are closed.
+    neither `work` nor a call refers to the owner. `work` runs in each thread: it answers the calls that it gets, with a
+    worker that it begins and ends. After `spare` seconds without a call it gets no more (None: not before the end).
     """
 
     def __init__(self, name: str, most: int, work: Callable[[Iterator[C]], None], spare: float | None = None) -> None:
@@ -79,12 +76,8 @@ class WorkerThreads(Generic[C]):
             return unserved
 
     def close(self, end: Callable[[C], None] = lambda call: None, wait: bool = False) -> bool:
-        """Refuse what waits, and let the threads end. False, and nothing of it, in a forked child: they are not its.
-
-        Args:
-            end: ends a call that a thread answers now. Without it, such a call comes to its end.
-            wait: wait until all threads and their workers have ended.
-        """
+        """Refuse what waits, and let the threads end; with `wait`, wait for them and their workers. False, and nothing
+        of it, in a forked child. `end` ends a call that a thread answers now, which else comes to its end."""
         if os.getpid() != self._owner:
             return False
         with self.lock:

@@ -12,11 +12,9 @@ from posttrain.system.errors import InvariantError
 @dataclass(frozen=True, eq=False)
 class Shard:
     """A part of one named weight: the box of its full tensor that begins at `offsets` and is as large as `tensor`.
+    InvariantError where it does not lie inside.
 
     Example: rows 4 to 7 of a weight [10, 3] are `Shard("w", rows, (10, 3), (4, 0))`, with `rows` of shape [4, 3].
-
-    Raises:
-        InvariantError: the part does not lie inside the full tensor.
     """
 
     name: str

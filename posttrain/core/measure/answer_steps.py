@@ -68,13 +68,10 @@ def joined(steps: Sequence[str], separator: str) -> tuple[str, tuple[int, ...]]:
 
 
 def aggregated(scores: Sequence[float], aggregate: Aggregate) -> float:
-    """The scores of an answer's steps as one number.
+    """The scores of an answer's steps as one number; InvariantError where there is no step.
 
     >>> [round(aggregated([0.9, 0.4, 0.8], how), 3) for how in ("min", "product", "mean", "last")]
     [0.4, 0.288, 0.7, 0.8]
-
-    Raises:
-        InvariantError: there is no step.
     """
     if not scores:
         raise InvariantError("an answer without a step has no score: leave it out, or count it as not judged")
