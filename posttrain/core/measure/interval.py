@@ -18,6 +18,7 @@ Z95 = 1.959963984540054
 def interval(mean: float, low: float, high: float, sign: str = "") -> str:
     """A mean with its interval as text: `-` if nothing was judged, `[one prompt]` where there is no interval.
 
+    >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
     ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
     """
     if math.isnan(mean):
