@@ -271,9 +271,10 @@ def declared(environment: Any) -> Abilities:
     if callable(abilities):
         how = "abilities is a method. Write @property above it, so that it can be read"
         raise ConfigError(f"environment {class_name}: {how}")
-    found = "declares no abilities" if abilities is None else None
+    kind = type(abilities).__name__
+    problem = "declares no abilities" if abilities is None else f"has abilities of type {kind}, not Abilities"
     raise ConfigError(
-        f"environment {class_name} {found or f'has abilities of type {type(abilities).__name__}, not Abilities'}:"
+        f"environment {class_name} {problem}:"
         " derive it from posttrain.core.ports.Environment, or write `abilities = Abilities()` into it"
         " (posttrain.core.abilities) and name in it what the environment can do beside playing and judging"
     )

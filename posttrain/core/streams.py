@@ -202,6 +202,7 @@ class Scoring:
         if self.frozen is None:
             how = "build its roles with one, or take the pieces away that read it"
             raise InvariantError(f"algorithm {self.algorithm.name!r} reads a reference, and the stage has none: {how}")
+        return self.frozen
 
     @cached_property
     def own(self) -> Mapping[str, np.ndarray]:
