@@ -145,6 +145,10 @@ def verify_certificate(folder: Path) -> bool:
 
 def _way_out(folder: Path) -> str:
     """A sentence about what to do with a folder that differs from its certificate."""
+    return (
+        f"Export or copy it again. If you changed it on purpose, remove {CERTIFICATE} and {LINEAGE}: it is then a model"
+        " of its own, of which nothing is known"
+    )
 
 
 def first_unlike(names: Sequence[str]) -> str:
