@@ -22,8 +22,7 @@ class Scored(Streamed[tuple[np.ndarray, ...]]):
     HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
     unhinted: str = ""
-    """The reason why the teacher was shown nothing more than the policy, where it should have been; '' otherwise. Such
-    an episode has no gradient."""
+    """Why the teacher was shown nothing more than the policy, where it should have been (no gradient), or ''."""
 
     def __post_init__(self) -> None:
         if self.episode.reward is None:

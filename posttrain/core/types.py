@@ -54,8 +54,7 @@ class Task:
 
     @property
     def asked(self) -> str:
-        """A text that is equal for rows that ask the same. Answers to such rows are not independent, so they count as
-        one task. It is everything in the row except its id."""
+        """All but the id, as text. Rows that ask the same are not independent, and count as one task."""
         return json.dumps([self.prompt, self.answer, self.info], sort_keys=True, default=str)
 
 
@@ -64,8 +63,7 @@ SHOWN = -2
 
 
 OUTSIDE = -3
-"""Version of a token that a server's weights sampled, under sampling settings that cannot be checked. It is never
-learned from. Its log-prob is 0 where it is unknown."""
+"""Version of a token of a server whose sampling cannot be checked: never learned from; log-prob 0 where unknown."""
 
 
 OPPOSED = -4
@@ -74,8 +72,7 @@ OPPOSED = -4
 
 @dataclass(frozen=True)
 class TruncationSets:
-    """The token sets that truncated sampling (top-k, top-p, min-p) kept, one for each of n draws, ascending:
-    `ids[offsets[i]:offsets[i+1]]`."""
+    """The sets that truncated sampling kept, one for each of n draws, ascending: `ids[offsets[i]:offsets[i+1]]`."""
 
     offsets: np.ndarray
     ids: np.ndarray

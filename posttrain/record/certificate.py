@@ -109,8 +109,7 @@ def _counts(path: Path) -> bool:
 
 
 def verify_certificate(folder: Path) -> bool:
-    """Compare a directory with its certificate. False where it has none. DataError where a file is not as it says, or
-    it is damaged or of a failed export."""
+    """Compare a directory with its certificate; False where it has none. DataError where they differ, or it is bad."""
     path = folder / CERTIFICATE
     if not path.exists():
         return False

@@ -101,8 +101,7 @@ def _checked(data: Mapping[str, Any], before: str, place: str, error: type[Postt
 
 
 def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = DataError) -> None:
-    """Checks that each model in the line is what the link before it left: `error` where two links have other
-    tokenizers, other chat templates, or other weights."""
+    """Checks that each model in the line is what the link before it left: tokenizer, chat template and weights."""
     for before, link in pairwise(links):
         _same_text(before, link, "tokenizer", "its token ids mean other text", error)
         _same_text(before, link, "template", "a conversation becomes other tokens", error)

@@ -129,8 +129,7 @@ class SandboxWorker:
             finally:
                 os.close(info)
             self.pids = (process.pid,)
-            # bwrap may have failed and reported nothing, which `_greet` finds out. A pidfd is kept and not only the id,
-            # because another process may have the same id later.
+            # Where bwrap has failed, `_greet` finds that out. Another process may have the same id later: so a pidfd.
             with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
                 self.pids = (process.pid, json.loads(pipe.read() if start.reports else b"")["child-pid"])
                 self._init = os.pidfd_open(self.pids[1])

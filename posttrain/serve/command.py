@@ -102,8 +102,7 @@ def serve(
 
 
 def _stored(target: str | Path, checkpoint: str, overrides: Sequence[str]) -> Run:
-    """The run of a target before its overrides. Refuses, before anything heavy is imported, a target that is not there
-    and settings that no server reads."""
+    """The run of a target before its overrides. Refuses, before heavy imports, what is not there or no server reads."""
     check_target(target, checkpoint)
     stored = run_file(target).run if is_run(target) else model_run(target)
     for text in overrides:

@@ -82,8 +82,7 @@ class Connection(web.RequestHandler):
                 self._stuck = now, unwritten
             elif now - when > limits.write_seconds:
                 return True
-        # An answer may take as long as it needs. But where asyncio has stopped reading, because the caller sends more
-        # and more, it would not notice that the caller has gone.
+        # An answer may take long. But where asyncio has stopped reading, it does not notice that the caller has gone.
         if self.phase == "answer":
             return transport is not None and not transport.is_closing() and not transport.is_reading()
         seconds = {"idle": limits.idle_seconds, "headers": limits.header_seconds, "body": limits.body_seconds + LINGER}
@@ -280,8 +279,7 @@ class Listener:
         # At the limit of all, the address with the most loses one. So one caller cannot push out others.
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
-        # The longest silent one comes first, but may have sent data that was not read yet. Only a few are considered,
-        # because at the limit this runs for every new connection.
+        # The longest silent one comes first, but data may wait. Only a few are considered, as this runs at each accept.
         latest = self._loop.time() - YOUNG
         for connection in islice(self._silent.get(address or "", ()), LOOKED_AT):
             if connection.since <= latest and not connection.unread():
@@ -301,8 +299,7 @@ def refuse(wire: socket.socket) -> None:
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets at every address of a host name, all with one port. OSError where there is none, or one cannot
-    be bound."""
+    """Listening sockets at every address of a host name, all with one port; OSError where that cannot be had."""
     sockets: list[socket.socket] = []
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -207,8 +207,7 @@ class ChatMessage(RequestPart):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, message: Any) -> Any:
-        # Without null fields, because clients send back what they received, such as `refusal: null`. A message with
-        # calls may have no content.
+        # Clients send back what they received, such as `refusal: null`. A message with calls may have no content.
         if not isinstance(message, Mapping):
             return message
         fields = {k: v for k, v in message.items() if v is not None}

@@ -168,8 +168,7 @@ class Shape:
         self.chat = isinstance(self.request, ChatRequest)
 
     def whole(self, choices: Sequence[Choice], scores: Mapping[int, Any] | None = None) -> Json:
-        """The answer to a request without stream. `scores`: log-probs [T - 1] of each prompt, by Python `id` of its
-        array of ids, where they were requested."""
+        """The answer to a request without stream. `scores`: log-probs [T - 1], by Python `id` of the prompt's ids."""
         kind = "chat.completion" if self.chat else "text_completion"
         answer = self._frame(kind, [self._choice(c, c.whole, c.finish) for c in choices])
         answer["usage"] = usage(choices)

@@ -78,8 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def full(error: BaseException) -> tuple[str, str] | None:
-    """Returns the reason why nothing more can be written, and what helps; None for another error. Errors of libraries
-    in other languages are recognised by their message."""
+    """Why nothing more can be written, and what helps; None for another error. Some are known by their message only."""
     if isinstance(error, OSError) and error.errno in FULL:
         return FULL[error.errno]
     # Rust's libraries, such as safetensors, have the number only in their text.

@@ -61,8 +61,7 @@ SHARED = (InvariantError, RunFolderError)
 
 
 def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
-    """The results of `function` on each rank, in their order. An InvariantError or RunFolderError of one is raised on
-    every rank, and names the first such rank."""
+    """The results of `function` on each rank, in their order. An error of `SHARED` on one is raised on every rank."""
     if ranks.world == 1:
         return [function()]
     # An error is exchanged like a value: a rank that raised at once would leave the others waiting for ever.

@@ -95,8 +95,7 @@ def run(source: bytes, call: bytes, result: int) -> int:
     begin(module)
     try:
         status = _guarded(source, call, result, module)
-        # The process ends by os._exit, so what an interpreter does at its end is done here: an honest program relies
-        # on the wait for threads, on exit functions and on closed files.
+        # The process ends by os._exit, and an honest program relies on what an interpreter does at its end.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         # This closes files that only the program's names refer to, and so writes their buffers.

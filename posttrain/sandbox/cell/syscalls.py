@@ -56,8 +56,7 @@ mkdirat 258 futimesat 261 unlinkat 263 renameat 264 fchmodat 268 utimensat 280 r
 """)
 """Allowed only if all visible files are the sandbox's own, because Landlock does not check all of these calls."""
 ATTRIBUTES = range(188, 200)
-"""Extended attributes of files, from setxattr to fremovexattr. They are refused with the error of a file system without
-attributes, which `shutil` expects when it copies a file."""
+"""Extended attributes, from setxattr to fremovexattr: refused as by a file system without, as `shutil` expects."""
 PROCESSES = numbers("fork 57 vfork 58 execve 59 setpgid 109 setsid 112 waitid 247 pipe2 293 pidfd_open 434")
 
 # Flags of clone: every flag that makes a new namespace, and the one that makes a thread.

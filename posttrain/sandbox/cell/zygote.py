@@ -28,8 +28,7 @@ KILL = b"kill"
 GO, REST = b"go", b"rest"
 """Messages to a session: run a piece, with this many seconds of processor time; stop until the next piece."""
 REHEARSAL = "import json\ndef f(x): return json.loads('[1]')[0] + x\nf(1)"
-"""A program that a waiting child runs before its job comes. It touches pages of memory, so that the job has fewer page
-faults, each of which takes as long as hundreds of lines."""
+"""A program that a waiting child runs before its job comes, so that the job has fewer page faults, which are slow."""
 STEP, CORES = 0.01, os.cpu_count() or 1
 """Least seconds between two checks of a session's processor time, which all cores use up together."""
 CLEAN = b"clean"
