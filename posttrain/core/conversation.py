@@ -46,7 +46,7 @@ class LearnedConversation:
         return replace(self, weights=tuple(w if i in at else 0.0 for i, w in enumerate(self.weights)))
 
     def after(self, prompt: str | Sequence[Message]) -> bool:
-        """Returns whether it is a pair: `prompt` with one message of weight 1 behind it, the only one that is learned."""
+        """Returns whether it is a pair: `prompt` with one message of weight 1 behind it, the only one learned."""
         if isinstance(self.messages, str) or isinstance(prompt, str) or not self.messages:
             return False
         same = self.messages[:-1] == tuple(prompt)
