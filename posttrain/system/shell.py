@@ -69,9 +69,8 @@ def wrapped(text: str, width: int) -> list[str]:
             out.append(line)
             continue
         lead = line[: len(line) - len(line.lstrip())]
-        indents = {"initial_indent": lead, "subsequent_indent": f"{lead}  "}
-        whole = {"break_long_words": False, "break_on_hyphens": False}
-        out += textwrap.wrap(line.strip(), max(width, 40), **indents, **whole)
+        fill = textwrap.TextWrapper(max(width, 40), lead, f"{lead}  ", break_long_words=False, break_on_hyphens=False)
+        out += fill.wrap(line.strip())
     return out
 
 
