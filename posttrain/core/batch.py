@@ -116,8 +116,10 @@ class Packed:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], sequence: Sequence[int] | None = None, **further: Any) -> Self:
-        """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each). `further` are
-        other fields: units, and the streams of a `Batch` in packing order."""
+        """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each).
+
+        `further` are other fields: units, and the streams of a `Batch` in packing order.
+        """
         if not segments:
             raise InvariantError("nothing to pack: no segments")
         # pi is evaluated under the contract that drew the tokens, in one pass for all of them.

@@ -53,7 +53,10 @@ Content = str | tuple[ContentPart, ...]
 
 def content_of(value: Any) -> Content:
     """Checked content. Text is returned as it is. Parts may be `ContentPart`s or mappings with the same fields.
-    DataError where it is neither text nor parts, or a part is malformed or of an unknown type."""
+
+    Raises:
+        DataError: it is neither text nor parts, or a part is malformed or of an unknown type.
+    """
     if isinstance(value, str):
         return value
     # An empty list is an error and not an empty text: it does not say what was meant.

@@ -46,8 +46,11 @@ class Sampler(Protocol):
         ...
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> SampledTurn:
-        """Sample one turn after `ids` (int32 [T]), with the random numbers of `place`. DataError where the prompt is
-        empty or too long."""
+        """Sample one turn after `ids` (int32 [T]), with the random numbers of `place`.
+
+        Raises:
+            DataError: the prompt is empty or too long.
+        """
         ...
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
@@ -179,7 +182,10 @@ class Transport(Protocol):
 
     async def send(self, version: int, shards: Iterable[Shard], sampler: Sampler) -> str:
         """Make the sampler serve these weights as `version`; returns the fingerprint of what it then serves.
-        InvariantError where parts of a weight are missing, came twice, or do not fit together."""
+
+        Raises:
+            InvariantError: parts of a weight are missing, came twice, or do not fit together.
+        """
         ...
 
 

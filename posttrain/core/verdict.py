@@ -91,8 +91,10 @@ class Judged:
 
 
 def outcome(verdicts: Sequence[Judged]) -> float | None:
-    """The raw reward: weighted sum of the sources that gave a value; abstentions leave the sum. None where a source
-    failed (the sample is excluded) or where all abstained (nobody judged it)."""
+    """The raw reward: weighted sum of the sources that gave a value; abstentions leave the sum.
+
+    None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
+    """
     # Without the failed source the sum would be too low, and the policy would learn from an outage of ours.
     if failed(verdicts):
         return None

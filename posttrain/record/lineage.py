@@ -126,8 +126,11 @@ def _same_text(before: LineageLink, link: LineageLink, what: str, means: str, er
 
 
 def read_lineage(folder: Path, error: type[PosttrainError] = DataError) -> tuple[LineageLink, ...]:
-    """The links of `lineage.json` in a folder; () where there is none. `error` where it is damaged, was changed, or its
-    links do not fit each other."""
+    """The links of `lineage.json` in a folder; () where there is none.
+
+    Raises:
+        error: it is damaged, was changed, or its links do not fit each other.
+    """
     data = lineage_data(folder, error)
     if data is None:
         return ()

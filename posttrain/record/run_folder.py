@@ -250,9 +250,12 @@ class RunFolder:
     def reopen(self, ended: Checkpoint, name: str, state: Mapping[str, Any], gauges: Gauges) -> Checkpoint:
         """Replaces the checkpoint at the end of the last stage by one inside that stage, so that the stage can go on.
 
-        `name` and `state` are of the new checkpoint; files and metric are those of `ended`. `gauges` of the evaluation
-        at the end are added to the last line of the record, as in a stage that was longer from the beginning. After a
-        kill in between, the folder can be resumed, or is finished as before.
+        Args:
+            name, state: of the new checkpoint. Its files and its metric are those of `ended`.
+            gauges: of the evaluation at the end. They are added to the last line of the record, as in a stage that was
+                longer from the beginning.
+
+        If the process is killed in between, the folder can be resumed, or is finished as before.
         """
         amended = self.folder / AMENDED
         size = self._steps.position

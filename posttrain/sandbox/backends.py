@@ -180,7 +180,10 @@ def spaces(unprivileged: bool) -> list[str]:
 
 def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
     """Options that build the root directory: the interpreter under /python, libraries, null and urandom, a /tmp of
-    fixed size, no /proc. `tools` adds the system's programs, for jobs that may start processes."""
+    fixed size, no /proc.
+
+    `tools` adds the system's programs, for jobs that may start processes.
+    """
     options: list[str] = []
     version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
     # Directories that bwrap makes by itself are closed to other users, and for root the zygote becomes another one.

@@ -23,7 +23,12 @@ YOUNG = 3.0
 
 
 class Callers:
-    """The open connections, by their socket: at most `most` at once, `per_address` of one address or IPv6 network."""
+    """The open connections, by their socket.
+
+    Args:
+        most: connections at once.
+        per_address: connections at once from one address, or one IPv6 network of 64 bits.
+    """
 
     def __init__(self, most: int, per_address: int) -> None:
         self.most, self.per_address = most, per_address

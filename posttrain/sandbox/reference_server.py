@@ -67,8 +67,12 @@ class Busy(RuntimeError):
 class Executor(ThreadingHTTPServer):
     """Answers `/v1/about`, `/v1/run` and `/v1/session`; each connection has a thread, the sandbox its own queue.
 
-    Closing it ends every session and every sandbox. At `connections` at once, a silent one is closed for a new one; if
-    all are being answered, new ones wait, and of one address (at `per_address`) further ones are closed.
+    Closing it ends every session and every sandbox.
+
+    Args:
+        connections: connections at once. At the limit a silent one is closed for a new one; if all are being answered,
+            new ones wait.
+        per_address: connections at once from one address. If all of those are being answered, further ones are closed.
     """
 
     daemon_threads = True

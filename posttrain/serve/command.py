@@ -115,7 +115,10 @@ def _stored(target: str | Path, checkpoint: str, overrides: Sequence[str]) -> Ru
 
 def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
     """Settings of the embedded engine that serves: the run's own, or the defaults if the run used another engine.
-    ConfigError where an override names another engine, or a setting that a server does not use."""
+
+    Raises:
+        ConfigError: an override names another engine, or a setting that a server does not use.
+    """
 
     def given(name: str) -> bool:
         return any(text.strip().startswith(name) for text in overrides)

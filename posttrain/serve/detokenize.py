@@ -123,7 +123,10 @@ class Stops:
 
     def add(self, piece: str, armed: bool = True) -> str:
         """The text that can be sent now: up to a stop string, which is removed, or up to the possible start of one.
-        `armed`: whether a stop string that ends in this piece ends the text."""
+
+        Args:
+            armed: whether a stop string that ends in this piece ends the text.
+        """
         if self.found or not self._stops:
             return "" if self.found else piece
         text, held = self._held + piece, len(self._held)

@@ -132,8 +132,11 @@ def capacity(limits: CallerLimits, files: int) -> str:
 def banner(
     served: ServedModel, url: str, host: str, facts: tuple[str, ...], token_env: str | None = None
 ) -> Iterator[str]:
-    """Lines about the model, the address, and an example request. `token_env`: the environment variable that holds the
-    token; it is then named and its value not printed."""
+    """Lines about the model, the address, and an example request.
+
+    Args:
+        token_env: the environment variable that holds the token; it is then named and its value not printed.
+    """
     yield from facts
     chat = bool(served.renderer.tokenizer.chat_template)
     only = "/completions (no chat: the tokenizer has no chat template)"

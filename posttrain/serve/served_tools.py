@@ -145,8 +145,10 @@ class ToolAnswer:
         return sendable
 
     def finish(self, finish: str) -> tuple[str, list[dict[str, Any]], str]:
-        """(the rest of the text, the calls in the form of OpenAI's API, the reason why the answer ended). An answer
-        that was cut off, or in which a call cannot be read, is text."""
+        """(the rest of the text, the calls in the form of OpenAI's API, the reason why the answer ended).
+
+        An answer that was cut off, or in which a call cannot be read, is text.
+        """
         rest = self.text[self.sent :]
         # An answer that was cut off may end inside a call, which must not be run.
         calls = parse(self.text, self.format).calls if finish == "stop" else ()

@@ -37,8 +37,13 @@ class WorkerThreads(Generic[C]):
     """At most `most` threads. They begin when calls need them, and end when they are closed.
 
     The threads refer to this object. So its owner can be garbage-collected, and then closes it (`weakref.finalize`), if
-    neither `work` nor a call refers to the owner. `work` runs in each thread: it answers the calls that it gets, with a
-    worker that it begins and ends. After `spare` seconds without a call it gets no more (None: not before the end).
+    neither `work` nor a call refers to the owner.
+
+    Args:
+        name: of the threads.
+        work: runs in each thread: answers the calls that the thread gets, with a worker that it begins, and ends the
+            worker when no more calls come.
+        spare: seconds without a call after which a thread gets no more; None: it waits until the threads are closed.
     """
 
     def __init__(self, name: str, most: int, work: Callable[[Iterator[C]], None], spare: float | None = None) -> None:

@@ -51,7 +51,10 @@ def filled(routed: np.ndarray, tokens: int) -> np.ndarray:
 
 def packed_routed(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray | None:
     """int16 [N, R, K]: the choices of sequences back to back, UNKNOWN where a sequence has none; None where none has.
-    InvariantError where they have different numbers of routers, or of experts for each token."""
+
+    Raises:
+        InvariantError: they have different numbers of routers, or of experts for each token.
+    """
     shapes = {p.shape[1:] for p in parts if p is not None}
     if not shapes:
         return None

@@ -55,7 +55,12 @@ def saved(shared: int) -> int:
 
 def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, computed: Sequence[int]) -> list[list[int]]:
     """Indices of the items in each bin, ascending. A bin holds items that fit into `room`, or one larger item alone.
-    `keys`: the tokens with which each begins. `computed`: its positions, or its size where it shares no beginning."""
+
+    Args:
+        keys: the tokens with which each item begins.
+        sizes: tokens of each item.
+        computed: computed positions of each item: equal to `sizes` where no beginning inside an item is shared.
+    """
     members_F, packed_F, computed_F = families(keys, sizes, room, computed)
     # First-fit decreasing: large families first, each into the first bin with room, so small ones
     # fill the gaps. The last sort key, the first index, makes the order a function of the batch alone.

@@ -61,8 +61,10 @@ class TokenScores:
 
 @dataclass(frozen=True, eq=False)
 class Odds:
-    """Position of each of M spoken tokens in the cumulative distribution of the p that it was drawn from; float64. Ids
-    are summed in ascending order: inverse-CDF sampling draws the token with any uniform number in [below, upto)."""
+    """Position of each of M spoken tokens in the cumulative distribution of the p that it was drawn from; float64.
+
+    Ids are summed in ascending order. Inverse-CDF sampling draws the token with any uniform number in [below, upto).
+    """
 
     below_M: np.ndarray
     """Probability of all ids below the token's."""

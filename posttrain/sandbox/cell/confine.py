@@ -53,7 +53,9 @@ def landlock_version() -> int:
 
 
 def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
-    """A Landlock rule set as a descriptor: `read` trees may be read (executed with `run`), `write` trees changed too.
+    """A Landlock rule set as a descriptor: `read` trees may be read (and executed with `run`), `write` trees changed
+    too.
+
     TCP is shut from version 4, abstract sockets and signals to other processes from version 6.
     """
     # A right that the rule set handles is refused everywhere except under a path with a rule for it. A right that it

@@ -143,8 +143,11 @@ PID, KEEPER, KEEPERS = 0x7A11C0D1, 0x7A11C0D2, 0x7A11C0D3
 
 
 def telling() -> bytes:
-    """The filter that reports every request for a network socket. Sockets of this machine are refused without a report,
-    because the C library asks for some when it looks up a user's name."""
+    """The filter that reports every request for a network socket.
+
+    Sockets of this machine are refused without a report, because the C library asks for some when it looks up a user's
+    name.
+    """
     refuse = op(RETURN, ERRNO | EPERM)
     local = arg(0) + op(EQUAL, UNIX, 0, 1) + refuse + op(EQUAL, NETLINK, 0, 1) + refuse
     return op(LOAD, 0) + when(SOCKET, local + op(RETURN, TELL)) + op(RETURN, ALLOW)
