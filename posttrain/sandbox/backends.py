@@ -82,7 +82,8 @@ ALLOW = "ALLOW_UNSANDBOXED_CODE"
 _ONE = "PYTHONUTF8 PYTHONDONTWRITEBYTECODE MALLOC_ARENA_MAX OPENBLAS_NUM_THREADS OMP_NUM_THREADS MKL_NUM_THREADS"
 _OTHER = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT = {**_OTHER, **dict.fromkeys(_ONE.split(), "1")}
-"""The zygote's whole environment. One malloc arena, because each takes 64 MiB of the address-space limit."""
+"""The zygote's whole environment; nothing of ours is inherited. It has one malloc arena, because every thread's arena
+would take 64 MiB of the address-space limit."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 """Directories of shared libraries, and of the time zones."""
 FLAGS = ("-s", "-S", "-P", "-B", "-m", "cell.zygote")
@@ -163,7 +164,8 @@ class Namespaces:
         # The bound counts all tasks of the sandbox's user: the program's children, the program itself, the zygote and,
         # for an ordinary user, the namespace's first process. Without children it only bounds threads.
         zygote_settings["tasks"] = limits.processes + 3 if limits.processes else 64
-        # bwrap gets an empty environment, which could be read in /proc. --clearenv is for the processes that it starts.
+        # bwrap itself gets an empty environment. --clearenv is only for the processes that it starts, and the
+        # environment of bwrap could be read in /proc.
         return Start((*command, "--", "/python/bin/python3", *FLAGS), {}, zygote_settings, reports=True)
 
 
@@ -174,7 +176,8 @@ def spaces(unprivileged: bool) -> list[str]:
     options += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if unprivileged:
         return [*options, "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
-    # For `confine.drop`, and SYS_ADMIN for `confine.bound_files`. The zygote loses all three before the first job.
+    # SETUID and SETGID are for `confine.drop`; SYS_ADMIN is for `confine.bound_files`, which mounts /tmp again.
+    # The zygote loses all three before the first job.
     return [*options, *(x for cap in ("SETUID", "SETGID", "SYS_ADMIN") for x in ("--cap-add", f"CAP_{cap}"))]
 
 
@@ -186,7 +189,8 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
     """
     options: list[str] = []
     version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
-    # Directories that bwrap makes by itself are closed to other users, and for root the zygote becomes another one.
+    # The modes are given, because directories that bwrap makes by itself are closed to other users, and for root the
+    # zygote becomes another user.
     for path in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/dev", "/usr", "/usr/share", "/etc"):
         options += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
@@ -271,8 +275,9 @@ class Unconfined:
                 "sandbox='none' is refused for root: model-written code would own this machine"
             )
         if os.environ.get(ALLOW) != "1":
-            rights = "runs model-written code with your user's full rights"
-            raise SandboxUnavailableError(f"sandbox='none' {rights}; it needs {ALLOW}=1 as well")
+            raise SandboxUnavailableError(
+                f"sandbox='none' runs model-written code with your user's full rights; it needs {ALLOW}=1 as well"
+            )
         if limits.processes:
             raise SandboxUnavailableError("sandbox='none' cannot end a program's children; processes need namespaces")
         command, where, _ = in_place(self.packages, self.interpreter, CELL)

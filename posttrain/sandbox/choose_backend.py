@@ -75,11 +75,7 @@ def choose(
     if not is_linux():
         raise SandboxUnavailableError(ELSEWHERE)
     if name == "none":
-        backend = Unconfined(packages, interpreter)
-        backend.start(-1, ProgramLimits())  # raises where it is not allowed
-        why = "model-written code runs with your user's full rights on this machine"
-        warnings.warn(f"sandbox=none: {why}", stacklevel=2)
-        return backend
+        return _unconfined(packages, interpreter)
     # A named backend has to pass the same self-test, and no other one is tried in its place.
     return first({name: ORDER[name]} if name != "auto" else ORDER, packages, interpreter)
 
@@ -93,11 +89,20 @@ def first(order: dict[str, Make], packages: tuple[str, ...], interpreter: str | 
         if not wrong:
             return backend
         reasons.append(f"  {name}: " + "; ".join(wrong))
-    refusal = "cannot run untrusted code safely on this machine, so it is not run."
-    raise SandboxUnavailableError("\n".join([refusal, *reasons, HELP]))
+    raise SandboxUnavailableError(
+        "\n".join(["cannot run untrusted code safely on this machine, so it is not run.", *reasons, HELP])
+    )
 
 
 @functools.cache
 def examined(backend: Backend) -> tuple[str, ...]:
     """The self-test's findings, computed once per process."""
     return tuple(selftest(backend))
+
+
+def _unconfined(packages: tuple[str, ...], interpreter: str | None) -> Backend:
+    """The backend without confinement, with a warning."""
+    backend = Unconfined(packages, interpreter)
+    backend.start(-1, ProgramLimits())  # raises where it is not allowed
+    warnings.warn("sandbox=none: model-written code runs with your user's full rights on this machine", stacklevel=3)
+    return backend

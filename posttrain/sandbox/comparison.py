@@ -146,7 +146,11 @@ def _text(value: Any) -> str:
 
 
 def _ordered(value: Any) -> Any:
-    """A value in which sets and dictionaries are sorted digests of their parts; texts would grow with each level."""
+    """A value in which the elements of sets and the entries of dictionaries are replaced by sorted digests of their
+    texts.
+
+    Digests are used because the texts of nested values would become longer with each level.
+    """
     if isinstance(value, list):
         return [_ordered(v) for v in value]
     if not isinstance(value, dict):

@@ -19,7 +19,8 @@ Phase = Literal["headers", "body", "answer", "idle"]
 SECONDS: dict[Phase, float] = {"headers": 10.0, "body": 60.0, "answer": float("inf"), "idle": 60.0}
 """Longest time in each phase. Writing an answer has its own limit (`Handler.timeout`)."""
 YOUNG = 3.0
-"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine may be."""
+"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine are silent
+too."""
 
 
 class Callers:
@@ -99,6 +100,7 @@ class Callers:
 
 
 def hang_up(wire: socket.socket) -> None:
-    """Shuts a connection down, so that a thread that reads returns. The state of TLS is that thread's, so below it."""
+    """Shuts a connection down while its thread may be reading, and the read returns. The socket below TLS is shut down,
+    because the state of TLS belongs to that thread."""
     with suppress(OSError):
         socket.socket.shutdown(wire, socket.SHUT_RDWR)

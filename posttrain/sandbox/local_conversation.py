@@ -1,6 +1,7 @@
 """One session in one sandbox, used by the thread that owns the sandbox: it begins, answers pieces, and ends.
 
-The process inside runs only while a piece is being answered. So an idle session costs memory but no time.
+The process inside runs only while a piece is being answered and is stopped in between. So an idle session costs memory
+but no time, and nothing that it started continues between pieces.
 """
 
 from __future__ import annotations
@@ -18,16 +19,7 @@ from posttrain.sandbox.cell.cells import LENGTH
 from posttrain.sandbox.cell.program import MEMORY_ERROR
 from posttrain.sandbox.cell.zygote import GO, KILL, REST
 from posttrain.sandbox.sandbox_types import KIB, ProgramLimits, Ran, SandboxBroken, Why
-from posttrain.sandbox.sandbox_worker import (
-    GRACE,
-    SPILL,
-    PipeReader,
-    SandboxWorker,
-    how_it_ended,
-    nothing,
-    silent,
-    told,
-)
+from posttrain.sandbox.sandbox_worker import GRACE, SPILL, PipeReader, SandboxWorker, how_it_ended, nothing, silent
 
 DONE = re.compile(rb"([0-9]{1,9}) ([0-9]{1,3})\n")
 """The line that says that a piece is done: its number and its status, `3 0`."""
@@ -38,7 +30,8 @@ CHATTER = 4 * KIB
 class LocalConversation:
     """A session's process in `worker`, which takes no other job until the session is over.
 
-    A piece that ends the process (by a limit, a crash) ends the conversation; `alive` is False then. `answered` counts.
+    A piece that ends the process (time limit, output limit, crash) ends the conversation too; `alive` is False then.
+    `answered` counts the pieces so far.
     """
 
     def __init__(self, worker: SandboxWorker, limits: ProgramLimits) -> None:
@@ -51,6 +44,7 @@ class LocalConversation:
         self._last_account: dict[str, Any] | None = None
         """The zygote's report about the whole process, once it has ended."""
         self._read_ends: dict[str, int] = {}
+        """Our ends of the pipes of standard output and standard error."""
         worker.settle()
         worker.jobs += 1
         with contextlib.ExitStack() as stack:
@@ -63,7 +57,8 @@ class LocalConversation:
             self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             stack.callback(theirs.close)
             self._wire.setblocking(False)
-            # In place of the pipe for a result, the job gets the socket that brings the pieces.
+            # In place of the pipe for a result, the job gets the socket that brings the pieces. Source and call are
+            # empty.
             request = json.dumps({"limits": limits.plain(), "session": True, "followed": False}).encode()
             try:
                 worker.begin(request, [nothing(), silent(stack), *writers, theirs.fileno(), nothing()])
@@ -78,8 +73,8 @@ class LocalConversation:
         readers = {fd: PipeReader(name, self.limits.output) for name, fd in self._read_ends.items()}
         try:
             status, stopped = self._exchange(piece, readers, start)
-            # A process that has not ended is stopped until the next piece. Its account comes from the zygote, and the
-            # last one where the piece was done just when it was told to end.
+            # If the process has not ended, it is stopped until the next piece, and the zygote sends the account of this
+            # piece. A piece that was told to end just when it was done gets the account of its process's end instead.
             if (account := self._last_account) is None:
                 if stopped is None:
                     self._send(REST)
@@ -91,7 +86,7 @@ class LocalConversation:
             raise
         if "status" in account:
             self._over()
-        return self._ran(status, stopped, account, {"seconds": time.monotonic() - start, **told(readers.values())})
+        return self._ran(status, stopped, account, {r.name: r for r in readers.values()}, time.monotonic() - start)
 
     def _exchange(self, piece: bytes, readers: dict[int, PipeReader], start: float) -> tuple[int | None, Why | None]:
         """Send the piece and read its output. Returns (status, why we stopped it); status None: the process ended."""
@@ -108,8 +103,9 @@ class LocalConversation:
                 # Two deadlines, as in `SandboxWorker._read_streams`: first for the piece, then for the sandbox.
                 seconds_left = start + self.limits.wall + (GRACE if stopped else 0.0) - time.monotonic()
                 if seconds_left <= 0 and stopped:
-                    why = f"no answer {GRACE:g} s after a session was told to end"
-                    raise SandboxBroken(f"{self.worker.backend.name}: {why}")
+                    raise SandboxBroken(
+                        f"{self.worker.backend.name}: no answer {GRACE:g} s after a session was told to end"
+                    )
                 ready = selector.select(max(0.0, seconds_left))
                 for key, events in ready:
                     # The zygote sends a message without a request only if the process has ended.
@@ -125,13 +121,12 @@ class LocalConversation:
                         if not unsent:
                             selector.modify(self._wire, selectors.EVENT_READ)
                     if events & selectors.EVENT_READ:
-                        received = b""
-                        with contextlib.suppress(OSError):  # the session has ended
-                            received = self._wire.recv(CHATTER)
+                        received = self._read_control()
                         control_text += received
                         if not received:
                             selector.unregister(self._wire)
-                        # The program can write this line itself, and so end its own piece early, but no other.
+                        # The program can write this line itself, and so end its own piece early. A line with the number
+                        # of another piece is ignored.
                         for number, status in DONE.findall(control_text):
                             if int(number) == self.answered:
                                 return int(status), stopped
@@ -150,6 +145,13 @@ class LocalConversation:
         except OSError:
             return unsent[:0]  # the process has ended, which the zygote reports
 
+    def _read_control(self) -> bytes:
+        """What the session has written on its socket; empty if it has ended."""
+        try:
+            return self._wire.recv(CHATTER)
+        except OSError:
+            return b""
+
     def _send(self, message: bytes) -> None:
         try:
             self.worker.control.send(message)
@@ -163,12 +165,20 @@ class LocalConversation:
         self.worker.control.settimeout(None)
         return message
 
-    def _ran(self, status: int | None, stopped: Why | None, account: dict[str, Any], streams: dict[str, Any]) -> Ran:
+    def _ran(
+        self,
+        status: int | None,
+        stopped: Why | None,
+        account: dict[str, Any],
+        readers: dict[str, PipeReader],
+        seconds: float,
+    ) -> Ran:
         """The outcome of a piece. `status` is None if its process has ended."""
         if account.get("ran") is False:
-            why = streams["stderr"].decode(errors="replace").strip()
-            unlike = f"the session could not be confined, so it did not run: {why}"
-            raise SandboxBroken(f"{self.worker.backend.name}: {unlike}")
+            why = bytes(readers["stderr"].head).decode(errors="replace").strip()
+            raise SandboxBroken(
+                f"{self.worker.backend.name}: the session could not be confined, so it did not run: {why}"
+            )
         # The account of a process that has ended is of its whole life, so the time of earlier pieces is subtracted.
         lost = "status" in account
         cpu = max(0.0, float(account["cpu"]) - (self._used if lost else 0.0))
@@ -181,8 +191,20 @@ class LocalConversation:
             outcome = "error" if why_ended == "ok" else why_ended
         else:
             outcome = stopped or ("ok" if status == 0 else "memory" if status == MEMORY_ERROR else "error")
-        costs = {"cpu": cpu, "peak": int(account.get("peak", 0)), "network": account["network"]}
-        return Ran(why=outcome, exit=status, **streams, **costs, sandbox=self.worker.backend.name, lost=lost)
+        return Ran(
+            why=outcome,
+            exit=status,
+            stdout=bytes(readers["stdout"].head),
+            stderr=bytes(readers["stderr"].head),
+            cut=any(r.total > r.kept for r in readers.values()),
+            result=b"",
+            seconds=seconds,
+            cpu=cpu,
+            peak=int(account.get("peak", 0)),
+            sandbox=self.worker.backend.name,
+            lost=lost,
+            network=account["network"],
+        )
 
     def end(self) -> None:
         """End the process, so that the sandbox can take another job. If that fails, the sandbox is destroyed."""

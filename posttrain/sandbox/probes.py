@@ -100,6 +100,27 @@ def _():
                 return True
             except OSError: pass
 
+@attack("tgkill")
+def _(): return call(234, parent, parent, 0)
+
+@attack("open a pidfd")
+def _(): return call(434, parent, 0)
+
+@attack("ptrace")
+def _(): return call(101, 0x4206, os.getppid(), 0, 0)
+
+@attack("read another process's memory")
+def _(): return call(310, os.getppid(), None, 0, None, 0, 0)
+
+@attack("new user namespace")
+def _(): return call(272, 0x10000000)
+
+@attack("mount")
+def _(): return call(165, b"none", b"/tmp", b"tmpfs", 0, None)
+
+@attack("chroot")
+def _(): return call(161, b"/")
+
 @attack("join a namespace")
 def _():
     libc.syscall(308, -1, 0)
@@ -131,19 +152,7 @@ def _():
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     if os.geteuid() == 0: return True
     return libc.syscall(125, header, data) == 0 and any(data[i] for i in (0, 1, 3, 4))
-"""
-SYSTEM_CALLS = {
-    "tgkill": "234, parent, parent, 0",
-    "open a pidfd": "434, parent, 0",
-    "ptrace": "101, 0x4206, os.getppid(), 0, 0",
-    "read another process's memory": "310, os.getppid(), None, 0, None, 0, 0",
-    "new user namespace": "272, 0x10000000",
-    "mount": '165, b"none", b"/tmp", b"tmpfs", 0, None',
-    "chroot": '161, b"/"',
-}
-"""Attacks by one system call: its number and its arguments."""
-ATTACKS += "".join(f'\n@attack("{name}")\ndef _(): return call({call})\n' for name, call in SYSTEM_CALLS.items())
-ATTACKS += """{processes}
+{processes}
 print("tried", len(tried))
 print("\\n".join(opened))
 """

@@ -81,10 +81,10 @@ class PythonSession:
             raise
 
     def _ask(self, code: str | bytes) -> Future[Ran]:
-        piece = as_bytes(code), Future[Ran]()
-        if self._shared.ask(piece) and self._sessions.threads.put(self._shared) is None:
-            self._shared.refuse()
-        return piece[1]
+        piece = _Piece(as_bytes(code), Future())
+        if self._shared.ask(piece):
+            self._sessions.queue(self._shared)
+        return piece.answer
 
     @property
     def ended(self) -> bool:
@@ -107,8 +107,10 @@ class PythonSession:
         await self.close()
 
 
-_Piece = tuple[bytes, Future[Ran]]
-"""The code of a piece, and its outcome."""
+@dataclass
+class _Piece:
+    code: bytes
+    answer: Future[Ran]
 
 
 @dataclass
@@ -147,6 +149,11 @@ class _SharedSession:
             self.taken = not self.ended
             return self.taken
 
+    def use(self, worker: SandboxWorker) -> None:
+        """Set the sandbox that `end` has to stop."""
+        with self.changed:
+            self.worker = worker
+
     def next(self) -> _Piece | None:
         """Wait for the next piece. None when the session has ended."""
         with self.changed:
@@ -168,8 +175,8 @@ class _SharedSession:
                 worker.stop()  # under the lock: afterwards the sandbox may belong to another session
             self.changed.notify()
         # Outside the lock: a future's callbacks run in this thread and may take locks of their own.
-        for _, answer in refused:
-            settle(answer.set_exception, SandboxBroken(self.ended))
+        for piece in refused:
+            settle(piece.answer.set_exception, SandboxBroken(self.ended))
         if alone:
             self.leave()
 
@@ -191,10 +198,10 @@ class Sessions:
         if most < 1:
             raise ConfigError(f"sandbox: sessions={most} must be 1 or more")
         # What the threads refer to must not refer to `self`, or an unused one would never be garbage-collected.
-        self.threads = WorkerThreads[_SharedSession](
+        self._threads = WorkerThreads[_SharedSession](
             "sandbox session", most, lambda sessions: _SessionThread(backend, network).serve(sessions), SPARE_SECONDS
         )
-        self._finalizer = weakref.finalize(self, self.threads.close, _SharedSession.refuse, wait=True)
+        self._finalizer = weakref.finalize(self, self._threads.close, _SharedSession.refuse, wait=True)
 
     def session(self, limits: ProgramLimits, idle: float) -> PythonSession:
         """A new session. It costs nothing before its first piece."""
@@ -204,20 +211,25 @@ class Sessions:
             raise ConfigError(f"sandbox: idle={idle!r} must be more than 0 seconds")
         return PythonSession(self, limits, idle)
 
+    def queue(self, shared: _SharedSession) -> None:
+        """Queue a session for the next free sandbox."""
+        if self._threads.put(shared) is None:
+            shared.refuse()
+
     @property
     def alive(self) -> int:
         """Sessions that have a sandbox now."""
-        return sum(not shared.over.done() for shared in self.threads.running)
+        return sum(not shared.gone for shared in self._threads.running)
 
     @property
     def waiting(self) -> int:
         """Sessions that wait for a sandbox."""
-        return sum(not shared.ended for shared in list(self.threads.waiting))
+        return sum(not shared.ended for shared in list(self._threads.waiting))
 
     @property
     def begun(self) -> int:
         """Sessions that have had a sandbox so far."""
-        return self.threads.taken
+        return self._threads.taken
 
     def close(self) -> None:
         """End every session and every sandbox, and wait until they have ended."""
@@ -249,25 +261,22 @@ class _SessionThread:
         """Run a session's pieces until it ends; then end its process."""
         try:
             while (piece := shared.next()) is not None:
-                code, answer = piece
-                if not answer.set_running_or_notify_cancel():
+                if not piece.answer.set_running_or_notify_cancel():
                     continue
                 try:
-                    ran = self._answer(shared, code)
+                    ran = self._answer(shared, piece.code)
                 except Exception as error:
                     known = isinstance(error, SandboxBroken | SandboxUnavailableError)
+                    failure = error if known else SandboxBroken(f"{error!r}")
                     shared.end(f"this session was lost: {error}")
-                    settle(answer.set_exception, error if known else SandboxBroken(f"{error!r}"))
+                    settle(piece.answer.set_exception, failure)
                 else:
-                    settle(answer.set_result, ran)
+                    settle(piece.answer.set_result, ran)
         finally:
             if self.held is not None:
                 self.held.end()
+                self._keep_usable()
                 self.held = None
-                # The sandbox is kept for the next session, if it is still usable.
-                if self.worker is not None and (not self.worker.usable or self.worker.jobs >= RECYCLE):
-                    self.worker.close()
-                    self.worker = None
 
     def _answer(self, shared: _SharedSession, code: bytes) -> Ran:
         """Run one piece. If a sandbox is lost before anything was defined in it, use another one."""
@@ -276,23 +285,37 @@ class _SessionThread:
             try:
                 if self.held is None or not self.held.alive:
                     self.worker = self.worker or begin(self.backend)
-                    with shared.changed:
-                        shared.worker = self.worker  # `end` stops it
-                    kind = RemoteConversation if isinstance(self.worker, RemoteWorker) else LocalConversation
-                    self.held = kind(self.worker, shared.limits)  # type: ignore[arg-type]
+                    shared.use(self.worker)
+                    remote = self.worker if isinstance(self.worker, RemoteWorker) else None
+                    self.held = (
+                        remote.converse(shared.limits) if remote else LocalConversation(self.worker, shared.limits)
+                    )
                 # If `end` was called before it knew the sandbox, it has stopped nothing. So this is checked again.
                 if shared.ended:
                     raise SandboxBroken(shared.ended)
                 return self.network.add(self.held.answer(code))
             # ValueError and KeyError: the reply of a broken sandbox is no JSON, or lacks a part.
             except (SandboxBroken, OSError, ValueError, KeyError):
-                # The lost piece is counted. Before the first one nothing was defined, so another sandbox will do.
+                # The lost piece is already counted. If it was the first piece, nothing was defined before it, so
+                # another sandbox can replace this one.
                 answered = self.held.answered if self.held is not None else 0
-                if self.held is not None:
-                    self.held.abandon()
-                elif self.worker is not None:
-                    self.worker.destroy()
-                self.held = self.worker = None
+                self._lose()
                 tries -= 1
                 if answered > 1 or not tries or shared.ended:
                     raise
+
+    def _lose(self) -> None:
+        """Gives up the sandbox, with the session in it."""
+        if self.held is not None:
+            self.held.abandon()
+        elif self.worker is not None:
+            self.worker.destroy()
+        self.held = self.worker = None
+
+    def _keep_usable(self) -> None:
+        """Keep the sandbox for the next session, if it is still usable."""
+        if self.worker is None or not self.worker.usable:
+            self.worker = None
+        elif self.worker.jobs >= RECYCLE:
+            self.worker.close()
+            self.worker = None

@@ -117,15 +117,17 @@ class Executor(ThreadingHTTPServer):
         self.callers.sweep()
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection. At the limit it waits: OSError after a pause, because the server's loop calls again."""
+        """The next connection. At the limit it waits in the backlog: OSError after a pause, because the server's loop
+        calls again at once."""
         if not self.callers.room():
             time.sleep(0.05)
             raise OSError("all connections are being answered")
         try:
             return super().get_request()
         except OSError as error:
-            message = "connections wait: %s. Lower --connections %d, or raise the limit on files"
-            LOG.warning(message, error, self.callers.most)
+            LOG.warning(
+                "connections wait: %s. Lower --connections %d, or raise the limit on files", error, self.callers.most
+            )
             # Most often no file is free, and `sweep` frees those of connections that have been silent too long.
             self.callers.sweep()
             time.sleep(0.5)
@@ -207,12 +209,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         """Length of the request body, which counts as held from now on."""
-        # Exactly one plain length. Servers differ in how they read two lengths, a sign, or a transfer encoding, which
-        # could hide a request from a proxy, and `int` raises at thousands of digits.
+        # Exactly one plain length is accepted. Servers differ in how they read two lengths, a sign, or a transfer
+        # encoding, and this could hide a request from a proxy. A body without a length could not be checked against the
+        # bound, and `int` raises at a text of thousands of digits.
         lengths = self.headers.get_all("Content-Length", ["0"])
         length = lengths[0] if len(lengths) == 1 else ""
-        plain = length.isascii() and length.isdecimal() and len(length) < 12
-        if not plain or int(length) > MOST_BODY or "Transfer-Encoding" in self.headers:
+        if (
+            not (length.isascii() and length.isdecimal() and len(length) < 12)
+            or int(length) > MOST_BODY
+            or "Transfer-Encoding" in self.headers
+        ):
             raise BadRequest(f"a body has a Content-Length of at most {MOST_BODY}")
         # The bytes are counted before they are read, so that the announced bodies of all callers together are bounded.
         self.server.hold(int(length))
@@ -276,27 +282,37 @@ def limits_of(body: dict[str, Any]) -> ProgramLimits:
     """The requested limits. Each must be a number; time and memory are at most those of this executor."""
     requested = body.get("limits", {})
     names = {f.name for f in fields(ProgramLimits)}
-    valid = isinstance(requested, dict) and not set(requested) - names
-    if not valid or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in requested.values()):
+    if (
+        not isinstance(requested, dict)
+        or set(requested) - names
+        or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in requested.values())
+    ):
         raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
     limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in requested.items()})
     # `cpu` needs no bound of its own, because a program ends after `wall` seconds.
     too_large = limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or max(limits.output, limits.result) > MOST_SAID
     if too_large or limits.processes > 64:
-        most = f"wall {MOST_WALL:g} s, memory {MOST_MEMORY} B, 64 processes, output 4 MiB"
-        raise BadRequest(f"limits beyond what is given here: {most}")
+        raise BadRequest(
+            f"limits beyond what is given here: wall {MOST_WALL:g} s, memory {MOST_MEMORY} B, 64 processes, output"
+            " 4 MiB"
+        )
     return limits
 
 
 def told(ran: Ran) -> dict[str, Any]:
     """The outcome of a program as JSON."""
-    plain = ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost", "network")
     texts = {k: packed(getattr(ran, k)) for k in ("stdout", "stderr", "result")}
-    return texts | {k: getattr(ran, k) for k in plain}
+    return texts | {
+        k: getattr(ran, k) for k in ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost", "network")
+    }
 
 
 class _Ended(BaseException):
-    """Raised by a signal that ends the server, with its number."""
+    """Raised by a signal that ends the server."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def _end(number: int, _: object) -> None:
@@ -304,27 +320,37 @@ def _end(number: int, _: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    prog, raw = "python -m posttrain.sandbox.reference_server", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        prog="python -m posttrain.sandbox.reference_server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8642, help="0: any free one")
-    named = f"environment variable that holds the token (default: {TOKEN})"
-    parser.add_argument("--token", default=TOKEN, metavar="VARIABLE", help=named)
+    parser.add_argument(
+        "--token",
+        default=TOKEN,
+        metavar="VARIABLE",
+        help=f"environment variable that holds the token (default: {TOKEN})",
+    )
     parser.add_argument("--workers", type=int, default=None, help="programs at once (default: one a core)")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help=f"sessions at once (default: {SESSIONS})")
     parser.add_argument("--packages", default="numpy", help="installed packages that programs may import, with commas")
     parser.add_argument("--connections", type=int, default=CONNECTIONS, help=f"held at once (default: {CONNECTIONS})")
-    of_them = f"of them from one address (default: {PER_ADDRESS})"
-    parser.add_argument("--per-address", type=int, default=PER_ADDRESS, help=of_them)
+    parser.add_argument(
+        "--per-address", type=int, default=PER_ADDRESS, help=f"of them from one address (default: {PER_ADDRESS})"
+    )
     parser.add_argument("--certificate", help="PEM file: speak TLS")
     parser.add_argument("--key", help="PEM file of its key")
-    plain = "no TLS although --host is not this machine: something in front speaks it"
-    parser.add_argument("--plain", action="store_true", help=plain)
+    parser.add_argument(
+        "--plain", action="store_true", help="no TLS although --host is not this machine: something in front speaks it"
+    )
     o = parser.parse_args(argv)
     # Without TLS the token would be sent unencrypted.
     if not loopback(o.host) and not o.certificate and not o.plain:
-        needed = "--certificate and --key, or --plain behind something that speaks TLS"
-        parser.error(f"--host other than this machine needs {needed}")
+        parser.error(
+            "--host other than this machine needs --certificate and --key, or --plain behind something that speaks TLS"
+        )
     token = os.environ.get(o.token, "").strip()
     if not token:
         parser.error(f"set the environment variable {o.token} to a long random text: {o.token}=$(openssl rand -hex 16)")
@@ -353,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         executor.serve_forever()
     except _Ended as ended:
-        return 128 + ended.args[0]
+        return 128 + ended.number
     finally:
         executor.server_close()
     return 0

@@ -17,7 +17,7 @@ import select
 import socket
 import ssl
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -62,8 +62,10 @@ class RemoteExecutor:
             raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
         # Anybody who reads the token on the way could run programs there.
         if in_the_clear(self.url):
-            how = "use https, or a tunnel to 127.0.0.1"
-            raise ConfigError(f"sandbox: {self.url!r} would send programs and the token in the clear; {how}")
+            raise ConfigError(
+                f"sandbox: {self.url!r} would send programs and the token in the clear; use https, or a tunnel to"
+                " 127.0.0.1"
+            )
 
     def start(self, control: int, limits: ProgramLimits) -> Start:
         raise SandboxUnavailableError("a remote executor is not started here")
@@ -77,15 +79,23 @@ class RemoteWorker(SandboxWorker):
     """One connection to an executor, used by one thread at a time, with the interface of a local sandbox."""
 
     def __init__(self, backend: RemoteExecutor) -> None:
-        self.backend, self.lock, self.jobs, self.busy, self._open = backend, threading.Lock(), 0, False, True
-        self.notes, self.pids = {}, ()
+        self.backend = backend
+        self.jobs = 0
+        self.notes: dict[str, Any] = {}
+        self.pids = ()
+        self.lock = threading.Lock()
+        self.busy = False
+        self._open = True
         self._sock: socket.socket | None = None
-        # The settings name only the variable, because they are recorded with the run.
+        # The settings have only the name of the variable, because they are recorded with the run, and a token must not
+        # be.
         token = os.environ.get(backend.token, "").strip()
         # Another text is no header, and the error of `http.client` would quote it.
         if not token or not (token.isascii() and token.isprintable()):
-            wrong = f"the environment variable {backend.token} with its token is not set, or no line of ASCII"
-            raise SandboxUnavailableError(f"{backend.url}: {wrong}")
+            raise SandboxUnavailableError(
+                f"{backend.url}: the environment variable {backend.token} with its token is not set, or no line of"
+                " ASCII"
+            )
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         parts = urlsplit(backend.url)
         self._path = parts.path.rstrip("/")
@@ -101,14 +111,20 @@ class RemoteWorker(SandboxWorker):
         # An executor without a sandbox would run the programs unconfined on another machine.
         if self.notes.get("version") != VERSION or self.notes.get("sandbox") in (None, "none"):
             self.destroy()
-            said = f"{backend.url}: says {str(self.notes)[:200]}"
-            raise SandboxUnavailableError(f"{said}, which is no executor of version {VERSION} with a sandbox")
+            raise SandboxUnavailableError(
+                f"{backend.url}: says {str(self.notes)[:200]}, which is no executor of version {VERSION} with a sandbox"
+            )
 
     def ask(self, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
-        """Send one request. Returns its answer, which must be complete after `seconds`. SandboxBroken where it is not
-        valid, SandboxUnavailableError where the executor refuses the request, and would refuse it again."""
+        """Send one request. Returns its answer, which must be complete after `seconds`.
+
+        Raises:
+            SandboxBroken: there is no valid answer.
+            SandboxUnavailableError: the executor refuses the request, and would refuse it again.
+        """
         received, status, late = b"", 0, threading.Event()
-        # The socket's time-out is for each read, and a byte now and then would never exceed it. The timer limits all.
+        # The socket's time-out is for each read, so a server that sends a byte now and then would never exceed it. The
+        # timer limits the whole answer.
         timer = threading.Timer(seconds, self._hang_up, (late,))
         timer.daemon = True
         timer.start()
@@ -125,8 +141,9 @@ class RemoteWorker(SandboxWorker):
             self._sock = sock = self._wire.sock
             assert sock is not None
             sock.settimeout(seconds)
-            sent = None if body is None else json.dumps(body)
-            self._wire.request(method, f"{self._path}/v{VERSION}{path}", sent, self._headers)
+            self._wire.request(
+                method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
+            )
             reply = self._wire.getresponse()
             # One byte more than allowed is read, so that an answer that is too large is noticed and not cut.
             status, received = reply.status, reply.read(MOST_BYTES + 1)
@@ -163,6 +180,14 @@ class RemoteWorker(SandboxWorker):
         finally:
             with self.lock:
                 self.busy = False
+
+    def converse(self, limits: ProgramLimits) -> RemoteConversation:
+        """Begin a session on the executor."""
+        self.jobs += 1
+        answer = self.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
+        if not isinstance(answer.get("session"), str):
+            raise SandboxBroken(f"{self.backend.url}: began no session: {str(answer)[:200]}")
+        return RemoteConversation(self, limits, answer["session"])
 
     def heard(self, reply: dict[str, Any], limits: ProgramLimits) -> Ran:
         """A reply as `Ran`. SandboxBroken where a part has the wrong type or is too large."""
@@ -207,16 +232,15 @@ class RemoteWorker(SandboxWorker):
         self._wire.close()
 
 
+@dataclass
 class RemoteConversation:
     """A session on the executor, with the methods of `LocalConversation` that a session uses."""
 
-    def __init__(self, worker: RemoteWorker, limits: ProgramLimits) -> None:
-        self.worker, self.limits, self.alive, self.answered = worker, limits, True, 0
-        worker.jobs += 1
-        answer = worker.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
-        if not isinstance(answer.get("session"), str):
-            raise SandboxBroken(f"{worker.backend.url}: began no session: {str(answer)[:200]}")
-        self.session: str = answer["session"]
+    worker: RemoteWorker
+    limits: ProgramLimits
+    session: str
+    alive: bool = True
+    answered: int = field(default=0)
 
     def answer(self, piece: bytes) -> Ran:
         """Run one piece. A process that has ended is started anew on the executor."""

@@ -69,7 +69,8 @@ class _Submission:
 class Sandbox:
     """A pool of sandboxes of one backend. Use as a context manager, or call `close`.
 
-    `run` is for coroutines, `run_sync` for other code. Cancelling a `run` ends its program. `session` takes pieces.
+    `run` is for coroutines, `run_sync` for other code. Cancelling a `run` ends its program. `session` takes programs
+    in pieces.
     """
 
     def __init__(
@@ -109,8 +110,12 @@ class Sandbox:
         call: Call | None = None,
         limits: ProgramLimits | None = None,
     ) -> Ran:
-        """Run one program, or call one of its functions. SandboxBroken where several sandboxes were lost, which is no
-        result of the program; SandboxUnavailableError where one could not be started (any more)."""
+        """Run one program, or call one of its functions.
+
+        Raises:
+            SandboxBroken: several sandboxes were lost; this is no result of the program.
+            SandboxUnavailableError: a sandbox could not be started (any more).
+        """
         submission = self._ask(program, stdin, call, limits)
         try:
             return await asyncio.wrap_future(submission.answer)
@@ -209,10 +214,11 @@ class _Programs:
             used: SandboxWorker | None = None
             try:
                 used = submission.worker = self._start(submission.job.limits) if alone else worker or self._start(None)
-                followed = bool(self.threads.waiting)
-                ran = used.run(replace(submission.job, followed=followed, dropped=lambda: submission.dropped))
-            # Whatever is raised is a failure of the sandbox; what the program did is in `ran`. So another one is tried,
-            # and no error leaves this thread, or the job would have no answer.
+                ran = used.run(
+                    replace(submission.job, followed=bool(self.threads.waiting), dropped=lambda: submission.dropped)
+                )
+            # Whatever is raised is a failure of the sandbox, so another one is tried. What the program did is in `ran`.
+            # An error that left this thread would leave the job without an answer.
             except Exception as error:
                 lost = error
                 with self.threads.lock:

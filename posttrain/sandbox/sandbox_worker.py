@@ -16,7 +16,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -105,7 +105,7 @@ class SandboxWorker:
 
     def _spawn(self, start: Any, control: int, complaints: int) -> subprocess.Popen[bytes]:
         """Starts the process, and finds out the namespace's first process if it is reported."""
-        command, passed = [*start.command], [control]
+        command, passed = list(start.command), [control]
         reader, info = os.pipe()
         # Options of bwrap stand before the command that it starts, so this one is put directly behind its name.
         if start.reports:
@@ -129,10 +129,13 @@ class SandboxWorker:
             finally:
                 os.close(info)
             self.pids = (process.pid,)
-            # Where bwrap has failed, `_greet` finds that out. Another process may have the same id later: so a pidfd.
-            with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
-                self.pids = (process.pid, json.loads(pipe.read() if start.reports else b"")["child-pid"])
-                self._init = os.pidfd_open(self.pids[1])
+            if start.reports:
+                reported = pipe.read()
+                # bwrap may have failed and reported nothing. `_greet` finds that out. A pidfd is kept and not only the
+                # id, because another process may have the same id later.
+                with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
+                    self.pids = (process.pid, json.loads(reported)["child-pid"])
+                    self._init = os.pidfd_open(self.pids[1])
         return process
 
     def _greet(self, complaints: int) -> None:
@@ -193,7 +196,7 @@ class SandboxWorker:
                 self.destroy()  # the program's children end with the namespace, before the rest of its output is read
             for fd, reader in readers.items():
                 reader.read(fd)
-        return self._ran(job.limits, reply, stopped, readers.values())
+        return self._ran(job.limits, reply, stopped, {reader.name: reader for reader in readers.values()})
 
     @property
     def usable(self) -> bool:
@@ -246,7 +249,8 @@ class SandboxWorker:
                 late = limits.wall + (GRACE if stopped else 0.0)
                 ready = selector.select(max(0.0, start + late - time.monotonic()))
                 for key, _ in ready:
-                    # The end of the streams does not end the wait, because a grandchild may keep them open.
+                    # The zygote's report ends the wait. The end of the streams does not, because a grandchild may keep
+                    # them open.
                     if key.fileobj is self.control:
                         return self.reply(), stopped
                     reader = readers[key.fd]
@@ -273,18 +277,30 @@ class SandboxWorker:
         return json.loads(message)
 
     def _ran(
-        self, limits: ProgramLimits, reply: dict[str, Any], stopped: Why | None, readers: Iterable[PipeReader]
+        self, limits: ProgramLimits, reply: dict[str, Any], stopped: Why | None, readers: dict[str, PipeReader]
     ) -> Ran:
         """The outcome of a job, from the zygote's report and the streams."""
-        status, streams = os.waitstatus_to_exitcode(reply["status"]), told(readers)
+        status = os.waitstatus_to_exitcode(reply["status"])
         # Without `DONE` the program did not run, and the text on the error stream is from the sandbox.
         if not reply["ran"]:
-            why = streams["stderr"].decode(errors="replace").strip()
-            unlike = f"the job could not be confined, so it did not run: {why or status}"
-            raise SandboxBroken(f"{self.backend.name}: {unlike}")
-        costs = {k: reply[k] for k in ("seconds", "cpu", "peak", "network")}
-        ended = how_it_ended(status, stopped, reply["cpu"] >= limits.cpu)
-        return Ran(why=ended, exit=status, **streams, **costs, sandbox=self.backend.name)
+            why = bytes(readers["stderr"].head).decode(errors="replace").strip()
+            raise SandboxBroken(
+                f"{self.backend.name}: the job could not be confined, so it did not run: {why or status}"
+            )
+        return Ran(
+            why=how_it_ended(status, stopped, reply["cpu"] >= limits.cpu),
+            exit=status,
+            stdout=bytes(readers["stdout"].head),
+            stderr=bytes(readers["stderr"].head),
+            cut=any(reader.total > reader.kept for reader in readers.values()),
+            # A result that was cut is left out, because its beginning may be valid JSON of another value.
+            result=bytes(readers["result"].head) if readers["result"].total <= readers["result"].kept else b"",
+            seconds=reply["seconds"],
+            cpu=reply["cpu"],
+            peak=reply["peak"],
+            sandbox=self.backend.name,
+            network=reply["network"],
+        )
 
     def close(self) -> None:
         """End an idle sandbox. In a namespace its first process is killed, so that bubblewrap reaps it: if the zygote
@@ -321,7 +337,10 @@ class PipeReader:
     """Reads one pipe: keeps its first `kept` bytes and counts all."""
 
     def __init__(self, name: str, kept: int) -> None:
-        self.name, self.kept, self.head, self.total = name, kept, bytearray(), 0
+        self.name = name
+        self.kept = kept
+        self.head = bytearray()
+        self.total = 0
 
     def read(self, fd: int) -> bool:
         """Read what is available, unless it is too much already. Returns whether more may come."""
@@ -336,13 +355,6 @@ class PipeReader:
             self.head += chunk[: max(0, self.kept - len(self.head))]
             self.total += len(chunk)
         return True
-
-
-def told(readers: Iterable[PipeReader]) -> dict[str, Any]:
-    """The streams of a program, as fields of `Ran`."""
-    # A result that was cut is left out, because its beginning may be valid JSON of another value.
-    texts = {r.name: b"" if r.name == "result" and r.total > r.kept else bytes(r.head) for r in readers}
-    return {"result": b"", **texts, "cut": any(r.total > r.kept for r in readers)}
 
 
 @functools.cache

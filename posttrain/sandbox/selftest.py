@@ -1,6 +1,7 @@
 """The self-test of a backend. A backend is used only if all attacks on this machine fail. It takes under a second.
 
-It runs real programs in a real sandbox. A successful attack is a reason to refuse it, and so is an honest failure.
+It runs real programs in a real sandbox. A successful attack is a reason to refuse the backend, and so is a normal
+program that fails.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class AttackTargets:
-    """Targets of the attacks: a readable file, a TCP port, abstract sockets, this process, one with the canary."""
+    """Targets of the attacks: a readable file, a listening TCP port, abstract sockets, this process, and one that was
+    started with the canary in its environment."""
 
     canary: str
     port: int
@@ -108,7 +110,8 @@ def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
         wrong.append(f"an honest program does not run: {_end(ran)}")
     ran = worker.run(Job(attacks(target), limits=generous))
     lines = ran.said.splitlines()
-    # The program prints how many attacks it tried. Fewer than in its text: it ended early.
+    # The program prints how many attacks it tried. If there are fewer than in its text, it ended early, and the others
+    # were not tried.
     if ran.why != "ok" or lines[:1] != [f"tried {attacks(target).count(ATTACK)}"]:
         wrong.append(f"the attacks could not be tried: {_end(ran)}")
     wrong += [f"a program can: {name}" for name in lines[1:] if name]

@@ -58,9 +58,7 @@ def _cell(piece: bytes, name: str, namespace: dict[str, Any]) -> int:
     try:
         # As in a notebook, a last statement that is an expression is evaluated separately, because its value is shown.
         tree = ast.parse(piece, name)
-        # The source is kept, so that a traceback can show the line that failed.
-        text = piece.decode("utf-8", "replace")
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        _remember(piece, name)
         last = tree.body[-1] if tree.body else None
         shown = tree.body.pop() and last.value if isinstance(last, ast.Expr) else None
         # With `dont_inherit` the `from __future__` of this file does not apply to the program.
@@ -80,3 +78,9 @@ def _cell(piece: bytes, name: str, namespace: dict[str, Any]) -> int:
         program.say(program.trace(error, "<cell "))
         return 1
     return 0
+
+
+def _remember(piece: bytes, name: str) -> None:
+    """Keeps the source of a piece, so that a traceback can show the line that failed."""
+    text = piece.decode("utf-8", "replace")
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)

@@ -65,8 +65,9 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
     # struct landlock_ruleset_attr: rights of files; bind and connect of TCP; scopes (abstract sockets, signals).
     attributes = struct.pack("QQQ", all_rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
-    made = libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
-    fd = checked(made, "landlock_create_ruleset")
+    fd = checked(
+        libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint(0)), "landlock_create_ruleset"
+    )
     reading = READ_FILE | READ_DIR | (EXECUTE if run else 0)
     for paths, access in ((read, reading), (write, all_rights & ~SPECIAL & ~(0 if run else EXECUTE))):
         for path in paths:
@@ -76,9 +77,11 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
             except FileNotFoundError:
                 continue
             except PermissionError:
-                how = "which Python needs; use a Python that everybody can read"
-                raise PermissionError(f"user {os.getuid()} cannot read {path}, {how}") from None
-            # The kernel refuses a rule that gives a file the rights of a directory. "=": no padding.
+                raise PermissionError(
+                    f"user {os.getuid()} cannot read {path}, which Python needs; use a Python that everybody can read"
+                ) from None
+            # The kernel refuses a rule that gives a file the rights of a directory. The structure is packed: no
+            # padding.
             rights = access if os.path.isdir(path) else access & OF_A_FILE
             rule = struct.pack("=Qi", rights & all_rights, tree)
             checked(libc.syscall(ADD_RULE, fd, ctypes.c_int(1), rule, ctypes.c_uint(0)), f"landlock_add_rule {path}")
@@ -99,9 +102,12 @@ def drop(uid: int | None) -> None:
 
 
 def bound_files(path: str, size: int, files: int) -> bool:
-    """Bounds the scratch file system. Returns whether that was allowed: only root may, before it drops its rights."""
-    options, flags = f"size={size},nr_inodes={files}".encode(), ctypes.c_ulong(MS_REMOUNT | MS_NOSUID | MS_NODEV)
-    return libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options) == 0
+    """Bounds the size and the number of files of the scratch file system. Returns whether that was allowed: only root
+    may, and only before it drops its rights."""
+    options = f"size={size},nr_inodes={files}".encode()
+    return (
+        libc.mount(b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(MS_REMOUNT | MS_NOSUID | MS_NODEV), options) == 0
+    )
 
 
 def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> None:
@@ -111,14 +117,16 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
     """
     # Whole seconds. At the soft limit the kernel sends SIGXCPU, which a program can ignore; a second later SIGKILL.
     seconds = max(1, int(limits["cpu"] + 0.999))
-    # Forbidden are a core file, memory that cannot be swapped out, and queues in the kernel's memory.
     for what, soft, hard in (
         (resource.RLIMIT_AS, limits["memory"], limits["memory"]),
         *([(resource.RLIMIT_CPU, seconds, seconds + 1)] if cpu else []),
         (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_STACK, limits["stack"], limits["stack"]),
-        *((kind, 0, 0) for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE)),
+        # These three are forbidden: a core file, memory that cannot be swapped out, queues in the kernel's memory.
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
         resource.setrlimit(what, (soft, hard))
     if tasks is not None:
@@ -137,8 +145,9 @@ def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) ->
     if platform.machine() != "x86_64":
         raise OSError(f"the list of system calls is written for x86_64, not {platform.machine()}")
     keeper = os.getppid()
-    rest = {"host_files": host_files, "processes": processes, "told": told}
-    code = syscalls.program(os.getpid(), keeper, os.getpgid(keeper), **rest)
+    code = syscalls.program(
+        os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes, told=told
+    )
     text = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: the number of instructions, and their address. So both objects have to exist until `shut`.
     return ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text))), text

@@ -36,7 +36,7 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
     Only exact types are accepted: a subclass of int could compare equal to anything. An array of numpy is written as a
     list, and a scalar of numpy as the number, truth value or text that it holds.
     """
-    # The count is in a list that all levels of the recursion share.
+    # The count is in a list, so that all levels of the recursion share it. The bound is on the whole value.
     parts = [0] if count is None else count
     parts[0] += 1
     if depth > DEPTH or parts[0] > NODES:
@@ -59,8 +59,10 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
 
 
 def _of_numpy(value: Any) -> Any:
-    """An array or a scalar of numpy as built-in values. Anything else is returned as it is, large or odd arrays too."""
-    # A program that has not imported numpy has no such value. Exact types: `tolist` of a subclass may return anything.
+    """An array or a scalar of numpy as built-in values. Anything else is returned as it is, and so are arrays that are
+    too large or have elements of other kinds."""
+    # numpy is not imported here: if the program has not imported it, no value is of it. Exact types again, because
+    # `tolist` of a subclass of ndarray may return anything.
     numpy = sys.modules.get("numpy")
     kind = type(value)
     if numpy is None or not (kind is numpy.ndarray or kind in numpy.sctypeDict.values()):
@@ -95,7 +97,8 @@ def run(source: bytes, call: bytes, result: int) -> int:
     begin(module)
     try:
         status = _guarded(source, call, result, module)
-        # The process ends by os._exit, and an honest program relies on what an interpreter does at its end.
+        # The process ends by os._exit. So the steps of an interpreter's end have to be made here: wait for threads, run
+        # exit functions, close files. An honest program relies on all three.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         # This closes files that only the program's names refer to, and so writes their buffers.
@@ -195,7 +198,8 @@ def say(text: str) -> None:
 
 
 def flushed(status: int) -> int:
-    """Flushes the standard streams, also those that the program replaced. Returns the status; 1 for 0 if that fails."""
+    """Flushes the standard streams, also those that the program replaced. Returns the status, or 1 instead of 0 if that
+    fails. Streams that the program closed are left out."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
             if stream is not None and not getattr(stream, "closed", False):

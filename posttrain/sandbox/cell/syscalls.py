@@ -56,8 +56,10 @@ mkdirat 258 futimesat 261 unlinkat 263 renameat 264 fchmodat 268 utimensat 280 r
 """)
 """Allowed only if all visible files are the sandbox's own, because Landlock does not check all of these calls."""
 ATTRIBUTES = range(188, 200)
-"""Extended attributes, from setxattr to fremovexattr: refused as by a file system without, as `shutil` expects."""
-PROCESSES = numbers("fork 57 vfork 58 execve 59 setpgid 109 setsid 112 waitid 247 pipe2 293 pidfd_open 434")
+"""Extended attributes of files, from setxattr to fremovexattr. They are refused with the error of a file system without
+attributes, which `shutil` expects when it copies a file."""
+PROCESSES = (57, 58, 59, 109, 112, 247, 293, 434)
+"""fork vfork execve setpgid setsid waitid pipe2 pidfd_open."""
 
 # Flags of clone: every flag that makes a new namespace, and the one that makes a thread.
 NEW_NAMESPACE = 0x7E020000
@@ -188,16 +190,18 @@ def template(host_files: bool, processes: bool, told: bool) -> bytes:
     else:
         body += allow(OPEN) + allow(OPENAT)
     # Commands of fcntl: descriptors and their flags, locks on files (5 to 7), a copy that closes on exec, reading
-    # seals. By F_SETOWN the kernel would send signals for the program.
+    # seals. F_SETOWN is refused, because with it the kernel sends signals for the program.
     locks = () if host_files else (5, 6, 7)
     body += when(FCNTL, among(1, (0, 1, 2, 3, 4, *locks, 1030, 1034)))
-    # Commands of ioctl: settings and size of a terminal, FIONREAD, FIONBIO, close-on-exec. TIOCSTI types into one.
+    # Commands of ioctl: the settings and the size of a terminal, FIONREAD, FIONBIO, and the two that set close-on-exec.
+    # TIOCSTI, which types into a terminal, is refused.
     body += when(IOCTL, among(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)))
     # prctl may read whether the process can be dumped, and set and read a thread's name.
     body += when(PRCTL, among(0, (3, 15, 16)))
     # Without a new value prlimit only reads a limit.
     body += when(PRLIMIT, null(2))
-    # asyncio needs a pair of sockets. A datagram to the address of an abstract socket would leave the sandbox.
+    # A program may have a pair of sockets (asyncio needs one), but it may not send to an address: a datagram to an
+    # abstract socket would leave the sandbox.
     body += when(SENDTO, null(4)) + when(SOCKETPAIR, among(0, (1,)))
     body += when(CLONE, without(0, NEW_NAMESPACE) if processes else threads_only())
     whom = other_than(0, (KEEPER, -KEEPERS, -1, 1)) if processes else among(0, (PID,))

@@ -26,11 +26,15 @@ from .attempts import Attempts, heard, taken, watched
 KILL = b"kill"
 """The message that ends the running job."""
 GO, REST = b"go", b"rest"
-"""Messages to a session: run a piece, with this many seconds of processor time; stop until the next piece."""
+"""Messages to a session. `go` and a number: run a piece, which may use this number of seconds of processor time.
+`rest`: stop until the next piece."""
 REHEARSAL = "import json\ndef f(x): return json.loads('[1]')[0] + x\nf(1)"
-"""A program that a waiting child runs before its job comes, so that the job has fewer page faults, which are slow."""
-STEP, CORES = 0.01, os.cpu_count() or 1
-"""Least seconds between two checks of a session's processor time, which all cores use up together."""
+"""A program that a waiting child runs before its job comes. It touches pages of memory, so that the job has fewer page
+faults, each of which takes as long as hundreds of lines."""
+STEP = 0.01
+"""Least seconds between two checks of a session's processor time."""
+CORES = os.cpu_count() or 1
+"""How many times as fast as the clock a session's processor time can run."""
 CLEAN = b"clean"
 """The message that the files of a job are removed, after the job's reply, which many files shall not delay."""
 DONE = b"1"
@@ -54,16 +58,21 @@ def main() -> None:
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
-    about = {"ready": True, "landlock": confine.landlock_version(), "inodes": settings["inodes"]}
-    control.send(json.dumps(about).encode())
+    control.send(
+        json.dumps({"ready": True, "landlock": confine.landlock_version(), "inodes": settings["inodes"]}).encode()
+    )
     with contextlib.suppress(ConnectionError):
         serve(control, settings, rules, attempts)
 
 
 def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
-    """Imports what jobs use, gives up all rights, and builds the rule set of Landlock. Returns (that or None, the
-    counter of attempts to reach a network or None). OSError if a barrier that the mode promises is missing."""
-    # This package is already imported. A program that imports `program` or `cells` must not find our files.
+    """Imports what jobs use, gives up all rights, and builds the rule set of Landlock.
+
+    Returns (the rule set or None, the counter of attempts to reach a network or None). OSError if a barrier that the
+    mode promises is missing.
+    """
+    # This package is already imported. Its folder is removed from the path, so that a program that imports `program` or
+    # `cells` does not find our files.
     sys.path[:] = [p for p in sys.path if p != settings["home"]]
     if settings["package_path"]:
         sys.path.append(settings["package_path"])
@@ -78,8 +87,9 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     os.environ.pop("PYTHONPATH", None)
     scratch, mode = settings["scratch"], settings["mode"]
     # This comes before `drop`, because mounting needs a capability.
-    bounds = settings["scratch_bytes"], settings["scratch_files"]
-    settings["inodes"] = bool(scratch) and confine.bound_files(scratch, *bounds)
+    settings["inodes"] = bool(scratch) and confine.bound_files(
+        scratch, settings["scratch_bytes"], settings["scratch_files"]
+    )
     if mode == "none":
         return None, None
     # The order is fixed: the kernel forgets the parent-death signal when a process changes its user, and
@@ -227,7 +237,8 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
                 control.send(json.dumps({"cpu": seconds(clock) - begun, "network": taken(attempts)}).encode())
                 end = None
             elif host_spoke or (end is not None and seconds(clock) >= end):
-                # The host asked for the end, or the session's time is used up. Then the loop waits for the pidfd.
+                # It is killed because the host asked for it, or else because the session's time is used up. The loop
+                # goes on, until the pidfd shows that the status can be read.
                 spent, end = not host_spoke, None
                 os.kill(pid, signal.SIGKILL)
                 if host_spoke and not message:
@@ -254,14 +265,20 @@ def begin(settings: dict[str, Any], rules: int | None) -> Any:
         os.setpgid(0, 0)
         if settings["mode"] == "none":
             return None
-        on_host, processes = settings["mode"] == "landlock", settings["processes"] > 0
-        return confine.half(rules, host_files=on_host, processes=processes, told=settings["told"])
+        return confine.half(
+            rules, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0, told=settings["told"]
+        )
     except OSError as error:
         return error
 
 
 def job(
-    control: socket.socket, settings: dict[str, Any], rules: int | None, request: Any, fds: list[int], ready: Any = None
+    control: socket.socket,
+    settings: dict[str, Any],
+    rules: int | None,
+    request: dict[str, Any],
+    fds: list[int],
+    ready: Any = None,
 ) -> None:
     """The child: takes the descriptors, confines itself, and runs the job. Never returns.
 
