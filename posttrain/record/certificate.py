@@ -109,7 +109,11 @@ def _counts(path: Path) -> bool:
 
 
 def verify_certificate(folder: Path) -> bool:
-    """Compare a directory with its certificate; False where it has none. DataError where they differ, or it is bad."""
+    """Compare a directory with its certificate. False where it has none.
+
+    Raises:
+        DataError: a file is not as the certificate says, or the certificate is damaged or of a failed export.
+    """
     path = folder / CERTIFICATE
     if not path.exists():
         return False
@@ -127,19 +131,26 @@ def verify_certificate(folder: Path) -> bool:
         raise DataError(f"{path} is damaged: {str(strange[0])[:80]!r} is no name of a file here. {_way_out(folder)}")
     present = {p.name for p in folder.iterdir() if _counts(p)}
     # Weights come first: if several files differ, the message names the weights.
-    for name in sorted({*recorded, *present}, key=lambda name: (not name.endswith((".safetensors", ".bin")), name)):
-        here = folder / name
+    for name in sorted({*recorded, *present}, key=_weights_first):
         if name not in present:
-            raise DataError(f"{here} is gone, and {CERTIFICATE} lists it. {_way_out(folder)}")
+            raise DataError(f"{folder / name} is gone, and {CERTIFICATE} lists it. {_way_out(folder)}")
         if name not in recorded:
-            raise DataError(f"{here} was added after the export: {CERTIFICATE} does not list it. {_way_out(folder)}")
+            raise DataError(
+                f"{folder / name} was added after the export: {CERTIFICATE} does not list it. {_way_out(folder)}"
+            )
         # Opened once and closed: `opened` refuses pipes and devices, which `digest` would read for ever.
         with read_untrusted.opened(folder / name, DataError):
             pass
         if files.digest(folder / name) != recorded[name]:
-            changed = f"is not the file that was exported: its digest differs from {CERTIFICATE}"
-            raise DataError(f"{here} {changed}. {_way_out(folder)}")
+            raise DataError(
+                f"{folder / name} is not the file that was exported: its digest differs from {CERTIFICATE}."
+                f" {_way_out(folder)}"
+            )
     return True
+
+
+def _weights_first(name: str) -> tuple[bool, str]:
+    return not name.endswith((".safetensors", ".bin")), name
 
 
 def _way_out(folder: Path) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,21 @@ class DamagedCheckpoint:
 
 
 def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
-    """All checkpoints of a run folder, oldest first, and those whose state cannot be read. `verify` reads more than the
-    state. Links, files, folders without any part of a checkpoint, and what its writer removes meanwhile are left out.
+    """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
+    `verify` reads the rest.
+
+    Ignored are links, files, folders without any part of a checkpoint, and checkpoints that their writer removes during
+    the call.
     """
     readable: list[Checkpoint] = []
     unread: dict[Path, str] = {}
     for path in sorted((folder / "checkpoints").glob("[!.]*")):
         # Links could lead out of the folder. The pattern of `glob` leaves out hidden names: unfinished checkpoints.
-        parts = any(os.path.lexists(path / name) for name in ("state.json", files.DIGESTS))
-        if path.is_symlink() or not path.is_dir() or not parts:
+        if (
+            path.is_symlink()
+            or not path.is_dir()
+            or not any(os.path.lexists(path / n) for n in ("state.json", files.DIGESTS))
+        ):
             continue
         try:
             readable.append(_read(path))
@@ -86,12 +92,10 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     readable.sort(key=lambda c: (c.order, c.name))
     # The index is only a copy, read where a checkpoint's own state cannot be.
     best_one, listed = _index(folder) if unread else ("", {})
-    damaged: list[DamagedCheckpoint] = []
-    for p, why in unread.items():
-        # Not in the index: half a step behind the checkpoint with the next smaller name.
-        before = max((c.order for c in readable if c.name < p.name), default=-1)
-        order = listed.get(p.name, before + 0.5)
-        damaged.append(DamagedCheckpoint(p.name, p, why, order, p.name == best_one))
+    damaged = [
+        DamagedCheckpoint(p.name, p, why, _order(p.name, listed, readable), p.name == best_one)
+        for p, why in unread.items()
+    ]
     return readable, sorted(damaged, key=lambda d: (d.order, d.name))
 
 
@@ -105,8 +109,16 @@ def _index(folder: Path) -> tuple[str, dict[str, float]]:
         return "", {}
 
 
+def _order(name: str, listed: Mapping[str, float], readable: Sequence[Checkpoint]) -> float:
+    """The order of a damaged checkpoint: from the index (`listed`), else by its name."""
+    before = max((c.order for c in readable if c.name < name), default=-1)
+    # Half a step behind the checkpoint with the next smaller name.
+    return listed.get(name, before + 0.5)
+
+
 def newest(folder: Path) -> Checkpoint | None:
-    """The last checkpoint; None where there is none. RunFolderError if its state is damaged."""
+    """The last checkpoint; None where there is none. RunFolderError if its state cannot be read or is not as it was
+    written."""
     readable, damaged = survey(folder)
     last = readable[-1] if readable else None
     # A readable older one must not pass for the newest.
@@ -139,8 +151,9 @@ def _read(path: Path) -> Checkpoint:
         } if steps >= 0 and episodes >= 0 and not isinstance(metric, bool):
             return Checkpoint(path.name, path, order, metric, Position(steps, episodes), build(Any, state, str(file)))
         case _:
-            why = "it does not say position, order, metric and state as a checkpoint does"
-            raise RunFolderError(f"{file} is damaged: {why}")
+            raise RunFolderError(
+                f"{file} is damaged: it does not say position, order, metric and state as a checkpoint does"
+            )
 
 
 def refuse_damage_beside(folder: Path) -> None:
@@ -168,46 +181,65 @@ def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """The checkpoint with the highest metric; among equals the newest. None where no checkpoint has a metric."""
     measured = [c for c in checkpoints if c.metric is not None and math.isfinite(c.metric)]
+    # Among equals the newest has the most training.
     return max(measured, key=lambda c: (c.metric, c.order), default=None)
 
 
 def pick(
     folder: Path, readable: list[Checkpoint], damaged: list[DamagedCheckpoint], which: str | None, words: Sequence[str]
 ) -> tuple[Checkpoint | DamagedCheckpoint, str] | None:
-    """(the checkpoint of a name or a word, what is wrong with its files or ''). None where the run has none yet.
-    `which`: a name, or one of `words`: `last`, `best`. None: the last one."""
-    chosen = readable[-1] if readable else None
-    if which is None or (which == "last" and which in words):
+    """(the chosen checkpoint, what is wrong with its files or ''). None where there is none at all.
+
+    Args:
+        which: a name, or one of `words`; None: the last one.
+        words: those of `last` and `best` that may stand in the place of a name.
+
+    Raises:
+        RunFolderError: there is none of this name.
+    """
+    last = readable[-1] if readable else None
+    if which is None or (which == "last" and "last" in words):
+        chosen = last
         # Damage of checkpoints before the chosen one does not matter. A readable older one never passes for the last.
-        damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
-    elif which in words:
-        # Damage matters only of the one that the index says is the best, or if none can be read.
+        damaged = [d for d in damaged if last is None or d.order > last.order]
+    elif which == "best" and "best" in words:
+        chosen = best(readable) or last
+        # Damage of other checkpoints matters only if the index says that one of them is the best, or if none can be
+        # read.
         damaged = [d for d in damaged if d.best or not readable]
-        chosen = best(readable) or chosen
     else:
         named = {c.name: c for c in readable}
-        chosen, damaged = named.get(which), [d for d in damaged if d.name == which]
+        chosen = named.get(which)
+        damaged = [d for d in damaged if d.name == which]
         if chosen is None and not damaged:
             raise RunFolderError(f"{folder} has no checkpoint {which!r}; {nearest(which, [*words, *named])}")
     if damaged:
         return damaged[-1], damaged[-1].why
-    return None if chosen is None else (chosen, files.damage(chosen.folder))
+    if chosen is None:
+        return None
+    return chosen, files.damage(chosen.folder)
 
 
 def find(folder: Path, which: str = "last") -> Checkpoint:
     """The checkpoint `last`, `best` or of a name, after its files, the model's configuration and the tokenizer were
-    checked. RunFolderError, with the newest undamaged one, where it is damaged or not there."""
+    checked.
+
+    Raises:
+        RunFolderError: it is damaged or not there. The message names the newest undamaged checkpoint.
+    """
     refuse_damage_beside(folder)
     readable, damaged = survey(folder)
-    if not readable and not damaged:
+    picked = pick(folder, readable, damaged, which, ("last", "best")) if readable or damaged else None
+    if picked is None:
         raise RunFolderError(f"{folder} has no checkpoint yet")
-    picked = pick(folder, readable, damaged, which, ("last", "best"))
-    assert picked is not None
     chosen, why = picked
     if isinstance(chosen, Checkpoint) and not why:
         return chosen
-    good, advice = newest_good([c for c in readable if c.name != chosen.name]), "No other one is whole"
-    if good:
+    # Offered only if all of its files are as they were written.
+    good = newest_good([c for c in readable if c.name != chosen.name])
+    if good is None:
+        advice = "No other one is whole"
+    else:
         advice = f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
     raise RunFolderError(f"checkpoint {chosen.name}: {why}. {advice}")
 
@@ -238,16 +270,21 @@ class Checkpoints:
         return f"The last good checkpoint is {self.all[-1].name}" if self.all else "There is no checkpoint yet"
 
     def write(
-        self, name: str, fill: Callable[[Path], None], state: Mapping[str, Any], metric: float | None, at: Position
+        self,
+        name: str,
+        fill: Callable[[Path], None],
+        state: Mapping[str, Any],
+        metric: float | None,
+        position: Position,
     ) -> Checkpoint:
         """Write a checkpoint durably, then remove those that are neither new nor best."""
         # `write_directory` would replace a checkpoint of that name.
         if any(c.name == name for c in self.all):
             raise InvariantError(f"checkpoint {name} was already written: names must differ")
-        # The number of checkpoints would not do, since older ones are removed.
+        # One more than the last order. The number of checkpoints would not do, since older ones are removed.
         order = self.all[-1].order + 1 if self.all else 0
-        numbers = {"order": order, "metric": metric, "position": asdict(at)}
-        data = {"schema": SCHEMA, **numbers, "state": to_plain(dict(state))}
+        lengths = {"steps": position.steps, "episodes": position.episodes}
+        data = {"schema": SCHEMA, "order": order, "metric": metric, "position": lengths, "state": to_plain(dict(state))}
 
         def everything(staged: Path) -> None:
             fill(staged)

@@ -43,7 +43,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """One thing outside the run folder that a setting uses. `path`: the setting; `what`: a sentence about it."""
+    """One thing outside the run folder that a setting uses. `path`: the setting as overrides write it; `what`: a
+    sentence about what it does."""
 
     path: str
     kind: Kind

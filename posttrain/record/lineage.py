@@ -94,14 +94,19 @@ def _checked(data: Mapping[str, Any], before: str, place: str, error: type[Postt
     if not all(isinstance(data[n], str) and len(data[n]) < 1000 for n in texts):
         raise error(f"{place} is damaged: a text is wanted where it has none")
     if data["digest"] != (now := _digest({k: v for k, v in data.items() if k != "digest"}, before)):
-        how = "Somebody changed the record. Take a copy that was not changed"
-        what = f"{place} ({data['kind']} {data['name']})"
-        raise error(f"{what} is not as it was written: its digest differs. {how}")
+        raise error(
+            f"{place} ({data['kind']} {data['name']}) is not as it was written: its digest differs. Somebody changed"
+            " the record. Take a copy that was not changed"
+        )
     return now
 
 
 def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = DataError) -> None:
-    """Checks that each model in the line is what the link before it left: tokenizer, chat template and weights."""
+    """Checks that each model in the line is what the link before it left.
+
+    Raises:
+        error: two links have other tokenizers, other chat templates, or other weights.
+    """
     for before, link in pairwise(links):
         _same_text(before, link, "tokenizer", "its token ids mean other text", error)
         _same_text(before, link, "template", "a conversation becomes other tokens", error)
@@ -121,8 +126,10 @@ def _same_text(before: LineageLink, link: LineageLink, what: str, means: str, er
     # '' is not known, and contradicts nothing.
     if one and two and one != two:
         name = "chat template" if what == "template" else what
-        changed = f"the {name} changed between {before.words} ({one}) and {link.words} ({two})"
-        raise error(f"{changed}, so {means} than was learned. Put the {name} of {before.words} there again")
+        raise error(
+            f"the {name} changed between {before.words} ({one}) and {link.words} ({two}), so {means} than was learned."
+            f" Put the {name} of {before.words} there again"
+        )
 
 
 def read_lineage(folder: Path, error: type[PosttrainError] = DataError) -> tuple[LineageLink, ...]:

@@ -13,7 +13,8 @@ from posttrain.system import files
 from posttrain.system.errors import RunFolderError
 
 QUEUE, REPLAY = "queue.npz", "replay.npz"
-"""Files of a checkpoint with the episodes of ended groups, in the format of a step's: the queue's, the buffer's."""
+"""Files of a checkpoint with the episodes of ended groups, of the queue and of the replay buffer. They have the format
+of a step's episodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +61,14 @@ def save_groups(path: Path, groups: Sequence[Group]) -> None:
 
 
 def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int], Task] | None = None) -> list[Group]:
-    """The groups of `queued` that had ended. RunFolderError where the file and the rows do not belong together, or the
-    tasks are others.
+    """The groups of `queued` that had ended.
 
     Args:
-        task: gives a task of the source by its index. None: tasks as they were written, which nothing judges again.
+        task: gives a task of the source by its index. None: tasks as they were written, for groups that nothing judges
+            again.
+
+    Raises:
+        RunFolderError: the file and the rows do not belong together, or the tasks are others.
     """
     # Groups that had not ended have no episodes in the file. They are asked again.
     ended = [q for q in queued if q.siblings]
@@ -78,11 +82,14 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
     for q in ended:
         # The environment's present task has all that judges need. Its id must be the recorded one.
         present = recorded[at].task if task is None else task(q.index)
-        here = recorded[at : at + q.siblings + q.greedy]
-        episodes = [replace(e, task=present) for e in here if e.task.id == present.id]
+        episodes = [
+            replace(e, task=present) for e in recorded[at : at + q.siblings + q.greedy] if e.task.id == present.id
+        ]
         if len(episodes) != q.siblings + q.greedy:
-            why = f"answers to other tasks than the environment has now ({present.id!r}): were its data changed?"
-            raise RunFolderError(f"{path} holds {why} Go on with the data that the run was begun with")
+            raise RunFolderError(
+                f"{path} holds answers to other tasks than the environment has now ({present.id!r}): were its data"
+                " changed? Go on with the data that the run was begun with"
+            )
         at += len(episodes)
         # The greedy answer was written behind its siblings.
         greedy = episodes.pop() if q.greedy else None

@@ -48,7 +48,8 @@ from posttrain.system.errors import InvariantError, RunFolderError
 from posttrain.system.shell import command_line
 
 AMENDED = "steps.amended.jsonl"
-"""A new record with another last line (`reopen`), which replaces the record with the checkpoint that belongs to it."""
+"""A new record with another last line (`reopen`). It replaces the record when the checkpoint that belongs to it is
+written."""
 
 
 def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
@@ -87,7 +88,8 @@ class RunFolder:
         self._episodes = folder / "episodes"
         self._episodes.mkdir(exist_ok=True)
         for path in (folder, self._episodes):
-            files.sweep(path)  # half-written files of a killed writer
+            # Half-written files of a killed writer are removed before anything is read or written.
+            files.sweep(path)
         self._checkpoints = Checkpoints(folder, run.keep_checkpoints)
         # Before the record is opened for appending, since an amendment replaces its file.
         self._finish_amendment()
@@ -105,8 +107,9 @@ class RunFolder:
         if not folder.is_dir():
             raise RunFolderError(f"cannot create run folder {folder}: it is a file. Choose another --out")
         if (folder / "run.json").exists():
-            how = f"Go on with it by --resume {folder}, or choose another --out"
-            raise RunFolderError(f"{folder} already holds a run. {how}")
+            raise RunFolderError(
+                f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out"
+            )
         # A creation that was interrupted leaves a lock and temporary files. Such a folder is still free.
         if others := sorted(p.name for p in folder.iterdir() if p.name != "lock" and not files.is_temporary(p)):
             raise RunFolderError(f"{folder} is not empty ({', '.join(others[:3])}). Choose another --out")
@@ -114,7 +117,10 @@ class RunFolder:
     @staticmethod
     def create(folder: Path | str, run: Run, facts: Mapping[str, Any]) -> RunFolder:
         """A new run folder. `facts` (versions, machine, digests, argv) are written into run.json beside the tree.
-        RunFolderError where it already holds a run or other files, is in use, or cannot be written."""
+
+        Raises:
+            RunFolderError: the folder already holds a run or other files, is in use, or cannot be written.
+        """
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -148,8 +154,10 @@ class RunFolder:
         folder, chosen = run_reader.folder_of(path)
         run = run_reader.run_file(folder).run
         lock = files.Lock(folder)
-        whole = files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost")
-        with _released_on_failure(folder, lock), whole:
+        with (
+            _released_on_failure(folder, lock),
+            files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"),
+        ):
             book = RunFolder(folder, run, lock)
             # Chosen before anything is cut: a damaged choice leaves the folder as it was.
             checkpoint = book._choose(chosen)
@@ -159,8 +167,10 @@ class RunFolder:
     def _choose(self, name: str | None) -> Checkpoint | None:
         """The checkpoint of this name, or the last one for None; its files are compared with their digests."""
         readable, damaged = self._checkpoints.all, self._checkpoints.damaged
-        # If a newer checkpoint is damaged, the last readable one is not taken silently: work would be lost.
-        if (picked := pick(self.folder, readable, damaged, name, ())) is None:
+        # If a newer checkpoint is damaged, the last readable one is not taken silently: work would be lost without the
+        # user's word. Files are compared before the record is cut back to the checkpoint.
+        picked = pick(self.folder, readable, damaged, name, ())
+        if picked is None:
             return None
         chosen, wrong = picked
         if isinstance(chosen, Checkpoint) and not wrong:
@@ -169,16 +179,19 @@ class RunFolder:
         if good := newest_good([c for c in readable if c.order < chosen.order]):
             advice = f"Go on from the newest one that is whole with: {command_line('run', '--resume', good.folder)}"
         else:
-            again = "to begin this run again from its start with --resume"
-            advice = f"No checkpoint before it is whole: remove {self.folder / 'checkpoints' / chosen.name} {again}"
+            advice = (
+                f"No checkpoint before it is whole: remove {chosen.folder} to begin this run again from its start with"
+                " --resume"
+            )
         raise RunFolderError(f"checkpoint {chosen.name}: {wrong}. {advice}")
 
     def _cut_back(self, checkpoint: Checkpoint | None) -> None:
         """Remove everything that was written after the checkpoint; with None the whole record."""
         position = checkpoint.position if checkpoint else Position(0, 0)
-        # The checkpoint has the length of both files at its time.
+        # The checkpoint has the length of both files at its time. Later lines will be written again.
         self._steps.truncate(position.steps)
         self._index.truncate(position.episodes)
+        # Read again from the shortened index.
         self._written = {row.path.name for row in run_reader.episode_files(self.folder)}
         for path in self._episodes.glob("*.npz"):
             # Episode files that no line lists belong to steps that are played again.
@@ -231,8 +244,12 @@ class RunFolder:
     def checkpoint(
         self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None
     ) -> Checkpoint:
-        """Write a checkpoint, durably: `write` puts its files into the given folder, `state` is plain data.
-        RunFolderError where the disk is full; it names the checkpoint that is still good. Nothing is lost."""
+        """Write a checkpoint: `write` puts its files into the given folder, `state` is plain data. It is durable when
+        this returns.
+
+        Raises:
+            RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is lost.
+        """
         # The record must be on the disk before a checkpoint contains its length.
         self.sync()
         return self._checkpoints.write(name, write, state, metric, Position(self._steps.position, self._index.position))
@@ -317,7 +334,8 @@ class RunFolder:
             self._index.sync()
 
     def beside(self, name: str, write: Callable[[Path], object]) -> None:
-        """Writes a folder of files for readers of this one, such as the tokenizer: once, since they do not change."""
+        """Writes a folder of files for readers of this one, such as the tokenizer: once, and whole or not at all."""
+        # Such files do not change during a run, so they are not written twice.
         if not (self.folder / name).is_dir():
             self.anew(name, write)
 
@@ -329,7 +347,8 @@ class RunFolder:
 
     def close(self) -> None:
         try:
-            self.sync()  # this raises on a full disk
+            # This raises on a full disk. The lock is released even then.
+            self.sync()
         finally:
             self._steps.close()
             self._index.close()

@@ -37,9 +37,6 @@ SCHEMA = 2
 MEASURED = ("clock", "memory")
 """Entries of a line of the record that describe the machine; no digest covers them."""
 
-DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
-"""Errors of code that makes objects from a damaged file."""
-
 
 @dataclass(frozen=True)
 class RunFile:
@@ -99,9 +96,15 @@ def run_file(folder: Path | str) -> RunFile:
     absent = tuple(p for p in recorded_pieces if p.name not in known)
     # Any error here is reported as damage of the file. `_read_run` treats errors that a changed class may cause.
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
-        run = _read_run(path, data, [p.name for p in recorded_pieces if p.name in known])
-        lineages = _lineages(data["lineages"])
-        return RunFile(run, lineages, facts, data.get("identity"), _edited(data), _digest(data), absent)
+        return RunFile(
+            _read_run(path, data, [p.name for p in recorded_pieces if p.name in known]),
+            _lineages(data["lineages"]),
+            facts,
+            data.get("identity"),
+            _edited(data),
+            _digest(data),
+            absent,
+        )
 
 
 def _lineages(data: Any) -> dict[str, list[dict[str, Any]]]:
@@ -134,8 +137,9 @@ def _check_schema(path: Path, schema: object) -> None:
             " again with this one"
         )
     if schema != SCHEMA:
-        how = "Use the version that wrote it"
-        raise RunFolderError(f"{path} has schema {schema}; this posttrain reads {SCHEMA}. {how}")
+        raise RunFolderError(
+            f"{path} has schema {schema}; this posttrain reads {SCHEMA}. Use the version that wrote it"
+        )
 
 
 def _migrated(run: Any) -> Any:
@@ -185,10 +189,19 @@ def damage_is_named(place: str) -> Generator[None]:
         yield
     except RunFolderError:  # it names its file already
         raise
-    # `from None`, since the traceback of the cause is as deep.
+    # Nested too deeply for the parser. `from None`, since the traceback of the cause is as deep.
     except RecursionError:
         raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
-    except (PosttrainError, *DAMAGE) as error:
+    except (
+        PosttrainError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = str(error) if isinstance(error, PosttrainError) else repr(error)
         raise RunFolderError(f"{place} is damaged: {reason}") from error
 
@@ -220,8 +233,9 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
             # The name must follow from the other entries and have no folder in it, so that it cannot lead out.
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
-            place = f"{inner / 'index.jsonl'}:{number}"
-            raise RunFolderError(f"{place} names {d['file']!r}, which is no episode file of this run")
+            raise RunFolderError(
+                f"{inner / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
+            )
         out.append(row)
     return out
 

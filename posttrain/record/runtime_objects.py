@@ -115,7 +115,8 @@ class ObjectNote:
 
     @staticmethod
     def of(name: str, kind: str, thing: Any) -> ObjectNote:
-        # Values from where it was defined may be secrets or data, so only their names are kept.
+        # A function may read values from where it was defined. They may be secrets or data, so only their names are
+        # kept.
         code = getattr(inspect.unwrap(thing), "__code__", None) if callable(thing) else None
         return ObjectNote(name, kind, source_text(thing), tuple(getattr(code, "co_freevars", ())))
 
@@ -157,13 +158,15 @@ class RuntimeObjects:
 
     def reward(self, name: str) -> Callable[..., Any]:
         """The reward function of a name in the tree; ConfigError, with the way to hand it, where there is none."""
-        if (short := name.removeprefix(INLINE)) not in self.rewards:
+        short = name.removeprefix(INLINE)
+        if short not in self.rewards:
             raise ConfigError(self._missing("reward function", short, f"rewards=[{_word(short)}]", self.rewards))
         return self.rewards[short]
 
     def environment(self, name: str) -> Any:
         """The environment of a name in the tree; ConfigError, with the way to hand it, where there is none."""
-        if (short := name.removeprefix(INLINE)) not in self.environments:
+        short = name.removeprefix(INLINE)
+        if short not in self.environments:
             raise ConfigError(self._missing("environment", short, f"env={_word(short)}", self.environments))
         return self.environments[short]
 
@@ -178,22 +181,29 @@ class RuntimeObjects:
         )
 
     def lacking(self, rewards: Sequence[str], environments: Sequence[str]) -> str:
-        """A message that says which of these names is missing, and how to hand all of them; '' where nothing is."""
+        """Returns a message that says which of these names of the tree is missing, and how to hand all of them; ''
+        where nothing is."""
         ways: list[str] = []
         if environments:
             ways.append(f"env={_word(environments[0].removeprefix(INLINE))}")
         if rewards:
             ways.append(f"rewards=[{', '.join(_word(r.removeprefix(INLINE)) for r in rewards)}]")
-        kinds = (("reward function", rewards, self.rewards), ("environment", environments, self.environments))
-        for what, names, known in kinds:
-            for short in (name.removeprefix(INLINE) for name in names):
-                if short not in known:
-                    return self._missing(what, short, ", ".join(ways), known)
+        for name in rewards:
+            # The first that is missing, with how to hand all of them at once.
+            if (short := name.removeprefix(INLINE)) not in self.rewards:
+                return self._missing("reward function", short, ", ".join(ways), self.rewards)
+        for name in environments:
+            if (short := name.removeprefix(INLINE)) not in self.environments:
+                return self._missing("environment", short, ", ".join(ways), self.environments)
         return ""
 
     def rows(self, name: str) -> Iterator[tuple[str, Any]]:
-        """The lines of the rows of a name in the tree as (place, parsed JSON). ConfigError where they were neither
-        handed nor kept, RunFolderError where the kept file was changed."""
+        """The lines of the rows of a name in the tree as (place, parsed JSON).
+
+        Raises:
+            ConfigError: they were neither handed nor kept.
+            RunFolderError: the kept file was changed.
+        """
         digest = name.removeprefix(INLINE)
         # Lines are cut at newlines only. `splitlines` would also cut at other separators inside texts.
         for number, line in enumerate(self._text(digest).removesuffix("\n").split("\n"), 1):
@@ -223,10 +233,7 @@ class RuntimeObjects:
 
     def _piece_note(self, name: str, cls: type) -> ObjectNote:
         defined_in = source_file(cls)
-        types = {
-            w: {type(p) for a in algorithm.lineage() for p in a.pieces} for w, algorithm in self.algorithms.items()
-        }
-        words = [word for word, own in types.items() if cls in own]
+        words = [word for word, algorithm in self.algorithms.items() if cls in _piece_types(algorithm)]
         # The file that was named for this piece's algorithm may import the class from another one. Both can change.
         imported = Path(words[0].rpartition(":")[0]).expanduser().resolve() if words else defined_in
         files = {str(p): file_digest(p) for p in (imported, defined_in) if p is not None}
@@ -235,6 +242,10 @@ class RuntimeObjects:
     def write_data(self, folder: Path) -> None:
         for digest, text in self.data.items():
             (folder / f"{digest}.jsonl").write_bytes(text.encode())
+
+
+def _piece_types(algorithm: AnyAlgorithm) -> set[type]:
+    return {type(piece) for a in algorithm.lineage() for piece in a.pieces}
 
 
 def _word(name: str) -> str:

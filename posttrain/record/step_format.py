@@ -118,7 +118,8 @@ def step_from_plain(data: Mapping[str, Any]) -> Step:
 
 
 def _as_plain(value: object) -> Any:
-    """A value of a task that JSON does not have, as plain data, or as text without memory addresses."""
+    """A value of a task that JSON does not have. Parts of messages and numpy arrays become plain data, anything else
+    text without memory addresses."""
     if isinstance(value, ContentPart):
         return value.plain()
     if isinstance(value, np.ndarray | np.generic):
@@ -134,13 +135,16 @@ def _task(task: Task) -> dict[str, Any]:
 
 def _verdict(j: Judged) -> dict[str, Any]:
     v = j.verdict
-    given = {"state": v.state, "score": v.score, "kind": v.kind, "why": v.why}
-    of_part = {"end": j.end, "paid": j.paid, "resolution": j.resolution}
     return {
         "source": j.source,
         "weight": j.weight,
-        **given,
-        **of_part,
+        "state": v.state,
+        "score": v.score,
+        "kind": v.kind,
+        "why": v.why,
+        "end": j.end,
+        "paid": j.paid,
+        "resolution": j.resolution,
         **({"measured": True} if j.measured else {}),
         # Written only where `verdict_from_plain` would else read another value.
         **({"by_model": j.by_model} if j.by_model or j.resolution > RESOLUTION else {}),
@@ -226,7 +230,11 @@ def _routed_columns(segments: Sequence[Segment]) -> Columns:
     if not choices:
         return {}
     shapes = [(0, 0, 0) if s.routed is None else s.routed.shape for s in segments]
-    return {"routed": _join([r.ravel() for r in choices], np.int16), "routed_shape": np.array(shapes, np.int64).ravel()}
+    # A segment without choices gets the shape 0, 0, 0, so that each segment has one.
+    return {
+        "routed": _join([r.ravel() for r in choices], np.int16),
+        "routed_shape": np.array(shapes, np.int64).ravel(),
+    }
 
 
 def _join(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
@@ -241,22 +249,41 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
     cut = _Cut(columns)
     out: list[Recorded] = []
     for row in meta["episodes"]:
+        task_number: int = row["task"]
+        contracts: list[int] = row["samplings"]
         # In the order of writing, since `cut` takes each segment from the front of what is left.
-        drawn = [cut.segment(samplings[i]) for i in cast("list[int]", row["samplings"])]
-        segments, verdicts = tuple(s for s, _ in drawn), tuple(verdict_from_plain(v) for v in row["verdicts"])
-        said = (row["text"], row["error"], row.get("state"), tuple(row.get("turns", ())), row.get("cut", False))
+        drawn = [cut.segment(samplings[i]) for i in contracts]
+        verdicts = tuple(verdict_from_plain(v) for v in row["verdicts"])
+        segments = tuple(s for s, _ in drawn)
+        text_to_turns = (row["text"], row["error"], row.get("state"), tuple(row.get("turns", ())))
         seats = tuple(SeatTurn(**t) for t in row.get("seats", ()))
-        place = (tasks[cast("int", row["task"])], row["visit"], row["sibling"])
-        episode = Episode(*place, segments, Stop(row["stop"]), verdicts, *said, seats, row.get("right_at"))
-        advantage = tuple(a for _, a in drawn) if row["credited"] else None
-        out.append(Recorded(episode, row["shaped"], advantage, row["dropped"]))
+        episode = Episode(
+            tasks[task_number],
+            row["visit"],
+            row["sibling"],
+            segments,
+            Stop(row["stop"]),
+            verdicts,
+            *text_to_turns,
+            row.get("cut", False),
+            seats,
+            row.get("right_at"),
+        )
+        out.append(
+            Recorded(episode, row["shaped"], tuple(a for _, a in drawn) if row["credited"] else None, row["dropped"])
+        )
     return tuple(out)
 
 
 def _task_from_plain(data: dict[str, Any]) -> Task:
-    asked = data["prompt"]
-    prompt = asked if isinstance(asked, str) else tuple(map(_message, asked))
-    return Task(data["id"], prompt, data["answer"], data["info"], tuple(data.get("tools", ())))
+    prompt = data["prompt"]
+    return Task(
+        data["id"],
+        prompt if isinstance(prompt, str) else tuple(map(_message, prompt)),
+        data["answer"],
+        data["info"],
+        tuple(data.get("tools", ())),
+    )
 
 
 def _message(written: dict[str, Any]) -> Message:
@@ -268,7 +295,9 @@ class _Cut:
     """Cuts the columns back into segments, front to back."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
-        self.columns, self.used = columns, Counter[str]()
+        self.columns = columns
+        self.used = Counter[str]()
+        """How many entries of each column belong to earlier segments."""
         self.lengths = iter(columns["length"].tolist())
         self.shapes = iter(columns.get("routed_shape", np.zeros(0, np.int64)).reshape(-1, 3).tolist())
 
@@ -280,20 +309,25 @@ class _Cut:
 
     def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
         """The next segment and the advantages of its spoken tokens."""
-        length, kept, top = next(self.lengths), None, None
-        of_tokens = ("ids", "mask", "logp", "version", "advantage")
-        ids, mask, logp, version, advantage = (self.take(column, length) for column in of_tokens)
+        length = next(self.lengths)
+        ids, mask, logp, version, advantage = (
+            self.take(column, length) for column in ("ids", "mask", "logp", "version", "advantage")
+        )
         spoken = int(mask.sum())
+        kept, top, in_turn, routed = None, None, None, None
         # The sampling contract says which columns have something of this segment. The columns themselves do not say it.
         if sampling.truncated:
             # Offsets begin anew at 0 in each segment.
             offsets = np.concatenate([[0], np.cumsum(self.take("kept_length", spoken))]).astype(np.int64)
             kept = TruncationSets(offsets, self.take("kept_ids", int(offsets[-1])))
-        if k := sampling.top:
-            top = Top(*(self.take(column, spoken * k).reshape(spoken, k) for column in ("top_ids", "top_logp")))
-        in_turn = self.take("in_turn", spoken) if sampling.in_turn else None
+        if sampling.top:
+            top_ids, top_logp = (self.take(column, spoken * sampling.top) for column in ("top_ids", "top_logp"))
+            top = Top(top_ids.reshape(spoken, sampling.top), top_logp.reshape(spoken, sampling.top))
+        if sampling.in_turn:
+            in_turn = self.take("in_turn", spoken)
         shape = next(self.shapes, (0, 0, 0))
-        routed = self.take("routed", int(np.prod(shape))).reshape(shape) if shape[0] else None
+        if shape[0]:
+            routed = self.take("routed", int(np.prod(shape))).reshape(shape)
         return Segment(ids, mask, logp, version, sampling, kept, top, in_turn, routed), advantage[mask]
 
 
@@ -333,8 +367,11 @@ MOST_INFLATED = 200
 
 
 def read_columns(path: Path) -> Columns:
-    """The columns of a file. Sizes, types and shapes are checked before anything is inflated. RunFolderError where it
-    is missing or damaged, or would inflate to more than a step can have."""
+    """The columns of a file. Sizes, types and shapes are checked before anything is inflated.
+
+    Raises:
+        RunFolderError: the file is missing or damaged, or would inflate to more than a step can have.
+    """
     if not os.path.lexists(path):
         raise RunFolderError(f"{path} is missing")
     try:
@@ -346,10 +383,12 @@ def read_columns(path: Path) -> Columns:
             if len(entries) != len(archive.infolist()) or not entries.keys() <= DTYPES.keys():
                 raise RunFolderError(f"{path} is damaged: it holds other columns than an episode file does")
             total = sum(info.file_size for info in entries.values())
-            # A small file that claims to inflate to a huge one is an attack. The second bound is for large steps.
+            # A small file that claims to inflate to a huge one is an attack. The first bound lets any file inflate that
+            # far, and the second one keeps large steps readable.
             if total > UNQUESTIONED and total > MOST_INFLATED * size:
-                claim = f"its {size:,} bytes claim to hold {total:,}, which no step does"
-                raise RunFolderError(f"{path} is damaged: {claim}")
+                raise RunFolderError(
+                    f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does"
+                )
             return {name: _column(archive, info, DTYPES[name]) for name, info in entries.items()}
     # Everything that a damaged archive raises in zipfile, zlib and numpy.
     except (
@@ -366,15 +405,20 @@ def read_columns(path: Path) -> Columns:
 
 
 def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[Any]) -> np.ndarray:
-    """One column. ValueError where its header has another type or shape, or does not fit its size."""
+    """One column, one-dimensional and of its type. ValueError where its header has another type or shape, or does not
+    fit its size."""
     with archive.open(info) as entry:
         # Headers of other versions are longer and parsed by other code.
         if np.lib.format.read_magic(entry) != (1, 0):
             raise ValueError(f"{info.filename} has another version than 1.0")
         shape, _, dtype = np.lib.format.read_array_header_1_0(entry)
-        # Header and numbers must fill the entry exactly. So nothing larger than the entry is allocated.
-        fits = len(shape) == 1 and shape[0] >= 0 and entry.tell() + shape[0] * dtype.itemsize == info.file_size
-        if dtype != wanted or not fits:
+        if (
+            dtype != wanted
+            or len(shape) != 1
+            or shape[0] < 0
+            # Header and numbers must fill the entry exactly. So nothing larger than the entry is allocated.
+            or entry.tell() + shape[0] * dtype.itemsize != info.file_size
+        ):
             raise ValueError(f"{info.filename} of {info.file_size:,} bytes says it is {dtype} {shape}")
         data = entry.read()
     # The size in the archive's directory may be wrong, so the bytes that were read are counted.

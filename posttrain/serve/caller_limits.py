@@ -78,8 +78,10 @@ def read_limits(words: Iterable[str]) -> CallerLimits:
         try:
             values[name] = int(text) if kinds[name] == "int" else float(text)
         except ValueError:
-            kind, example = "a whole number" if kinds[name] == "int" else "a number", getattr(CallerLimits, name)
-            raise ConfigError(f"--limit {word}: {name} is {kind}, such as {name}={example:g}") from None
+            kind = "a whole number" if kinds[name] == "int" else "a number"
+            raise ConfigError(
+                f"--limit {word}: {name} is {kind}, such as {name}={getattr(CallerLimits, name):g}"
+            ) from None
     return CallerLimits(**values)  # type: ignore[arg-type]
 
 
@@ -91,18 +93,24 @@ def most_connections(limits: CallerLimits) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits.connections
+    return min(limits.connections, max(FEWEST, soft - _open_files() - SPARE_FILES))
+
+
+def _open_files() -> int:
+    """Number of files that this process has open; `SPARE_FILES` where that cannot be read."""
     try:
-        open_files = len(os.listdir("/dev/fd"))
+        return len(os.listdir("/dev/fd"))
     except OSError:
-        open_files = SPARE_FILES
-    return min(limits.connections, max(FEWEST, soft - open_files - SPARE_FILES))
+        return SPARE_FILES
 
 
 def check_address(host: str, token: str | None) -> None:
     """ConfigError where other machines could use the server without a token."""
     if token is None and not loopback(host):
-        served = f"--host {host} is reached from other machines, and --no-token would serve everybody"
-        raise ConfigError(f"{served}: leave --no-token out, or listen on 127.0.0.1")
+        raise ConfigError(
+            f"--host {host} is reached from other machines, and --no-token would serve everybody: leave --no-token out,"
+            " or listen on 127.0.0.1"
+        )
 
 
 LOG = logging.getLogger("posttrain.serve")

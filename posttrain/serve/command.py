@@ -65,8 +65,9 @@ class ServerAddress:
             return secrets.token_urlsafe(24)
         # The token is sent in a header, which allows only such characters.
         if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
-            needed = f"use at least {SHORTEST}, printable ASCII without spaces"
-            raise ConfigError(f"the token has {len(token)} characters: {needed}")
+            raise ConfigError(
+                f"the token has {len(token)} characters: use at least {SHORTEST}, printable ASCII without spaces"
+            )
         return token
 
 
@@ -102,14 +103,16 @@ def serve(
 
 
 def _stored(target: str | Path, checkpoint: str, overrides: Sequence[str]) -> Run:
-    """The run of a target before its overrides. Refuses, before heavy imports, what is not there or no server reads."""
+    """The run of a target before its overrides; refuses a target that is not there and settings that no server reads,
+    before anything heavy is imported."""
     check_target(target, checkpoint)
     stored = run_file(target).run if is_run(target) else model_run(target)
     for text in overrides:
         head = dotted.address(stored, *(w.strip() for w in text.partition("=")[::2]))[0]
         if head not in READ:
-            read = f"settings begin with one of {', '.join(READ)}"
-            raise ConfigError(f"{text}: nothing of it is read when a model is served; {read}")
+            raise ConfigError(
+                f"{text}: nothing of it is read when a model is served; settings begin with one of {', '.join(READ)}"
+            )
     return stored
 
 
@@ -125,15 +128,18 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
 
     if not isinstance(run.engine, Embedded):
         if given("engine"):
-            how = "To serve by vLLM, start `vllm serve` itself"
-            raise ConfigError(f"posttrain serve answers from the embedded engine (engine=embedded). {how}")
+            raise ConfigError(
+                "posttrain serve answers from the embedded engine (engine=embedded). To serve by vLLM, start"
+                " `vllm serve` itself"
+            )
         return Embedded()
     # Such settings of the run itself are ignored silently. Those that the user gives here are refused.
     if run.engine.timeline and given("engine.timeline"):
         raise ConfigError("engine.timeline=true writes a file into a run folder, and a server has none. Leave it out")
     if given("engine.update"):
-        why = "says what new weights do to sequences, and a server's weights stay. Leave it out"
-        raise ConfigError(f"engine.update {why}")
+        raise ConfigError(
+            "engine.update says what new weights do to sequences, and a server's weights stay. Leave it out"
+        )
     from posttrain.build.build_engines import check_engine
 
     check_engine(run)
@@ -154,8 +160,9 @@ def make_served(
     # Applied here only to see which engine is meant. `target_run` applies them to the run that is used.
     engine_settings = served_by(dotted.apply(stored, list(overrides)), overrides)
     parts = ("model", "engine")
-    embedded = {"allow": trust, "change": lambda r: replace(r, engine=engine_settings)}
-    run, weights = target_run(target, checkpoint, *overrides, parts=parts, **embedded)
+    run, weights = target_run(
+        target, checkpoint, *overrides, parts=parts, allow=trust, change=lambda r: replace(r, engine=engine_settings)
+    )
     import torch
 
     from posttrain.build.build_engines import embedded_engine

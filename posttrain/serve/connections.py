@@ -28,7 +28,8 @@ AT_ONCE = 64
 SWEEP = 0.5
 """Seconds between two searches for connections that have taken too long."""
 YOUNG = 3.0
-"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine may be."""
+"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine are silent
+too."""
 LOOKED_AT = 16
 """Silent connections that are considered for closing, the longest silent first."""
 LINGER = 2.0
@@ -62,6 +63,8 @@ class Connection(web.RequestHandler):
     def unread(self) -> bool:
         """True where data has arrived that has not been read yet: the caller has sent a request."""
         try:
+            # MSG_PEEK leaves the byte in the socket. Data that was not read yet means that the caller has sent a
+            # request.
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
@@ -82,7 +85,8 @@ class Connection(web.RequestHandler):
                 self._stuck = now, unwritten
             elif now - when > limits.write_seconds:
                 return True
-        # An answer may take long. But where asyncio has stopped reading, it does not notice that the caller has gone.
+        # An answer may take as long as it needs. But if the caller sends more and more meanwhile, asyncio stops
+        # reading, and would not notice that the caller has gone. Such a connection is overdue.
         if self.phase == "answer":
             return transport is not None and not transport.is_closing() and not transport.is_reading()
         seconds = {"idle": limits.idle_seconds, "headers": limits.header_seconds, "body": limits.body_seconds + LINGER}
@@ -130,7 +134,8 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> Any:
-        """Answer invalid HTTP like every other refusal, without a line in the log; not a caller that has gone."""
+        """Answer invalid HTTP like every other refusal, without a line in the log. A caller that has gone gets no
+        answer and causes no line either."""
         if isinstance(exc, ConnectionError):
             raise exc
         if status >= 500:
@@ -238,8 +243,9 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                message = "connections wait: %s. Lower --limit connections=%d, or raise the limit on files"
-                LOG.warning(message, error, self.most)
+                LOG.warning(
+                    "connections wait: %s. Lower --limit connections=%d, or raise the limit on files", error, self.most
+                )
                 # No descriptor is left. Without a pause the loop would call this method again at once, without end.
                 self._make_room()
                 self._pause(SWEEP)
@@ -255,8 +261,10 @@ class Listener:
     def _admit(self, wire: socket.socket, address: str) -> None:
         """Counts a new connection and begins to handle it."""
         wire.setblocking(False)
-        settings = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False, "loop": self._loop}
-        connection = Connection(self, address, wire, keepalive_timeout=self.limits.idle_seconds, **settings)
+        settings = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False}
+        connection = Connection(
+            self, address, wire, loop=self._loop, keepalive_timeout=self.limits.idle_seconds, **settings
+        )
         # It is counted before it begins, so that the next `accept` in the same loop counts it too.
         self._held[connection] = None
         self._count[address] += 1
@@ -279,7 +287,8 @@ class Listener:
         # At the limit of all, the address with the most loses one. So one caller cannot push out others.
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
-        # The longest silent one comes first, but data may wait. Only a few are considered, as this runs at each accept.
+        # The first connection is silent the longest, but it may have sent data that was not read yet. Only a few
+        # connections are considered, because at the limit this runs for every new connection.
         latest = self._loop.time() - YOUNG
         for connection in islice(self._silent.get(address or "", ()), LOOKED_AT):
             if connection.since <= latest and not connection.unread():
@@ -299,7 +308,11 @@ def refuse(wire: socket.socket) -> None:
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets at every address of a host name, all with one port; OSError where that cannot be had."""
+    """Listening sockets at every address of a host name, all with one port.
+
+    Raises:
+        OSError: the name has no address, or an address cannot be bound.
+    """
     sockets: list[socket.socket] = []
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -313,7 +326,8 @@ async def bind(host: str, port: int) -> list[socket.socket]:
             failure = error
             if error.errno == errno.EADDRINUSE:
                 break
-    # Addresses of other machines are left out. At a port in use callers would reach the other program there.
+    # A name may have addresses that belong to other machines. They are left out, if at least one address was bound. A
+    # port in use is an error at any address: callers would reach the other program there.
     if failure is not None and (not sockets or failure.errno == errno.EADDRINUSE):
         for sock in sockets:
             sock.close()

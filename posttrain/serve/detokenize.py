@@ -26,7 +26,8 @@ class TokenText:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._added = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
-        # It is enough to know which kinds of steps the decoder, a tree, has.
+        # The decoder is a tree of steps. It is enough to know which kinds of steps it has, so its JSON text is
+        # searched.
         decoder = json.dumps(json.loads(self._backend.to_str()).get("decoder"), ensure_ascii=False)
         self._byte_level, self._fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         self._spaces = _SPACE in decoder
@@ -68,8 +69,8 @@ def _byte_of() -> dict[str, int]:
 class Decoder:
     """Decodes one growing text. `add` returns text that is complete; `finish` returns the rest.
 
-    A token's text depends on the tokens before it. So a piece is the text of a short window of tokens with the new one,
-    minus the text of the window without it.
+    A token's text depends on the tokens before it (a space, an incomplete character). So a piece is the text of a short
+    window of tokens with the new one, minus the text of the window without it.
     """
 
     def __init__(self, words: TokenText) -> None:
@@ -130,7 +131,8 @@ class Stops:
         if self.found or not self._stops:
             return "" if self.found else piece
         text, held = self._held + piece, len(self._held)
-        # One that was not found before ends in the new piece, so it begins at most len(s) - 1 characters before that.
+        # A stop string that was not found before ends in the new piece, so it begins at most len(s) - 1 characters
+        # before the piece.
         places = (text.find(s, max(0, held - len(s) + 1)) for s in self._stops) if armed else ()
         stop_place = min((i for i in places if i >= 0), default=-1)
         if stop_place >= 0:

@@ -1,6 +1,7 @@
 """Reads a request: its body, its fields and the ids of its prompts. Each step has a bound.
 
-Bodies are parsed and texts tokenized outside the event loop, small requests and large ones in a thread each.
+Bodies are parsed and texts tokenized outside the event loop, in two threads: one for small requests and one for large
+ones, so that a small request does not wait for a large one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ SMALL = 64 << 10
 REST = 3.0
 """After a large request its thread sleeps this many times as long as that took: parsing JSON blocks other threads."""
 SHORTEST = 16
-"""Least number of bytes assumed of the longest token: one for unknown words may stand for a long word."""
+"""Assumed number of bytes of the longest token, at least, when a text is refused by its length. A token for unknown
+words, which many vocabularies have, may stand for a long word."""
 # (the fields of a request, the ids of its prompts)
 Understood = tuple[GenerationRequest, list[np.ndarray]]
 
@@ -140,7 +142,8 @@ class Intake:
                     self._held += len(chunk)
                     if len(body) > self.limits.body:
                         self._too_long()
-                    # Of all callers together the bytes that have arrived count: a body may have no length.
+                    # The limit for all callers together counts the bytes that have arrived, because a body may have no
+                    # length.
                     if self._held > self.limits.bodies:
                         raise Refusal("too much is being sent at once; try again", status=503)
         except BaseException as error:
@@ -157,8 +160,9 @@ class Intake:
         self._held -= size
 
     def _too_long(self) -> NoReturn:
-        most = f"{self.limits.body_mib:g} MiB, the limit body_mib of this server"
-        raise Refusal(f"the body is longer than {most}", status=413)
+        raise Refusal(
+            f"the body is longer than {self.limits.body_mib:g} MiB, the limit body_mib of this server", status=413
+        )
 
     def _in_vocabulary(self, asked: GenerationRequest) -> None:
         """Refuses ids that are no tokens of the model, and more alternatives than it has tokens."""
@@ -178,9 +182,10 @@ class Intake:
             return self._ids(prompt, "prompt")
         self._room(len(prompt), "prompt")
         most = self.served.vocabulary - 1
-        if (largest := max(prompt)) > most:
-            message = f"prompt: token id {largest}, and the model has 0..{most}: use its own tokenizer"
-            raise Refusal(message, param="prompt")
+        if max(prompt) > most:
+            raise Refusal(
+                f"prompt: token id {max(prompt)}, and the model has 0..{most}: use its own tokenizer", param="prompt"
+            )
         return np.array(prompt, np.int32)
 
     def _chat(self, asked: ChatRequest) -> np.ndarray:
@@ -191,19 +196,14 @@ class Intake:
                 param="messages",
                 code="no_chat_template",
             )
-        # Every message has at least one token. Number and sizes are checked before the template runs.
+        # Every message has at least one token, so as many messages as the context has tokens leave no room. Their
+        # number and the sizes of the texts are checked before the template runs.
         self._room(len(asked.messages), "messages", "messages")
         tools = asked.offered
         self._short(len(json.dumps(tools, ensure_ascii=False).encode(errors="surrogatepass")) if tools else 0, "tools")
         calls = any(m.tool_calls for m in asked.messages)
-        if tools and not self._tools_written:
-            raise Refusal(
-                f"tools: the chat template of {self.served.name} takes no tools, or writes calls in no known format"
-                f" ({', '.join(FORMATS)}). Put them into the messages and parse the answer, or serve a model whose"
-                " template takes tools",
-                param="tools",
-                code="no_tools",
-            )
+        if tools:
+            self._takes_tools()
         messages = [m.plain(calls and self.served.renderer.template.arguments_as_text) for m in asked.messages]
         self._short(sum(_size(m) for m in messages), "messages")
         return self._ids(messages, "messages", tools)
@@ -216,6 +216,17 @@ class Intake:
             return False
         # A template that ignores tools writes the same prompt with and without one.
         return template.render(start, generate=True, tools=[WEATHER]) != template.render(start, generate=True)
+
+    def _takes_tools(self) -> None:
+        """Refuse tools for a model whose chat template does not write them, or writes calls in an unknown format."""
+        if not self._tools_written:
+            raise Refusal(
+                f"tools: the chat template of {self.served.name} takes no tools, or writes calls in no known format"
+                f" ({', '.join(FORMATS)}). Put them into the messages and parse the answer, or serve a model whose"
+                " template takes tools",
+                param="tools",
+                code="no_tools",
+            )
 
     def _ids(self, content: str | Sequence[Message], param: str, tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         """The ids of a prompt, as a rollout would give them to the policy."""

@@ -12,6 +12,7 @@ import json
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -32,7 +33,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @asynccontextmanager
 async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
     """Listen; yields the base address. At the end of the block open requests have `GRACE` seconds to finish.
-    ConfigError where the address is in use, or none of this machine."""
+
+    Raises:
+        ConfigError: the address is in use, or is not an address of this machine.
+    """
     loop = asyncio.get_running_loop()
     # handler_cancellation: a caller that leaves cancels its handler, and with it the tokens nobody will read.
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=GRACE)
@@ -43,21 +47,27 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
     except (OSError, UnicodeError) as error:  # UnicodeError: a text that is no host name, such as a..b
         await runner.cleanup()
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            why = f"port {port} of {host} is in use: choose another with --port (0: any free one)"
-            raise ConfigError(why) from None
+            raise ConfigError(
+                f"port {port} of {host} is in use: choose another with --port (0: any free one)"
+            ) from None
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {host} port {port}: {why}") from error
     listener = Listener(runner.server, server.limits)
+
+    def hang_up() -> None:
+        loop.call_later(FLUSH, listener.cut)
+
     # After `server.cut` the answers say why they ended; a caller that does not read that is cut off after FLUSH.
-    server.hang_up = lambda: loop.call_later(FLUSH, listener.cut)
+    server.hang_up = hang_up
     with quiet():
         listener.open(sockets)
         try:
             yield f"http://{f'[{host}]' if ':' in host else host}:{sockets[0].getsockname()[1]}/v1"
         finally:
-            # No new connections; open requests go on until they end, while `cleanup` waits for them. After GRACE the
-            # server ends the answers, so that each says why; the runner would only drop them.
+            # No new connections; open requests go on until they end or GRACE is over, while `cleanup` waits for
+            # them. Then the connections, and last the threads that read requests.
             listener.close()
+            # After GRACE the answers are ended by the server, so that each says why; the runner would only drop them.
             end = loop.call_later(GRACE, server.cut)
             await runner.cleanup()
             end.cancel()
@@ -65,25 +75,33 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
             server.close()
 
 
+@dataclass
+class Ending:
+    """The first signal that arrived."""
+
+    first: asyncio.Event
+    number: int = 0
+
+
 @contextmanager
-def signals(cut: Callable[[], None]) -> Iterator[asyncio.Future[int]]:
-    """Handle signals in the running loop; yields the number of the first one. The second one calls `cut`."""
+def signals(cut: Callable[[], None]) -> Iterator[Ending]:
+    """Handle signals in the running loop; the second one calls `cut`."""
     loop = asyncio.get_running_loop()
-    first: asyncio.Future[int] = loop.create_future()
+    ending = Ending(asyncio.Event())
 
     def came(number: int) -> None:
         # The first signal only asks. A second one means that the user does not want to wait.
-        if first.done():
+        if ending.number:
             cut()
-        else:
-            first.set_result(number)
+        ending.number = ending.number or number
+        ending.first.set()
 
     # add_signal_handler replaces what the process had, and its removal would leave the default.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         loop.add_signal_handler(number, came, number)
     try:
-        yield first
+        yield ending
     finally:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
@@ -103,21 +121,22 @@ async def serve(
 
     Args:
         facts: lines about the model, for the banner.
+        say: prints a line.
         token_env: the environment variable that holds the token, if one does.
     """
     check_address(host, served.token)
     limits = limits or CallerLimits()
     files = raise_file_limit()
     server = Server(served, limits)
-    with signals(server.cut) as first:
+    with signals(server.cut) as ending:
         async with listening(server, host, port) as url:
             for line in banner(served, url, host, (*facts, capacity(limits, files)), token_env):
                 say(line)
-            number = await first
+            await ending.first.wait()
             if server.running:
                 say(f"stopping: {len(server.running)} requests have {GRACE:g} s to end; Ctrl-C again ends them now")
         say("stopped")
-    return 128 + number
+    return 128 + ending.number
 
 
 def capacity(limits: CallerLimits, files: int) -> str:
@@ -139,8 +158,10 @@ def banner(
     """
     yield from facts
     chat = bool(served.renderer.tokenizer.chat_template)
-    only = "/completions (no chat: the tokenizer has no chat template)"
-    yield f"serving {served.name} at {url}: {'/chat/completions and /completions' if chat else only}"
+    paths = (
+        "/chat/completions and /completions" if chat else "/completions (no chat: the tokenizer has no chat template)"
+    )
+    yield f"serving {served.name} at {url}: {paths}"
     # A token from the environment stays out of the terminal and its logs.
     shown_token = f"the value of {token_env}" if token_env is not None else served.token
     yield f"token: {shown_token}" if served.token else "token: none; everybody on this machine is served"
@@ -156,6 +177,7 @@ def banner(
     what = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     # In a shell's single quotes a quote is written '\''.
     body = json.dumps({"model": served.name, **what, "max_tokens": 32}).replace("'", r"'\''")
-    path = f"{base}/{'chat/' if chat else ''}completions"
-    yield f"try: curl {path} {auth}-H 'Content-Type: application/json' -d '{body}'"
+    yield (
+        f"try: curl {base}/{'chat/' if chat else ''}completions {auth}-H 'Content-Type: application/json' -d '{body}'"
+    )
     yield "stop with Ctrl-C"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -65,7 +65,6 @@ def _by_id(bias: Any) -> Any:
 # With `fail_fast` a list of a million wrong entries gives one error and not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_one_or_many)]
 
 
 class GenerationRequest(RequestPart):
@@ -80,12 +79,12 @@ class GenerationRequest(RequestPart):
     top_k: int = Field(0, ge=-1, le=LARGEST)
     min_p: float = Field(0.0, ge=0, lt=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = Field({})
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = {}
     allowed_token_ids: Ids | None = None
     min_tokens: int = Field(0, ge=0, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: StopTexts = Field([])
-    stop_token_ids: Ids = Field([])
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_one_or_many)] = []
+    stop_token_ids: Ids = []
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -117,7 +116,8 @@ class GenerationRequest(RequestPart):
 
     def sampling(self, stops: Sequence[int], room: int) -> Sampling:
         """The contract of one answer. `stops` are the model's own stop ids."""
-        # Temperature 0 means the most probable token. Truncation does not change it.
+        # Temperature 0 means the most probable token. The logits are not divided by it, and truncation does not change
+        # the result.
         greedy = self.temperature == 0
         alternatives = self.alternatives
         return Sampling(
@@ -146,8 +146,9 @@ def _prompt(prompt: Any) -> Any:
         return [prompt]
     if isinstance(prompt, list) and prompt and (all(isinstance(p, str) for p in prompt) or all(map(_ids, prompt))):
         return prompt
-    of_ids = "a list of token ids, or a non-empty list of strings or of lists of token ids"
-    raise ValueError(f"prompt must be a string, {of_ids}")
+    raise ValueError(
+        "prompt must be a string, a list of token ids, or a non-empty list of strings or of lists of token ids"
+    )
 
 
 def _ids(x: Any) -> bool:
@@ -169,10 +170,11 @@ class CompletionRequest(GenerationRequest):
     def _few(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs come with a whole answer only: leave stream out")
-        # Every prompt has `n` answers, so the product is bounded too.
-        if (count := len(self.prompt)) * self.n > MOST_CHOICES:
-            answers = f"n={self.n} answers to {count} prompts"
-            raise ValueError(f"{answers} are more than {MOST_CHOICES}; send several requests")
+        # `n` has a bound of its own, but every prompt has `n` answers, so the product is bounded too.
+        if self.n * len(self.prompt) > MOST_CHOICES:
+            raise ValueError(
+                f"n={self.n} answers to {len(self.prompt)} prompts are more than {MOST_CHOICES}; send several requests"
+            )
         return self
 
     @property
@@ -216,10 +218,14 @@ class ChatMessage(RequestPart):
         return fields
 
     def plain(self, arguments_as_text: bool = False) -> Message:
-        calls = [c.plain(arguments_as_text) for c in self.tool_calls] or None
-        further = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
-        given = {k: v for k, v in further.items() if v is not None}
-        return cast("Message", {"role": self.role, "content": self.content, **given})
+        message = Message(role=self.role, content=self.content)
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [c.plain(arguments_as_text) for c in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(GenerationRequest, ToolRequest):
@@ -244,7 +250,8 @@ class ChatRequest(GenerationRequest, ToolRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def limit(self, room: int) -> int:
-        # OpenAI's API has no default limit on a chat answer. Here it is the rest of the context.
+        # OpenAI's API has no default limit on a chat answer. Here it is the rest of the context. A prompt that leaves
+        # no rest is refused when it is read (`Intake`).
         return self.max_completion_tokens or self.max_tokens or max(room, 1)
 
 
@@ -270,6 +277,7 @@ def read(kind: type[Any], body: Any) -> Any:
     """A request from JSON. `Refusal` names the wrong field. null means the default, as in OpenAI's API."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
+    # Clients send parameters with values that have no effect, and these are accepted. Other values are refused.
     fields = {k: v for k, v in body.items() if v is not None}
     for name in [k for k in fields if k in UNSUPPORTED and k not in kind.model_fields]:
         neutral, why = UNSUPPORTED[name]

@@ -41,8 +41,9 @@ class Refusal(Exception):
 
 def answer(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
     """A refusal as a response, with the headers of its status and the given ones."""
-    headers = {**_HEADERS.get(refusal.status, {}), **(headers or {})}
-    return web.json_response(refusal.body(), status=refusal.status, headers=headers)
+    return web.json_response(
+        refusal.body(), status=refusal.status, headers={**_HEADERS.get(refusal.status, {}), **(headers or {})}
+    )
 
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

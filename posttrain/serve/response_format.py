@@ -1,6 +1,7 @@
 """The form that a request asks of its answers (`response_format`): any text, JSON, or JSON of a schema.
 
-Answers are sampled freely, and drawn again without the form: so they are distributed as the model's, given the form.
+Answers are sampled freely. One without the form is drawn again, so an answer has the distribution of the model's
+answers, given that they have the form.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ def _check(schema: Any, deep: int) -> None:
     fits = all(isinstance(x, list) and x for x in choices) and all(_is(x, "number") for x in numbers)
     fits = fits and isinstance(required, list) and all(isinstance(name, str) for name in required)
     if not fits or not isinstance(inner, dict) or not isinstance(schema.get("additionalProperties", True), bool):
-        lists = "enum and anyOf are lists that are not empty, required is a list of names"
-        rest = "minimum and maximum are numbers, properties is an object, and additionalProperties true or false"
-        raise ValueError(f"{lists}, {rest}")
+        raise ValueError(
+            "enum and anyOf are lists that are not empty, required is a list of names, minimum and maximum are"
+            " numbers, properties is an object, and additionalProperties true or false"
+        )
     for subschema in (*inner.values(), *schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
         _check(subschema, deep - 1)
 

@@ -27,13 +27,11 @@ from posttrain.serve.protocol import ChatRequest, CompletionRequest, GenerationR
 from posttrain.serve.refusal import Refusal, answer, refusal_of
 from posttrain.serve.response_format import DRAWS, ResponseFormat
 from posttrain.serve.served_answers import Choice, Shape, TextChunk
-from posttrain.system.concurrency import together
 from posttrain.system.errors import DataError, PosttrainError
 from posttrain.system.hostile_callers import loopback
 
 Told = tuple[Choice, TextChunk | None]
 """(choice, its next text), or None for the text where the choice has ended."""
-Work = asyncio.Task[None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -47,7 +45,7 @@ class Server:
     """Tasks of the requests that are being answered."""
     answers: int = 0
     """Number of answers waiting or being written."""
-    hang_up: Callable[[], object] = field(default=lambda: None)
+    hang_up: Callable[[], None] = field(default=lambda: None)
     """Close connections that stay open after their answers; set by the listener."""
 
     def __post_init__(self) -> None:
@@ -84,15 +82,20 @@ class Server:
             # The header is read itself, because `request.host` looks up a name if there is no Host header.
             hosts = request.headers.getall("Host", [])
             if len(hosts) != 1 or not _local(hosts[0]):
-                only = "no token is asked for here, so only this machine is served"
-                raise Refusal(f"{only}, not {', '.join(hosts)!r}", status=403)
+                raise Refusal(
+                    f"no token is asked for here, so only this machine is served, not {', '.join(hosts)!r}", status=403
+                )
             return await handler(request)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         # The token is compared in constant time, and as bytes, because a header may have bytes that are no text.
-        same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode())
-        if scheme.lower() != "bearer" or not same:
-            how = "send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)"
-            raise Refusal(f"{'a wrong' if given else 'no'} token: {how}", status=401)
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode(errors="surrogateescape"), token.encode()
+        ):
+            which = "no" if not given else "a wrong"
+            raise Refusal(
+                f"{which} token: send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)",
+                status=401,
+            )
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -123,6 +126,11 @@ class Server:
         except PosttrainError as error:
             raise refusal_of(error) from None
 
+    def _format(self, asked: GenerationRequest) -> str | None:
+        """The format in which the answers may call tools; None where none are offered."""
+        tools = isinstance(asked, ChatRequest) and asked.offered
+        return self.served.renderer.template.format if tools else None
+
     async def _answer(
         self, request: web.Request, asked: GenerationRequest, prompts: Sequence[np.ndarray], kind: str
     ) -> web.StreamResponse:
@@ -130,8 +138,10 @@ class Server:
         s, count = self.served, asked.n * len(prompts)
         # The limit is on answers and not on requests, because one request may ask for a thousand answers.
         if self.answers + count > self.limits.answers:
-            waiting = f"{self.answers} answers wait or are being written"
-            raise Refusal(f"{waiting}, and {count} more are too many; try again later", status=429)
+            raise Refusal(
+                f"{self.answers} answers wait or are being written, and {count} more are too many; try again later",
+                status=429,
+            )
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
         # The random numbers of an answer come from the seed and its place among the n, whatever other requests run.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
@@ -143,9 +153,7 @@ class Server:
                 if asked.stream:
                     choice.told = lambda piece, c=choice: queue.put_nowait((c, piece))
                 choices.append(choice)
-        tools = isinstance(asked, ChatRequest) and asked.offered
-        calls = s.renderer.template.format if tools else None
-        shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint, calls)
+        shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint, self._format(asked))
         work = asyncio.create_task(self._say(choices, queue, asked.response_format))
         self.running.add(work)
         self.answers += count
@@ -175,14 +183,21 @@ class Server:
                 await choices[at].run(self.served.sampler.generate)
                 if form.fits(choices[at].whole.text):
                     return queue.put_nowait((choices[at], None))
-            what = f"{draws} {'answer has' if draws == 1 else 'answers have'} not the response_format"
-            how = "say in the messages what the answer looks like, give it more tokens, or use a temperature above 0"
-            raise DataError(f"{what} that was asked for: {how}")
+            raise DataError(
+                f"{draws} {'answer has' if draws == 1 else 'answers have'} not the response_format that was asked for:"
+                " say in the messages what the answer looks like, give it more tokens, or use a temperature above 0"
+            )
 
         try:
-            await together([one(at) for at in range(len(choices))])
-        except PosttrainError as error:
-            raise refusal_of(error) from None
+            async with asyncio.TaskGroup() as group:
+                for at in range(len(choices)):
+                    group.create_task(one(at))
+        except* PosttrainError as many:
+            cause: Any = many
+            # Groups may be nested. The caller gets the first cause.
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            raise refusal_of(cause) from None
 
     async def _stream(
         self,
@@ -190,11 +205,12 @@ class Server:
         shape: Shape,
         choices: Sequence[Choice],
         queue: asyncio.Queue[Told | None],
-        work: Work,
+        work: asyncio.Task[None],
     ) -> web.StreamResponse:
         """Writes the pieces of the answers as events while they are generated."""
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        response = web.StreamResponse(headers=headers)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
         await response.prepare(request)
 
         async def send(event: str) -> None:
@@ -221,7 +237,7 @@ class Server:
         return response
 
 
-async def _done(work: Work) -> None:
+async def _done(work: asyncio.Task[None]) -> None:
     """Wait for the answers of a request. Refusal where `cut` ends them."""
     try:
         await work
@@ -260,7 +276,8 @@ def waits_for(request: web.Request, phase: Phase) -> None:
 
 
 def _local(host: str) -> bool:
-    """True where a Host header names this machine: a web page's own name may resolve to it (DNS rebinding)."""
+    """True where a Host header names this machine. This guards against web pages whose own name resolves to it (DNS
+    rebinding)."""
     # "name:port" and "[v6]:port" lose their port; a bare IPv6 address has several colons and no port.
     name = host.rpartition(":")[0] if host.count(":") == 1 or host.rpartition(":")[0].endswith("]") else host
     return loopback(name.strip("[]").lower())

@@ -125,7 +125,8 @@ class Choice:
     def _end(self, said: SampledTurn | None) -> None:
         """Releases the rest of the text, and sets the reason why the answer ended."""
         if not self._stops.found:
-            # Bytes that never became a character complete a stop string only if the engine says that one ended it.
+            # The decoder may have bytes that never became a character. They may complete a stop string only if the
+            # engine says that a stop string ended the turn.
             text = self._stops.add(self._decoder.finish(), said is not None and said.stop is Stop.STRING)
             self._waiting.text = text + self._stops.finish()
         self.finish = "stop" if self._stops.found or (said is not None and said.stop.finished) else "length"
@@ -168,9 +169,14 @@ class Shape:
         self.chat = isinstance(self.request, ChatRequest)
 
     def whole(self, choices: Sequence[Choice], scores: Mapping[int, Any] | None = None) -> Json:
-        """The answer to a request without stream. `scores`: log-probs [T - 1], by Python `id` of the prompt's ids."""
-        kind = "chat.completion" if self.chat else "text_completion"
-        answer = self._frame(kind, [self._choice(c, c.whole, c.finish) for c in choices])
+        """The answer to a request without stream.
+
+        Args:
+            scores: log-probs [T - 1] of each prompt, by Python `id` of its array of ids, where they were requested.
+        """
+        answer = self._frame(
+            "chat.completion" if self.chat else "text_completion", [self._choice(c, c.whole, c.finish) for c in choices]
+        )
         answer["usage"] = usage(choices)
         if scores is not None:
             for c, choice in zip(choices, answer["choices"], strict=True):
@@ -222,21 +228,26 @@ class Shape:
         if not self.chat:
             choice["text"] = piece.text
         elif self.request.stream:
-            said = {"content": piece.text} if piece.text else {}
-            choice["delta"] = {"role": "assistant", "content": ""} if role else said
+            choice["delta"] = (
+                {"role": "assistant", "content": ""} if role else {"content": piece.text} if piece.text else {}
+            )
         else:
             choice["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
             if self.format is not None:
-                tools = ToolAnswer(self.format)
-                before = tools.add(piece.text)
-                rest, calls, choice["finish_reason"] = tools.finish(finish or "")
-                if calls:
-                    choice["message"] |= {"content": (before + rest).strip() or None, "tool_calls": calls}
+                self._with_calls(choice, piece.text, finish or "")
         if self.request.return_token_ids:
             choice["token_ids"] = piece.ids
             if not self.chat and (role or not self.request.stream):
                 choice["prompt_token_ids"] = c.prompt.tolist()
         return choice
+
+    def _with_calls(self, choice: Json, text: str, finish: str) -> None:
+        """Put the calls of a whole answer into its message."""
+        answer = ToolAnswer(self.format or "")
+        text_before = answer.add(text)
+        rest, calls, choice["finish_reason"] = answer.finish(finish)
+        if calls:
+            choice["message"] |= {"content": (text_before + rest).strip() or None, "tool_calls": calls}
 
     def _logprobs(self, piece: TextChunk, role: bool) -> Json | None:
         """The log-probs of a text's tokens in OpenAI's form; None if they were not requested."""

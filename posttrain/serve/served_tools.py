@@ -90,14 +90,16 @@ class ToolRequest(RequestPart):
         # Demands that cannot be met are refused: a client that relies on them would silently get wrong answers.
         if self.tool_choice not in (None, "none", "auto"):
             wanted = "required" if self.tool_choice == "required" else "a named function"
-            why = "cannot be enforced, since answers are sampled freely"
-            how = "Send 'auto' or 'none', and ask for the call in the messages"
-            raise ValueError(f"tool_choice: {wanted} {why}. {how}")
+            raise ValueError(
+                f"tool_choice: {wanted} cannot be enforced, since answers are sampled freely. Send 'auto' or 'none',"
+                " and ask for the call in the messages"
+            )
         if self.tool_choice == "auto" and not self.tools:
             raise ValueError("tool_choice='auto' without tools: name them in tools")
         if self.parallel_tool_calls is False and self.tools:
-            why = "cannot be enforced, since answers are sampled freely: leave it out"
-            raise ValueError(f"parallel_tool_calls=false {why}")
+            raise ValueError(
+                "parallel_tool_calls=false cannot be enforced, since answers are sampled freely: leave it out"
+            )
         names = [t.function.name for t in self.tools]
         if twice := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"two tools are called {twice!r}: give each a name of its own")

@@ -1,8 +1,9 @@
 """Child processes that end when their parent process ends, even if the parent was killed.
 
-On Linux the kernel kills them (`PR_SET_PDEATHSIG`), even if they are stopped or hang, when the thread that started them
-ends. So `begun` starts all from one thread that lives as long as this process. On other systems a thread in the child
-looks twice a second who its parent is (`end_with`), which processes of other programs, such as torchrun, use too.
+On Linux the kernel kills them (`PR_SET_PDEATHSIG`), even if they are stopped or hang. For the kernel the parent is the
+thread that started a process. So `begun` starts all processes from one thread that lives as long as this process. On
+other systems a thread in the child looks twice a second who its parent is (`end_with`); a stopped child cannot do that.
+Processes that another program has started, such as torchrun, use `end_with` too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -31,7 +32,10 @@ COMMAND = (
 
 
 def die_with(parent: int) -> None:
-    """Called in the new process: the kernel kills it when the process `parent` ends, or it ends here if that has."""
+    """Called in the new process: from now on the kernel kills it when the process `parent` ends.
+
+    If `parent` ended before this call, the kernel does not do that any more, so the process ends here.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
@@ -66,7 +70,8 @@ def end_with(name: str, parent: int) -> threading.Event:
                         " ends. A run goes on from its last checkpoint with --resume",
                         file=sys.stderr,
                     )
-                # `sys.exit` would end this thread alone. Nothing is cleaned up: nobody waits for it any more.
+                # `sys.exit` would end this thread alone. Nothing is finished or cleaned up: nobody waits for it any
+                # more.
                 os._exit(1)
 
     threading.Thread(target=look, name="looks for its parent", daemon=True).start()
@@ -74,29 +79,38 @@ def end_with(name: str, parent: int) -> threading.Event:
 
 
 def begun(program: str, **popen_options: Any) -> subprocess.Popen[bytes]:
-    """Start Python with this program (statements, which find the modules that this process finds), which ends with this
-    process. `popen_options` are further ones of `subprocess.Popen`."""
+    """Start Python with this program, which ends with this process.
+
+    Args:
+        program: Python statements. They find the modules that this process finds.
+        popen_options: further arguments of `subprocess.Popen`.
+    """
+    # The new process gets the `sys.path` of this one, so that it finds the same modules.
     code = COMMAND.format(path=sys.path, parent=os.getpid(), program=program)
-    started: Future[subprocess.Popen[bytes]] = Future()
-    _starter().requests.put((started, [sys.executable, "-c", code], popen_options))
-    return started.result()
+    return _starter().start([sys.executable, "-c", code], popen_options)
 
 
 class _Starter:
     """A thread that starts processes and never ends before its process does."""
 
     def __init__(self) -> None:
-        self.requests: queue.SimpleQueue[tuple[Future[Any], list[str], dict[str, Any]]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Future[Any], Sequence[str], dict[str, Any]]] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="starts processes", daemon=True)
         self.thread.start()
 
+    def start(self, command: Sequence[str], popen_options: dict[str, Any]) -> subprocess.Popen[bytes]:
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self._requests.put((started, command, popen_options))
+        return started.result()
+
     def _work(self) -> None:
         while True:
-            started, command, popen_options = self.requests.get()
+            started, command, popen_options = self._requests.get()
             try:
                 started.set_result(subprocess.Popen(command, **popen_options))
             except BaseException as error:
-                # This thread must not end with an error: the kernel would kill all processes that it has started.
+                # Every error goes to the caller, through its future. This thread must not end: the kernel would kill
+                # all processes that it has started.
                 started.set_exception(error)
 
 

@@ -18,15 +18,15 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             tasks = [group.create_task(w) for w in work]
     except* Exception as errors:
         # Only errors are unpacked. An interrupt or a cancellation keeps its own way out of the group.
-        cause: BaseException = errors
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        raise cause from None
+        raise _first(errors) from None
     return [t.result() for t in tasks]
 
 
 async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]:
-    """Run all until `count` have ended and cancel the rest. Returns their results in order. Errors are raised."""
+    """Run all until `count` have ended and cancel the rest. Returns their results in the order of `work`.
+
+    An error is raised as it is.
+    """
     if count >= len(work):
         return await together(work)
     tasks = [asyncio.ensure_future(w) for w in work]
@@ -36,8 +36,10 @@ async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]
             running = [t for i, t in enumerate(tasks) if i not in ended]
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for t in done:
-                t.result()  # raises what the task raised
-            # In the order of `work`, and not of the set `done`, whose order is random, if several end at once.
+                # Only to raise what the task raised.
+                t.result()
+            # In the order of `work`, and not of the set `done`, whose order is random: so if several tasks end at once,
+            # the same ones are taken each time.
             ended += [i for i, t in enumerate(tasks) if t.done() and i not in ended]
         return [tasks[i].result() for i in sorted(ended[:count])]
     finally:
@@ -45,6 +47,14 @@ async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]
         for t in tasks:
             t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception that is no group, inside nested exception groups."""
+    cause: BaseException = errors
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause
 
 
 ENDING = 2.0
@@ -60,7 +70,10 @@ def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class LoopThread:
-    """An event loop in a thread of its own, started when it is first used, which does not delay the main loop."""
+    """An event loop in a thread of its own, started when it is first used.
+
+    Work in it does not delay the episodes in the main loop.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

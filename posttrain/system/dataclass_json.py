@@ -64,23 +64,27 @@ def pieces(declared: Any) -> dict[str, type]:
 
 def tuple_item(declared: Any) -> Any | None:
     """X of a `tuple[X, ...]` among the alternatives; None where there is none."""
-    return next((args[0] for args in _tuples(declared) if args[1:] == (...,)), None)
+    for m in members(declared):
+        if typing.get_origin(m) is tuple and typing.get_args(m)[1:] == (...,):
+            return typing.get_args(m)[0]
+    return None
 
 
 def fixed_items(declared: Any) -> tuple[Any, ...] | None:
     """(X, Y) of a `tuple[X, Y]` among the alternatives; None where there is none."""
-    return next((args for args in _tuples(declared) if args[1:] != (...,)), None)
-
-
-def _tuples(declared: Any) -> list[tuple[Any, ...]]:
-    return [typing.get_args(m) for m in members(declared) if typing.get_origin(m) is tuple]
+    for m in members(declared):
+        if typing.get_origin(m) is tuple and typing.get_args(m)[1:] != (...,):
+            return typing.get_args(m)
+    return None
 
 
 def mapping_item(declared: Any) -> Any | None:
     """X of a `Mapping[str, X]` among the alternatives; None where there is none."""
-    origins = ((m, typing.get_origin(m)) for m in members(declared))
-    found = (typing.get_args(m)[1] for m, o in origins if isinstance(o, type) and issubclass(o, Mapping))
-    return next(found, None)
+    for m in members(declared):
+        origin = typing.get_origin(m)
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return typing.get_args(m)[1]
+    return None
 
 
 def choices(declared: Any) -> tuple[Any, ...]:
@@ -94,7 +98,13 @@ def choices(declared: Any) -> tuple[Any, ...]:
     return tuple(out)
 
 
-_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "none"}
+_SCALARS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "none",
+}
 
 
 def describe(declared: Any) -> str:
@@ -125,11 +135,13 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
         if declared is Any:
-            why = "cannot be stored where any type is declared, since it could not be read back"
-            raise ConfigError(f"{path}: a {cls.__name__} {why}")
+            raise ConfigError(
+                f"{path}: a {cls.__name__} cannot be stored where any type is declared, since it could not be read back"
+            )
         if TAG in hints(cls):
-            why = f"has a field called {TAG!r}, which is the tag of unions. Rename the field"
-            raise ConfigError(f"{path}: {cls.__name__} {why}")
+            raise ConfigError(
+                f"{path}: {cls.__name__} has a field called {TAG!r}, which is the tag of unions. Rename the field"
+            )
         body = {name: _plain(getattr(value, name), hint, f"{path}.{name}") for name, hint in hints(cls).items()}
         return {TAG: cls.__name__, **body} if is_union(declared) else body
     if isinstance(value, Enum):

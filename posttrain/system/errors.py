@@ -93,7 +93,8 @@ def closest(name: str, valid: Iterable[str]) -> str | None:
 
 
 def at_least(owner: object, path: str, **least: float) -> None:
-    """ConfigError for the first of these fields of `owner` below its bound; None passes. `path` stands before names."""
+    """ConfigError for the first of these fields of `owner` whose value is smaller than it may be; None passes. `path`
+    stands before the name in the message."""
     for name, bound in least.items():
         if (value := getattr(owner, name)) is not None and not value >= bound:
             raise ConfigError(f"{path}{name}={value}: must be >= {bound}")

@@ -78,7 +78,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def full(error: BaseException) -> tuple[str, str] | None:
-    """Why nothing more can be written, and what helps; None for another error. Some are known by their message only."""
+    """Returns the reason why nothing more can be written, and what helps; None for another error. Errors of libraries
+    in other languages are recognised by their message."""
     if isinstance(error, OSError) and error.errno in FULL:
         return FULL[error.errno]
     # Rust's libraries, such as safetensors, have the number only in their text.
@@ -99,8 +100,9 @@ def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generato
         if (reason := full(error)) is None:
             raise
         why, advice = reason
-        said = f"{why}: {what} was not written. {still_good()}. {advice} and go on with --resume"
-        raise RunFolderError(said) from error
+        raise RunFolderError(
+            f"{why}: {what} was not written. {still_good()}. {advice} and go on with --resume"
+        ) from error
 
 
 # --- directories written whole ----------------------------------------------------------------------------------------
@@ -233,8 +235,9 @@ class Lines:
     def truncate(self, position: int) -> None:
         """Remove what was written after this position, such as the steps after a checkpoint."""
         if position > self.position:
-            lengths = f"has {self.position} bytes, but the checkpoint was made at {position}"
-            raise RunFolderError(f"{self.path} {lengths}: lines are missing")
+            raise RunFolderError(
+                f"{self.path} has {self.position} bytes, but the checkpoint was made at {position}: lines are missing"
+            )
         os.ftruncate(self._fd, position)
         self.position = position
 

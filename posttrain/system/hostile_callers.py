@@ -67,6 +67,7 @@ def network(address: str) -> str:
         # A link-local address names its interface behind a percent sign.
         ip = ipaddress.ip_address(address.partition("%")[0])
         if isinstance(ip, ipaddress.IPv6Address) and not ip.is_loopback:
-            # One IPv6 caller has a whole network of 2^64 addresses. An IPv4 caller on an IPv6 socket is that address.
+            # One IPv6 caller has a whole network of 2^64 addresses, and would be a new one each time. An IPv4 caller on
+            # an IPv6 socket is that IPv4 address.
             return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))
     return address

@@ -23,7 +23,8 @@ MiB = 1 << 20
 def opened(path: Path, error: type[PosttrainError]) -> Generator[BinaryIO]:
     """A regular file, open for reading. Raises `error` for anything else, such as a pipe, without waiting."""
     try:
-        # Before opening, since even opening a device can have effects. And on the open file, which may be another one.
+        # Checked twice. Before opening, since even opening a device can have effects. And on the open file, since the
+        # file may have been replaced in between.
         require_regular(path, os.stat(path), error)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -71,8 +72,10 @@ def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[t
         while line := file.readline(most + 1):
             number += 1
             if len(line) > most:
-                why = f"the line has more than {most:,} bytes, and no more are read"
-                raise error(f"{path}:{number}: {why}; shorten it or leave it out")
+                raise error(
+                    f"{path}:{number}: the line has more than {most:,} bytes, and no more are read; shorten it or leave"
+                    " it out"
+                )
             yield number, line
 
 

@@ -37,7 +37,8 @@ def _escaped(character: str) -> str:
     """A character inside $'...'. One beyond ASCII is written byte by byte, since a shell reads `\\xa0` as one byte."""
     if character.isprintable() or character.isascii():
         return visible(character)
-    # A byte of a file's name that is no UTF-8 is such a character in Python. Other half surrogates stand for no byte.
+    # A byte of a file's name that is no UTF-8 is one of these characters in Python, and becomes that byte again. Other
+    # halves of surrogate pairs stand for no byte.
     errors = "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
     return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", errors))
 
@@ -69,8 +70,14 @@ def wrapped(text: str, width: int) -> list[str]:
             out.append(line)
             continue
         lead = line[: len(line) - len(line.lstrip())]
-        fill = textwrap.TextWrapper(max(width, 40), lead, f"{lead}  ", break_long_words=False, break_on_hyphens=False)
-        out += fill.wrap(line.strip())
+        out += textwrap.wrap(
+            line.strip(),
+            max(width, 40),
+            initial_indent=lead,
+            subsequent_indent=f"{lead}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     return out
 
 

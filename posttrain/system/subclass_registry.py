@@ -59,6 +59,6 @@ def is_open(declared: Any) -> bool:
 def alternatives(declared: Any) -> tuple[type[Any], ...]:
     """The alternatives of an open choice, in the order of their definition."""
     if not is_open(declared):
-        how = f"begin one with class {getattr(declared, '__name__', 'Name')}(Open, begin=True)"
-        raise ConfigError(f"{declared!r} is no open choice: {how}")
+        name = getattr(declared, "__name__", "Name")
+        raise ConfigError(f"{declared!r} is no open choice: begin one with class {name}(Open, begin=True)")
     return tuple(declared._alternatives.values())

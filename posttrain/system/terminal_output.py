@@ -100,7 +100,10 @@ def guard_logs() -> None:
 
 
 def quiet_libraries() -> None:
-    """From here on, messages of libraries for programmers are not printed, such as that a name is deprecated."""
+    """From here on, messages of libraries for programmers are not printed.
+
+    Such messages say that a name is deprecated, or that a part of a package is missing which posttrain does not use.
+    """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(peft|torch|torchao|transformers)\b")

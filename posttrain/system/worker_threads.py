@@ -49,7 +49,8 @@ class WorkerThreads(Generic[C]):
     def __init__(self, name: str, most: int, work: Callable[[Iterator[C]], None], spare: float | None = None) -> None:
         self.name, self.most, self.closed = name, most, False
         self.lock = threading.Condition()
-        """Held where something is changed that threads share. Reentrant: garbage collection may run `close` inside."""
+        """Held where something is changed that threads share. It is reentrant, because the garbage collector may run
+        `close` in a thread that holds it."""
         self.taken = 0
         """Calls that threads have taken so far."""
         self._work, self._spare, self._owner = work, spare, os.getpid()
@@ -81,8 +82,14 @@ class WorkerThreads(Generic[C]):
             return unserved
 
     def close(self, end: Callable[[C], None] = lambda call: None, wait: bool = False) -> bool:
-        """Refuse what waits, and let the threads end; with `wait`, wait for them and their workers. False, and nothing
-        of it, in a forked child. `end` ends a call that a thread answers now, which else comes to its end."""
+        """Refuse what waits, and let the threads end.
+
+        Args:
+            end: ends a call that a thread answers now. Without it, such a call comes to its end.
+            wait: wait until all threads and their workers have ended.
+
+        Returns False, and does nothing, in a forked child, because threads and workers belong to the parent.
+        """
         if os.getpid() != self._owner:
             return False
         with self.lock:
@@ -90,12 +97,14 @@ class WorkerThreads(Generic[C]):
             waiting, running, threads = list(self.waiting), self.running, list(self._threads)
             self.waiting.clear()
             self.lock.notify_all()
-        # Outside of the lock: a future's callbacks run in this thread, and the threads need the lock to end.
+        # Outside of the lock, because answers run the callbacks of a future in this thread, and the threads need the
+        # lock to end.
         for call in waiting:
             call.refuse()
         for call in running:
             end(call)
-        # The garbage collector may run this in one of these threads, which may hold the lock: then they cannot end.
+        # The garbage collector may run this in one of these threads. It cannot wait for itself, and not for others
+        # either: it may hold the lock, and then they cannot end.
         if wait and threading.current_thread() not in threads:
             for thread in threads:
                 thread.join()
@@ -113,7 +122,8 @@ class WorkerThreads(Generic[C]):
         with self.lock:
             self._threads[me] = None
             while not self.waiting and not self.closed:
-                # With a time limit always: the garbage collector may run `close` in this thread just before it waits.
+                # With a time limit also where it waits for ever: the garbage collector may have run `close` in this
+                # thread just before it waits, and then nobody wakes it.
                 if not self.lock.wait(self._spare or LOOK_SECONDS) and self._spare is not None:
                     break
             # Under the lock under which `put` counts threads, so that no call waits for a thread that ends.
