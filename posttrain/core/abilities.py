@@ -72,9 +72,10 @@ class GoldAnswers(Declared):
     paraphrases: Callable[[Task], tuple[Turns, ...]] = _none
     """Further right answers, each as turns."""
     verdict: Verify | None = None
-    """The environment's own verifier; `judge` reports its verdict under the environment's name. With it the environment
-    promises that `right` scores 1, and that `wrong` and an empty answer score 0, or the run ends. Without it `right`
-    may be the data's answer in any form, and any score is accepted as long as it stays the same."""
+    """The environment's own verifier. `judge` reports its verdict under the environment's name. With it the environment
+    promises that `right` scores 1, and that `wrong` and an empty answer score 0. A run that finds this untrue does not
+    start, or stops. Without it `right` may be the data's answer, whose form is not known. Then any score is accepted as
+    long as it stays the same."""
     pays_parts: bool = False
     """Whether there is partial credit. If so, `wrong` and an empty answer need only score less than 1."""
 
@@ -85,7 +86,8 @@ class GoldAnswers(Declared):
 
 class Write(Protocol):
     """Writes one demonstration: (prompt, completion without stop token). With probability `wrong` the completion is
-    plausible and false. A tuple of completions is the turns of an episode, which is played for the other messages."""
+    plausible and false. A tuple of completions is the turns of an episode: it is played, and the environment's messages
+    between the turns come from that."""
 
     def __call__(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
@@ -111,8 +113,10 @@ class Demonstrations(Declared):
 
     def __post_init__(self) -> None:
         if isinstance(self.styles, str) or not self.styles:
-            how = "give the names of the styles, such as ('answer',); where there is none, leave demonstrations out of"
-            raise ConfigError(f"Demonstrations(styles={self.styles!r}): {how} the abilities")
+            raise ConfigError(
+                f"Demonstrations(styles={self.styles!r}): give the names of the styles, such as ('answer',); where"
+                " there is none, leave demonstrations out of the abilities"
+            )
 
 
 class Draw(Protocol):
@@ -141,8 +145,10 @@ class Judgements(Declared):
 
     def __post_init__(self) -> None:
         if isinstance(self.kinds, str) or not self.kinds:
-            how = "give the kinds of judgement, such as ('pair',); where there is none, leave judgements out of"
-            raise ConfigError(f"Judgements(kinds={self.kinds!r}): {how} the abilities")
+            raise ConfigError(
+                f"Judgements(kinds={self.kinds!r}): give the kinds of judgement, such as ('pair',); where there is"
+                " none, leave judgements out of the abilities"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +232,8 @@ class Abilities(Declared):
     judgements: Judgements | None = None
     """Completions that somebody judged. Without them no stage can learn from preferences here."""
     judges: bool = True
-    """Whether it judges answers. False for data without a reward: nothing is evaluated by sampling or learns by it."""
+    """Whether it judges answers at all. False for data without a reward: then nothing is evaluated by sampling, and no
+    stage learns from reward here."""
     rows: Sequence[DataRow] | None = None
     """The rows of the user's data, if the tasks come from there. The length of each is checked before the first step,
     and an error names the row's place. Without them a prompt that is too long is found only when it is used."""
@@ -252,8 +259,9 @@ class Abilities(Declared):
 
     def __post_init__(self) -> None:
         if isinstance(self.contained, str):
-            how = f"give a tuple of names, such as ({self.contained!r},)"
-            raise ConfigError(f"Abilities(contained={self.contained!r}): {how}")
+            raise ConfigError(
+                f"Abilities(contained={self.contained!r}): give a tuple of names, such as ({self.contained!r},)"
+            )
 
     @property
     def vouched(self) -> bool:
@@ -269,14 +277,18 @@ def declared(environment: Any) -> Abilities:
     class_name = type(environment).__name__
     # A frequent mistake, a method without @property, gets a message of its own.
     if callable(abilities):
-        how = "abilities is a method. Write @property above it, so that it can be read"
-        raise ConfigError(f"environment {class_name}: {how}")
-    kind = type(abilities).__name__
-    problem = "declares no abilities" if abilities is None else f"has abilities of type {kind}, not Abilities"
+        raise ConfigError(
+            f"environment {class_name}: abilities is a method. Write @property above it, so that it can be read"
+        )
+    problem = (
+        "declares no abilities"
+        if abilities is None
+        else f"has abilities of type {type(abilities).__name__}, not Abilities"
+    )
     raise ConfigError(
-        f"environment {class_name} {problem}:"
-        " derive it from posttrain.core.ports.Environment, or write `abilities = Abilities()` into it"
-        " (posttrain.core.abilities) and name in it what the environment can do beside playing and judging"
+        f"environment {class_name} {problem}: derive it from posttrain.core.ports.Environment, or write `abilities ="
+        " Abilities()` into it (posttrain.core.abilities) and name in it what the environment can do beside playing and"
+        " judging"
     )
 
 
@@ -290,8 +302,12 @@ def _having(environment: Any, ability: str, why: str) -> Any:
 
 def demonstrations(environment: Any) -> Demonstrations:
     """The demonstrations of an environment; ConfigError where it has none."""
-    how = "Give it abilities with demonstrations=Demonstrations(styles, write) (posttrain.core.abilities)"
-    return _having(environment, "demonstrations", f"writes no demonstrations. {how}, or leave out what imitates")
+    return _having(
+        environment,
+        "demonstrations",
+        "writes no demonstrations. Give it abilities with demonstrations=Demonstrations(styles, write)"
+        " (posttrain.core.abilities), or leave out what imitates",
+    )
 
 
 def judgements(environment: Any) -> Judgements:
@@ -304,9 +320,10 @@ def judgements(environment: Any) -> Judgements:
 
 def hints(environment: Any) -> Callable[[Task], str | tuple[Message, ...] | None]:
     """The function that writes the hinted prompts of an environment; ConfigError where it has none."""
-    why = (
+    return _having(
+        environment,
+        "hint",
         "writes no hints, and a stage with method.rationalise=true asks with the answer as a hint, as one with"
         " algorithm.hint shows it to the teacher. Set method.rationalise=false or hint=none, give your prompts an"
-        " answer and env.args.hint, or give the environment abilities with hint=... (posttrain.core.abilities)"
+        " answer and env.args.hint, or give the environment abilities with hint=... (posttrain.core.abilities)",
     )
-    return _having(environment, "hint", why)

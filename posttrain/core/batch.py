@@ -104,6 +104,7 @@ class Packed:
     @property
     def units(self) -> int:
         """Number of units U."""
+        # Units are numbered in order, so the last one tells how many there are.
         return self.episodes if self.unit_E is None else int(self.unit_E[-1]) + 1 if len(self.unit_E) else 0
 
     def members(self, unit: int) -> np.ndarray:
@@ -112,6 +113,7 @@ class Packed:
 
     def ids_of(self, episode: int) -> np.ndarray:
         """int32: all tokens of an episode, of its segments back to back."""
+        # A mask over segments [S] becomes one over packed tokens [N] by the lengths.
         return self.ids_N[np.repeat(self.sequence_S == episode, self.lengths_S)]
 
     @classmethod
@@ -147,13 +149,18 @@ class Packed:
         )
 
     def heard(self) -> Packed:
-        """The same tokens, with the heard tokens in the place of the spoken ones: those that the policy was told after
-        the first spoken token of their segment. Nobody sampled them: they are scored at temperature 1.
+        """The same tokens, with the heard tokens in the place of the spoken ones.
+
+        Heard tokens are those that the policy was told after it had said something: in each segment, every token after
+        the first spoken one that is not spoken itself. They are scored in the model's own distribution, at temperature
+        1, because nobody sampled them.
         """
-        # at_M: packed positions of the spoken tokens themselves. Their minimum in a segment is where the policy began.
+        # at_M: packed positions of the spoken tokens themselves. Their minimum
+        # in each segment is the place where the policy first spoke.
         at_M, count = self.source_M + 1, len(self.lengths_S)
         segment_N = np.repeat(np.arange(count, dtype=np.int32), self.lengths_S)
-        # Without a spoken token it is the end of all packed tokens, which no token follows.
+        # For a segment without a spoken token this place is the end of all
+        # packed tokens: no token follows it, so none counts as heard.
         first_S = np.full(count, len(self.ids_N))
         np.minimum.at(first_S, self.segment_M, at_M)
         heard_N = np.arange(len(self.ids_N)) > first_S[segment_N]
@@ -227,8 +234,8 @@ class Packed:
     def bins(self, max_tokens: int, once: bool = False) -> list[np.ndarray]:
         """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it).
 
-        There are few micro-batches, and units that begin alike are together (`core.exchange.micro_batches`). `once`: a
-        beginning that segments share takes room once.
+        There are few micro-batches, and units that begin alike are in the same one (`core.exchange.micro_batches`).
+        `once`: whether a beginning that segments share takes room once.
         """
         sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:

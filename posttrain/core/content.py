@@ -127,7 +127,8 @@ def mapped(value: Content, change: Callable[[str], str]) -> Content:
 
 
 def conversation(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """A prompt for people to read. Each message begins with its role, but for a single one of the user.
+    """A prompt for people to read. Text, and a single message of the user, are shown as they are. With other messages,
+    each message begins with its role.
 
     >>> conversation([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2"}])
     'system: Be brief.\\nuser: 2+2'

@@ -46,11 +46,14 @@ class LearnedConversation:
         return replace(self, weights=tuple(w if i in at else 0.0 for i, w in enumerate(self.weights)))
 
     def after(self, prompt: str | Sequence[Message]) -> bool:
-        """Returns whether it is a pair: `prompt` with one message of weight 1 behind it, the only one learned."""
+        """Returns whether it is `prompt` with one message of weight 1 behind it, of which nothing else is learned.
+
+        Such a conversation can also be written in the simpler form, as a pair of prompt and completion.
+        """
         if isinstance(self.messages, str) or isinstance(prompt, str) or not self.messages:
             return False
-        same = self.messages[:-1] == tuple(prompt)
-        return same and self.weights[-1] == 1 and not any(self.weights[:-1])
+        begins_with_prompt = self.messages[:-1] == tuple(prompt)
+        return begins_with_prompt and self.weights[-1] == 1 and not any(self.weights[:-1])
 
 
 class PairRenderer(Protocol):

@@ -125,7 +125,8 @@ class Learner(Examiner, Protocol):
         ...
 
     def examine(self, packed: Packed, names: Collection[str]) -> Mapping[str, np.ndarray]:
-        """The results of the learner's methods of these `names` (score, value, ...), from one pass of the layers."""
+        """Returns the results of the learner's methods of these `names` (score, value, entropy, energy), from one pass
+        of the layers."""
         ...
 
     def value(self, packed: Packed) -> np.ndarray:
@@ -260,8 +261,9 @@ class Talk(Seat, Protocol):
     def seat(self, name: str) -> Seat:
         """Another speaker of this episode, such as a simulated user or an opponent. The same name gives the same one.
 
-        It sees only what the environment passes to its `see`, and the policy sees its turns only where it passes them
-        on. They are never learned from. `Rollout.players` sets who plays it; without players it is the policy itself.
+        It sees only what the environment passes to its `see`. The policy sees its turns only where the environment
+        passes them on. Its turns are never learned from. `Rollout.players` sets who plays it; without players it is the
+        policy itself.
         """
         ...
 
@@ -316,7 +318,8 @@ class Environment(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """What it can do beside playing and judging. An underived class writes `abilities = Abilities()`."""
+        """What it can do beside playing and judging. A class that does not derive from this one writes `abilities =
+        Abilities()`."""
         return Abilities()
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -349,7 +352,8 @@ class EpisodeJudge(Protocol):
         ...
 
     async def judge(self, episodes: Sequence[Episode]) -> Sequence[tuple[Judged, ...]]:
-        """The verdicts about each episode, in order, at least one per episode. The tokens are in `Episode.segments`.
+        """The verdicts about each episode, in order, at least one per episode. The tokens are in `Episode.segments`:
+        prompt and turns, with `mask` True at spoken tokens.
 
         A verdict without `end` is about the whole episode. One with `end` and `paid` is a reward at that spoken token,
         counted from 1 over all segments. One with `end` alone scores a step. An outage is `failed` or an exception, and

@@ -41,8 +41,9 @@ def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
     """
     if not text:
         return text
-    known = _own_forms() if environment is None else forms_of(environment)
-    # Whole secrets first: the cut-off form of one could replace the beginning of another that is there in full.
+    known = OWN.forms() if environment is None else forms_of(environment)
+    # First all whole secrets are replaced, then cut-off ones. Else the cut-off form
+    # of one secret could replace the beginning of another that is there in full.
     for name, form in known:
         text = text.replace(form, f"[{name}]")
     for name, form in known:
@@ -53,29 +54,42 @@ def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
 def forms_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """(name, text) of each secret in each form that it may have in a message, the longest first."""
     secrets = [(n, v) for n, v in environment.items() if len(v) >= SHORTEST and _NAMES.search(n)]
-    forms: list[tuple[str, str]] = []
-    # The longest first: where one secret contains another, the longer one is replaced whole.
-    for name, value in sorted(secrets, key=lambda s: -len(s[1])):
-        # In a URL's path and in a form; a variable may hold bytes that are no text.
-        quoted = [q(value, "", None, "surrogateescape") for q in (quote, quote_plus)]
-        forms += [(name, form) for form in dict.fromkeys((value, *quoted, json.dumps(value)[1:-1]))]
-    return tuple(forms)
+    return tuple(
+        (name, form)
+        # The longest first: where one secret contains another, the longer one is replaced whole.
+        for name, value in sorted(secrets, key=lambda s: -len(s[1]))
+        # The secret as it stands, in a URL's path, in a form, in a JSON string; equal forms once.
+        for form in dict.fromkeys(
+            # A variable may hold bytes that are no text.
+            (value, *(q(value, "", None, "surrogateescape") for q in (quote, quote_plus)), json.dumps(value)[1:-1])
+        )
+    )
 
 
-_KNOWN: list[tuple[dict[Any, Any], tuple[tuple[str, str], ...]]] = []
+class OwnSecrets:
+    """The secrets of this process, looked for again whenever its environment has changed.
+
+    A step scrubs hundreds of texts. Decoding all variables for each text takes more time than judging the answers.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[dict[Any, Any], tuple[tuple[str, str], ...]] | None = None
+
+    def forms(self) -> tuple[tuple[str, str], ...]:
+        """See `forms_of`."""
+        # `_data` is private to CPython: a dictionary of undecoded variables, which is quick to compare.
+        # Where it is something else, secrets are looked for at every call.
+        now = getattr(os.environ, "_data", None)
+        if type(now) is not dict:
+            return forms_of(os.environ)
+        if self._known is None or self._known[0] != now:
+            # A copy, because `os.environ` changes the same dictionary in place: it would always equal itself.
+            before = cast("dict[Any, Any]", now).copy()
+            self._known = before, forms_of(os.environ)
+        return self._known[1]
 
 
-def _own_forms() -> tuple[tuple[str, str], ...]:
-    """`forms_of` this process, made again whenever its environment has changed: a step scrubs hundreds of texts, and
-    decoding all variables for each takes more time than judging the answers."""
-    # `_data` is private to CPython: a dictionary of undecoded variables, which is quick to compare.
-    now = getattr(os.environ, "_data", None)
-    if type(now) is not dict:
-        return forms_of(os.environ)
-    if not _KNOWN or _KNOWN[0][0] != now:
-        # A copy, because `os.environ` changes the same dictionary in place: it would always equal itself.
-        _KNOWN[:] = [(cast("dict[Any, Any]", now).copy(), forms_of(os.environ))]
-    return _KNOWN[0][1]
+OWN = OwnSecrets()
 
 
 def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> Any:
@@ -92,7 +106,8 @@ def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> A
 
 def _without(text: str, secret: str, name: str) -> str:
     """The text with every beginning of the secret replaced that has at least half of its characters."""
-    # Half of a secret counts as a leak. Fewer than PART characters stand in many texts.
+    # Half of a secret counts as a leak. At least PART characters must agree, because fewer stand in
+    # many texts. A secret shorter than PART is replaced only whole.
     least = min(len(secret), max(PART, (len(secret) + 1) // 2))
     at = text.find(secret[:least])
     while at >= 0:

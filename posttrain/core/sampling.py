@@ -97,11 +97,15 @@ class Sampling:
             ("max_tokens", 1, "a turn says something"),
             ("min_tokens", 0, "0: a turn may end at once"),
         ):
-            if not least <= (value := getattr(self, name)) <= LARGEST:
-                raise ConfigError(f"sampling.{name}={value}: must be >= {least} and at most {LARGEST} ({what})")
-        if self.min_tokens > (most := self.max_tokens):
-            why = f"is more than max_tokens={most}: lower it, or raise that"
-            raise ConfigError(f"sampling.min_tokens={self.min_tokens} {why}")
+            if not least <= getattr(self, name) <= LARGEST:
+                raise ConfigError(
+                    f"sampling.{name}={getattr(self, name)}: must be >= {least} and at most {LARGEST} ({what})"
+                )
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"sampling.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it, or raise"
+                " that"
+            )
         self._check_ids()
         for name in ("stop", "bad_words", "allowed_words"):
             if not all(getattr(self, name)):
@@ -132,8 +136,10 @@ class Sampling:
             twice = next(i for i in biased if biased.count(i) > 1)
             raise ConfigError(f"sampling.logit_bias: token {twice} is listed twice; add the numbers up")
         if far := [(i, x) for i, x in self.logit_bias if not -MOST <= x <= MOST]:
-            why = f"must be finite, at most {MOST:g} up or down; to ban a token put it into bad_ids"
-            raise ConfigError(f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} {why}")
+            raise ConfigError(
+                f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} must be finite, at most {MOST:g} up or down;"
+                " to ban a token put it into bad_ids"
+            )
 
     def _check_support(self) -> None:
         """Checks that single bad tokens and early stop ids leave a token at every position. Where longer bad sequences
@@ -145,11 +151,14 @@ class Sampling:
         # Only bans of one token hold at every position; a longer sequence bans its last token only sometimes.
         sayable = set(self.allowed_ids) - {s[0] for s in self.bad_ids if len(s) == 1}
         if not sayable:
-            count = len(set(self.allowed_ids))
-            raise ConfigError(f"sampling: bad_ids ban all {count} of allowed_ids, so nothing could be said")
+            raise ConfigError(
+                f"sampling: bad_ids ban all {len(set(self.allowed_ids))} of allowed_ids, so nothing could be said"
+            )
         if self.min_tokens and not sayable - set(self.stop_ids or ()):
-            why = f"min_tokens={self.min_tokens} bans them at the start of a turn"
-            raise ConfigError(f"sampling: only stop ids are allowed, and {why}")
+            raise ConfigError(
+                f"sampling: only stop ids are allowed, and min_tokens={self.min_tokens} bans them at the start of a"
+                " turn"
+            )
 
     def __str__(self) -> str:
         """The fields that differ from the defaults, for messages; long lists are cut."""
@@ -165,8 +174,9 @@ class Sampling:
     @property
     def bans(self) -> bool:
         """True where a rule gives some tokens probability zero."""
-        further = self.allowed_words or self.bad_ids or self.bad_words or self.min_tokens
-        return self.allowed_ids is not None or bool(further)
+        return self.allowed_ids is not None or bool(
+            self.allowed_words or self.bad_ids or self.bad_words or self.min_tokens
+        )
 
     @property
     def rules(self) -> bool:
@@ -175,8 +185,10 @@ class Sampling:
 
     @property
     def in_turn(self) -> bool:
-        """True where the distribution depends on a token's position in its turn, so that it must be stored."""
-        # A longer bad sequence may not begin before the turn, so it matters how far the turn has come.
+        """True where the distribution depends on a token's position in its turn, so that the position must be
+        stored."""
+        # A bad sequence of one token is banned everywhere. A longer one may
+        # not begin before the turn, so it matters how far the turn has come.
         return self.min_tokens > 0 or bool(self.bad_words) or any(len(s) > 1 for s in self.bad_ids)
 
     @property
@@ -185,16 +197,23 @@ class Sampling:
         return self.stop_ids is not None and not self.bad_words and not self.allowed_words
 
     def resolve(self, stop_ids: tuple[int, ...], spell: Spell | None = None) -> Sampling:
-        """The same contract with its stop ids and its words as ids, by `spell`. A contract is resolved at most once."""
-        # Other stop ids would change a contract under which tokens were drawn already.
+        """The same contract with its stop ids filled in and its words as ids. A contract is resolved at most once.
+
+        Args:
+            spell: how the tokenizer writes a word; needed where the contract has words.
+        """
+        # A resolved contract stays as it is: resolving it again with other stop ids
+        # would change a contract under which tokens were drawn already.
         if self.resolved:
             return self
         stops = tuple(stop_ids) if self.stop_ids is None else self.stop_ids
         if not self.bad_words and not self.allowed_words:
             return replace(self, stop_ids=stops)
         if spell is None:
-            why = "need a tokenizer, and there is none here: give bad_ids and allowed_ids"
-            raise ConfigError(f"sampling.bad_words and allowed_words {why}")
+            raise ConfigError(
+                "sampling.bad_words and allowed_words need a tokenizer, and there is none here: give bad_ids and"
+                " allowed_ids"
+            )
         bad = _minimal([*self.bad_ids, *(tuple(ids) for word in self.bad_words for ids in spell(word))])
         allowed = self.allowed_ids
         if self.allowed_words:
@@ -208,17 +227,24 @@ class Sampling:
         # -1 where no id is named: then every vocabulary is large enough.
         most = max([i for ids in self._named_ids().values() for i in ids], default=-1)
         if most >= size:
-            how = "correct stop_ids, allowed_ids, logit_bias or bad_ids"
-            raise ConfigError(f"sampling names token id {most}, and the model has 0..{size - 1}: {how}")
+            raise ConfigError(
+                f"sampling names token id {most}, and the model has 0..{size - 1}: correct stop_ids, allowed_ids,"
+                " logit_bias or bad_ids"
+            )
 
     def for_training(self, keeps_sets: bool = True) -> Sampling:
-        """This contract; ConfigError where pi could not be evaluated under it, without kept sets where it truncates."""
+        """This contract; raises ConfigError where pi could not be evaluated under it.
+
+        Args:
+            keeps_sets: whether the engine stores the kept token set of each truncated draw.
+        """
         if self.greedy:
             raise ConfigError("sampling.greedy=true cannot be trained on: an argmax has no log-prob. Set greedy=false")
         if self.truncated and not keeps_sets:
-            why = "but this engine does not store the kept sets, so pi cannot be evaluated on the distribution really"
-            how = "sampled. Set top_p=1 top_k=0 min_p=0"
-            raise ConfigError(f"sampling truncates the support (top_p/top_k/min_p) {why} {how}")
+            raise ConfigError(
+                "sampling truncates the support (top_p/top_k/min_p) but this engine does not store the kept sets, "
+                "so pi cannot be evaluated on the distribution really sampled. Set top_p=1 top_k=0 min_p=0"
+            )
         return self
 
 

@@ -22,18 +22,20 @@ class Scored(Streamed[tuple[np.ndarray, ...]]):
     HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
     unhinted: str = ""
-    """Why the teacher was shown nothing more than the policy, where it should have been (no gradient), or ''."""
+    """The reason why the teacher was shown nothing more than the policy, where it should have been; '' otherwise. Such
+    an episode has no gradient."""
 
     def __post_init__(self) -> None:
         if self.episode.reward is None:
             raise InvariantError("an episode that was not judged cannot be scored: it leaves baseline and batch")
-        parts = len(self.episode.segments)
-        for stream, x in self.streams.items():
-            if len(x) != parts:
-                why = f"has {len(x)} parts for {parts} segments: give one to each"
-                raise InvariantError(f"stream {stream.name!r} {why}")
-            for segment, part in zip(self.episode.segments, x, strict=True):
-                stream.check(part, segment.spoken)
+        for stream, parts in self.streams.items():
+            if len(parts) != len(self.episode.segments):
+                raise InvariantError(
+                    f"stream {stream.name!r} has {len(parts)} parts for {len(self.episode.segments)} segments: give one"
+                    " to each"
+                )
+            for segment, x in zip(self.episode.segments, parts, strict=True):
+                stream.check(x, segment.spoken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +50,9 @@ class ScoredGroup:
 class EpisodeCredit:
     """The credit of one episode: per segment, arrays over its spoken tokens in order.
 
-    `shaped` is the reward after shaping. `advantage` is float64. `returns` are the value targets, only where values are
-    learned. `dropped` is why no token may have a gradient, '' otherwise: the episode then counts in the baseline alone.
+    `shaped` is the reward after shaping; the raw reward stays in the episode. `advantage` is float64 per spoken token.
+    `returns` are the value targets, only where the algorithm learns values. `dropped` is the reason why no token of
+    this episode may have a gradient, '' otherwise. A dropped episode counts in the baseline and is in no batch.
     """
 
     scored: Scored
@@ -62,7 +65,8 @@ class EpisodeCredit:
         for segment, a in zip(self.episode.segments, self.advantage, strict=True):
             if len(a) != segment.spoken:
                 raise InvariantError(f"credit of {len(a)} tokens for {segment.spoken} spoken ones")
-            # Here the task is known. In the loss one NaN would make the whole gradient NaN.
+            # Checked here, where the task is known. In the loss one NaN would make the
+            # whole gradient NaN, and no message could name its episode.
             if not np.all(np.isfinite(a)):
                 raise InvariantError(f"credit of task {self.episode.task.id!r} is not finite")
 

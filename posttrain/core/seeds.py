@@ -27,7 +27,10 @@ def generator(seed: int, stream: str, *coordinates: Coordinate) -> np.random.Gen
 
 
 def uniforms(place: int, count: int) -> np.ndarray:
-    """The first `count` uniforms of a key, float64 [count] in [0, 1); entry t belongs to position t in any count."""
+    """The first `count` uniforms of a key, float64 [count] in [0, 1); entry t belongs to position t.
+
+    A longer request extends a shorter one: `uniforms(k, 5)[:3] == uniforms(k, 3)`.
+    """
     # Philox is a counter: entry t is a function of key and t, however many are drawn at once.
     return np.random.Generator(np.random.Philox(key=place)).random(count)
 

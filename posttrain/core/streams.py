@@ -41,16 +41,18 @@ class Stream:
 
     def check(self, x: np.ndarray, tokens: int) -> None:
         """Raises InvariantError where `x` has not this stream's type and axes, or not `tokens` entries."""
-        declared, what, why = np.dtype(self.dtype), f"stream {self.name!r}", ""
+        declared, what = np.dtype(self.dtype), f"stream {self.name!r}"
         if len(x) != tokens:
-            why = f"has {len(x)} entries for {tokens} spoken tokens: one for each, in their order"
-        elif x.ndim != 1 + self.wide:
-            why = f"has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared"
+            raise InvariantError(
+                f"{what} has {len(x)} entries for {tokens} spoken tokens: one for each, in their order"
+            )
+        if x.ndim != 1 + self.wide:
+            raise InvariantError(f"{what} has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared")
         # Only a wider type of the same kind can hold every declared number: float64 for float32, never the other way.
-        elif x.dtype.kind != declared.kind or not np.can_cast(declared, x.dtype, "safe"):
-            why = f"is {x.dtype}, and {declared} is declared: make it with astype(np.{declared.name})"
-        if why:
-            raise InvariantError(f"{what} {why}")
+        if x.dtype.kind != declared.kind or not np.can_cast(declared, x.dtype, "safe"):
+            raise InvariantError(
+                f"{what} is {x.dtype}, and {declared} is declared: make it with astype(np.{declared.name})"
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -200,8 +202,10 @@ class Scoring:
     @property
     def reference(self) -> Examiner:
         if self.frozen is None:
-            how = "build its roles with one, or take the pieces away that read it"
-            raise InvariantError(f"algorithm {self.algorithm.name!r} reads a reference, and the stage has none: {how}")
+            raise InvariantError(
+                f"algorithm {self.algorithm.name!r} reads a reference, and the stage has none: build its roles with"
+                " one, or take the pieces away that read it"
+            )
         return self.frozen
 
     @cached_property
@@ -283,8 +287,10 @@ def _start_is_scored(s: Scoring) -> bool:
 def _implicit(s: Scoring) -> tuple[np.ndarray]:
     """The implicit process reward model's log-probs; InvariantError where the stage has no such model."""
     if s.implicit is None:
-        why = "and the stage has none: build its roles with one, or set baseline=others"
-        raise InvariantError(f"algorithm {s.algorithm.name!r} reads an implicit process reward model, {why}")
+        raise InvariantError(
+            f"algorithm {s.algorithm.name!r} reads an implicit process reward model, and the stage has none: build its"
+            " roles with one, or set baseline=others"
+        )
     return (s.implicit.score(s.packed),)
 
 
@@ -313,4 +319,5 @@ SCORED: list[Maker[Scoring]] = [
     Maker((IMPLICIT,), lambda s: "implicit" in s.algorithm.reads, _implicit),
     Maker((TOP_IDS, TOP_LOGP), lambda s: s.algorithm.distill is not None, _teacher),
 ]
-"""The makers of scored streams, in their order. Each stream is cut to episodes for credit, and packed."""
+"""The makers of scored streams, in the order in which they run. Each stream is cut to episodes for credit, and packed
+into the minibatches."""

@@ -53,10 +53,13 @@ class Transcript:
         n = len(said.ids)
         if self.sampling.truncated != (said.kept is not None):
             raise InvariantError("a truncated sampler returns the kept set of every token it said, and no other does")
+        # Before anything is added: a transcript with tokens but without their most probable ones is not aligned.
         if bool(self.sampling.top) != (said.top is not None):
-            wanted = "the sampler must hand over so many most probable tokens a draw"
-            raise InvariantError(f"sampling.top={self.sampling.top}: {wanted}")
-        # All new tokens but the last were computed, which the engine has drawn alone.
+            raise InvariantError(
+                f"sampling.top={self.sampling.top}: the sampler must hand over so many most probable tokens a draw"
+            )
+        # The choices cover the whole context and all new tokens but
+        # the last, which the engine has drawn and not computed.
         if said.routed is not None:
             self._route(said.routed, self._length + n - 1)
         # The sampler's own numbers, never computed again: mu is the distribution that really drew the token.
@@ -77,8 +80,9 @@ class Transcript:
         """Add the experts of the tokens that this turn computed for the first time. Those of earlier turns stay: by
         them their tokens were drawn, whatever weights computed the same tokens again later."""
         if len(routed) != computed:
-            has = f"and has router choices of {len(routed)}"
-            raise InvariantError(f"a turn computed {computed} tokens, with its prompt, {has}")
+            raise InvariantError(
+                f"a turn computed {computed} tokens, with its prompt, and has router choices of {len(routed)}"
+            )
         before = routed[:0] if self._routed is None else self._routed
         self._routed = np.concatenate([before, routed[len(before) :]])
 
@@ -112,6 +116,7 @@ class Transcript:
 
 
 def shown_segment(ids: np.ndarray, mask: np.ndarray, sampling: Sampling) -> Segment:
-    """A sequence that nobody sampled, such as a demonstration. Tokens of `mask` count as spoken (version SHOWN)."""
+    """A sequence that nobody sampled, such as a demonstration. Tokens of `mask` count as spoken, with log-prob 0 and
+    version SHOWN."""
     logp = np.where(mask, 0.0, np.nan).astype(np.float32)
     return Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), sampling)

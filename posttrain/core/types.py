@@ -63,7 +63,8 @@ SHOWN = -2
 
 
 OUTSIDE = -3
-"""Version of a token of a server whose sampling cannot be checked: never learned from; log-prob 0 where unknown."""
+"""Version of a token that a server's weights sampled, under sampling settings that cannot be checked. It is never
+learned from. Its log-prob is 0 where it is unknown."""
 
 
 OPPOSED = -4
@@ -72,15 +73,22 @@ OPPOSED = -4
 
 @dataclass(frozen=True)
 class TruncationSets:
-    """The sets that truncated sampling kept, one for each of n draws, ascending: `ids[offsets[i]:offsets[i+1]]`."""
+    """The token sets that truncated sampling (top-k, top-p, min-p) kept, one for each of n draws.
+
+    Draw i kept `ids[offsets[i]:offsets[i+1]]`, ascending.
+    """
 
     offsets: np.ndarray
     ids: np.ndarray
 
     def __post_init__(self) -> None:
         # Each set holds at least the drawn token, so offsets rise by 1 or more.
-        ends = self.offsets.ndim == 1 and self.offsets[0] == 0 and self.offsets[-1] == len(self.ids)
-        if not ends or np.any(np.diff(self.offsets) < 1):
+        if (
+            self.offsets.ndim != 1
+            or self.offsets[0] != 0
+            or self.offsets[-1] != len(self.ids)
+            or np.any(np.diff(self.offsets) < 1)
+        ):
             raise InvariantError(
                 "kept sets: offsets must start at 0, end at len(ids), and every set holds at least the token said"
             )
@@ -101,15 +109,19 @@ class TruncationSets:
 
 @dataclass(frozen=True, eq=False)
 class Top:
-    """The sampler's K most probable tokens at each of n draws, most probable first: ids int32 [n, K], logp float32."""
+    """The sampler's K most probable tokens at each of n draws, most probable first.
+
+    ids int32 [n, K], logp float32 [n, K].
+    """
 
     ids: np.ndarray
     logp: np.ndarray
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 2 or self.ids.shape != self.logp.shape:
-            shapes = f"ids {self.ids.shape} and log-probs {self.logp.shape}"
-            raise InvariantError(f"top tokens: {shapes} must be one [n, K] each")
+            raise InvariantError(
+                f"top tokens: ids {self.ids.shape} and log-probs {self.logp.shape} must be one [n, K] each"
+            )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -141,19 +153,16 @@ class SampledTurn:
     (`core.exchange.expert_choices`). Given by engines that record them, for a mixture of experts."""
 
     def __post_init__(self) -> None:
-        n = len(self.ids)
         if self.routed is not None:
             check_routed(self.routed, len(self.routed), "a turn")
-        if not n == len(self.logp) == len(self.version):
-            raise InvariantError(f"said {n} tokens with {len(self.logp)} log-probs and {len(self.version)} versions")
-        if self.kept is not None and len(self.kept) != n:
-            raise InvariantError(f"said {n} tokens with {len(self.kept)} kept sets")
-        if self.top is not None and len(self.top) != n:
-            raise InvariantError(f"said {n} tokens with top tokens of {len(self.top)} draws")
-
-
-DTYPES = (np.int32, np.bool_, np.float32, np.int32)
-"""Types of a segment's ids, mask, logp and version."""
+        if not len(self.ids) == len(self.logp) == len(self.version):
+            raise InvariantError(
+                f"said {len(self.ids)} tokens with {len(self.logp)} log-probs and {len(self.version)} versions"
+            )
+        if self.kept is not None and len(self.kept) != len(self.ids):
+            raise InvariantError(f"said {len(self.ids)} tokens with {len(self.kept)} kept sets")
+        if self.top is not None and len(self.top) != len(self.ids):
+            raise InvariantError(f"said {len(self.ids)} tokens with top tokens of {len(self.top)} draws")
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,13 +170,17 @@ class Segment:
     """One token sequence and who wrote each token. All arrays [T].
 
     mask is True at spoken tokens. There logp is finite and version >= 0. Elsewhere logp is NaN and version is -1, so
-    that a result computed from an unspoken log-prob is NaN. Spoken tokens of a demonstration have version SHOWN and
-    logp 0, those of a foreign server OUTSIDE, and those of the policy's opponent OPPOSED.
+    that a result computed from an unspoken log-prob is NaN and cannot pass for a number.
+    Tokens of a demonstration count as spoken. They have version SHOWN and logp 0, because their sampler is not known.
+    Tokens of a foreign server have version OUTSIDE, and those of the policy's opponent OPPOSED.
 
-    `kept` and `top` have one entry per spoken token, in order, exactly where `sampling.truncated` or `sampling.top`.
-    `in_turn` (int32, the position of each spoken token in its turn) is given exactly where `sampling.in_turn`: the mask
-    does not show where a turn begins, because two turns may have nothing between them. `routed` (int16 [T, R, K],
-    `core.exchange.expert_choices`) are the experts of each token in the sampler, where its engine records them.
+    `kept` and `top` have one entry per spoken token, in order. `kept` is given exactly where `sampling.truncated`, and
+    `top` exactly where `sampling.top`. `in_turn` (int32, the position of each spoken token in its turn) is given
+    exactly where `sampling.in_turn`. The mask does not show where a turn begins, because two turns may have nothing
+    between them.
+
+    `routed` (int16 [T, R, K], `core.exchange.expert_choices`) are the experts that computed each token in the sampler,
+    where it is a mixture of experts and its engine records them.
     """
 
     ids: np.ndarray
@@ -185,15 +198,26 @@ class Segment:
         if self.routed is not None:
             check_routed(self.routed, n, "a segment")
         if not len(self.mask) == len(self.logp) == len(self.version) == n:
-            others = f"{len(self.mask)} mask, {len(self.logp)} logp, {len(self.version)} version"
-            raise InvariantError(f"misaligned segment: {n} ids, {others}")
-        if (*(x.dtype for x in (self.ids, self.mask, self.logp, self.version)),) != DTYPES:
+            raise InvariantError(
+                f"misaligned segment: {n} ids, {len(self.mask)} mask, {len(self.logp)} logp, {len(self.version)}"
+                " version"
+            )
+        if (
+            self.ids.dtype != np.int32
+            or self.mask.dtype != np.bool_
+            or self.logp.dtype != np.float32
+            or self.version.dtype != np.int32
+        ):
             raise InvariantError("segment dtypes are ids int32, mask bool, logp float32, version int32")
-        # No hidden state predicts the first token: in a packed batch that would be the last one of another segment.
+        # The first token has no hidden state before it that predicts it: in a packed batch position -1
+        # would be the last token of another segment.
         if n and self.mask[0]:
-            why = "has nothing before it, so the policy cannot have said it: see() a prompt first"
-            raise InvariantError(f"the first token of a segment {why}")
-        # NaN fails both comparisons. The log-prob of a nearly certain token may round to slightly above 0.
+            raise InvariantError(
+                "the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt"
+                " first"
+            )
+        # NaN fails both comparisons. 1e-5, and not 0: in float32 the log-prob
+        # of a nearly certain token may round to slightly above 0.
         spoken, silent = self.logp[self.mask], ~self.mask
         if not (spoken.min(initial=0.0) > -np.inf and spoken.max(initial=0.0) <= 1e-5):
             raise InvariantError("every spoken token carries a finite log-prob <= 0")
@@ -211,11 +235,13 @@ class Segment:
         if self.kept is not None and len(self.kept) != count:
             raise InvariantError(f"{count} spoken tokens but {len(self.kept)} kept sets")
         if bool(self.sampling.top) != (self.top is not None) or (self.top is not None and len(self.top) != count):
-            where = "exactly where sampling.top asks for them"
-            raise InvariantError(f"top tokens are stored for every spoken token {where}")
+            raise InvariantError(
+                "top tokens are stored for every spoken token exactly where sampling.top asks for them"
+            )
         if self.sampling.in_turn != (self.in_turn is not None):
-            where = "exactly where the sampling reads them (min_tokens, bad sequences)"
-            raise InvariantError(f"positions in the turn are stored {where}")
+            raise InvariantError(
+                "positions in the turn are stored exactly where the sampling reads them (min_tokens, bad sequences)"
+            )
         if self.in_turn is not None:
             _check_in_turn(self.in_turn, self.mask)
 
@@ -230,11 +256,16 @@ class Segment:
 
 
 def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
-    """InvariantError unless each spoken token begins a turn (0) or directly follows the one before it in its turn."""
+    """Checks that each spoken token begins a turn (0) or directly follows the token before it in the same turn.
+
+    Raises:
+        InvariantError: a position does not.
+    """
     at = np.flatnonzero(mask)
     if len(in_turn) != len(at):
         raise InvariantError(f"{len(at)} spoken tokens but {len(in_turn)} positions in a turn")
-    # It does where its place in the segment and its position in the turn are both one more than those before it.
+    # A token continues its turn where its place in the segment and its position in the turn are
+    # both one more than those of the spoken token before it. The first token has none before it.
     follows = np.append(False, (np.diff(at) == 1) & (np.diff(in_turn) == 1)) if len(at) else np.zeros(0, bool)
     if np.any((in_turn != 0) & ~follows):
         raise InvariantError("positions in a turn count up from 0, over tokens that stand side by side")
@@ -260,7 +291,8 @@ class Episode:
     state: Any = None
     """The environment's state at the end of the episode (`Talk.leave`), as verifiers saw it."""
     turns: tuple[int, ...] = ()
-    """Number of tokens of each turn of the policy; they sum to the spoken tokens. Empty for a demonstration."""
+    """Number of tokens of each turn of the policy, in order. They sum to the spoken tokens of all segments.
+    Empty for a demonstration."""
     cut: bool = False
     """Whether a turn was aborted while it was being sampled. Its tokens are then in no segment."""
     seats: tuple[SeatTurn, ...] = ()
@@ -269,10 +301,11 @@ class Episode:
     """The smallest outcome of a right answer, where it is named (`Env.right`)."""
 
     def __post_init__(self) -> None:
-        if self.turns and sum(self.turns) != (spoken := self.spoken):
-            what = f"turns of {sum(self.turns)} tokens in an episode of {spoken} spoken ones"
-            why = "Every token of a turn enters the transcript, and no other is spoken"
-            raise InvariantError(f"task {self.task.id!r}: {what}. {why}")
+        if self.turns and sum(self.turns) != self.spoken:
+            raise InvariantError(
+                f"task {self.task.id!r}: turns of {sum(self.turns)} tokens in an episode of {self.spoken} spoken ones."
+                " Every token of a turn enters the transcript, and no other is spoken"
+            )
 
     @cached_property
     def reward(self) -> float | None:
@@ -361,9 +394,12 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """True where the judged own siblings differ in raw outcome by more than rounding (`measure.equal_numbers`)."""
-        # One right demonstration among wrong samples would pass a filter that asks what the policy can do.
+        """True where the judged siblings that the policy sampled differ in raw outcome by more than rounding
+        (`core.measure.equal_numbers`)."""
+        # Demonstrations and the opponent's episodes are left out: one right demonstration among wrong
+        # samples would pass a filter that asks what the policy can do.
         sampled = [e for e in self.judged if e.own]
-        coarsest = max((resolution(e.verdicts) for e in sampled), default=0.0)
-        noise = rounding([size(e.verdicts) for e in sampled], coarsest)
+        noise = rounding(
+            [size(e.verdicts) for e in sampled], max((resolution(e.verdicts) for e in sampled), default=0.0)
+        )
         return spread([e.reward for e in sampled if e.reward is not None], noise)

@@ -37,8 +37,9 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if (self.state is State.VALUE) != (self.score is not None and math.isfinite(self.score)):
-            why = "a verdict is a finite score exactly when its state is value"
-            raise InvariantError(f"{why}: got {self.state}, {self.score}")
+            raise InvariantError(
+                f"a verdict is a finite score exactly when its state is value: got {self.state}, {self.score}"
+            )
 
     @staticmethod
     def value(score: float, kind: str = "", why: str = "") -> Verdict:
@@ -57,11 +58,13 @@ class Verdict:
 class Judged:
     """One source's verdict with its weight in the outcome.
 
-    With `end` it is about a part: the episode up to its spoken token number `end` (counted from 1). With `paid` this is
-    a reward for the turn that ends there: a part of the outcome, which turn-level credit places there. Without, it is
-    the score of a step, which only a baseline that compares steps reads. `resolution` is the relative difference up to
-    which two scores of this source count as equal (`core.measure.equal_numbers`). What is `measured` is no reward, and
-    nothing is learned from it. A score `by_model` (a reward model, a judge) is a grade (`core.measure.right`).
+    With `end` it is about a part: the episode up to its spoken token number `end` (counted from 1). Without `paid` that
+    is the score of a step. It is never a part of the outcome; only a baseline that compares steps reads it. With `paid`
+    it is a reward for the turn that ends there: a part of the outcome, which turn-level credit places at that end.
+    `resolution` is the relative difference up to which two scores of this source count as equal
+    (`core.measure.equal_numbers`). With `measured` it is no reward: it says how good the episode is, and nothing is
+    learned from it. With `by_model` a model gave the score (a reward model, a judge), so it is a grade
+    (`core.measure.right`).
     """
 
     source: str
@@ -74,15 +77,12 @@ class Judged:
     by_model: bool = False
 
     def __post_init__(self) -> None:
-        wrong = ""
         if not 0 <= self.resolution < 1:
-            wrong = f"resolution={self.resolution} must be in [0, 1)"
-        elif self.paid and self.end is None:
-            wrong = "a paid turn needs the spoken token at which it ended"
-        elif self.measured and self.end is not None:
-            wrong = "what is measured is about the whole episode"
-        if wrong:
-            raise InvariantError(f"reward source {self.source!r}: {wrong}")
+            raise InvariantError(f"reward source {self.source!r}: resolution={self.resolution} must be in [0, 1)")
+        if self.paid and self.end is None:
+            raise InvariantError(f"reward source {self.source!r}: a paid turn needs the spoken token at which it ended")
+        if self.measured and self.end is not None:
+            raise InvariantError(f"reward source {self.source!r}: what is measured is about the whole episode")
 
     @property
     def counts(self) -> bool:
@@ -95,7 +95,8 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
 
     None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
     """
-    # Without the failed source the sum would be too low, and the policy would learn from an outage of ours.
+    # Tested before the sum: without the failed source the sum would be too
+    # low, and the policy would learn from an outage of ours.
     if failed(verdicts):
         return None
     scores = [j.weight * j.verdict.score for j in verdicts if j.counts and j.verdict.score is not None]
@@ -129,4 +130,5 @@ def size(verdicts: Sequence[Judged]) -> float:
 
 def resolution(verdicts: Sequence[Judged]) -> float:
     """The coarsest resolution of the sources that gave a value."""
+    # The sum is as coarse as its coarsest term.
     return max((j.resolution for j in verdicts if j.counts and j.verdict.score is not None), default=RESOLUTION)

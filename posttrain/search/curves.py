@@ -25,7 +25,8 @@ class SearchPoint:
 
     kind: SearchKind
     score: Score
-    """The accuracy over tasks, or the mean reward where outcomes are grades (`leading`). Each task counts once."""
+    """The accuracy over tasks, or the mean reward where outcomes are grades (`leading`). A task that was searched
+    several times counts once, with its mean."""
     tokens: float
     """Mean number of tokens said for a task."""
     values: Mapping[Hashable, float]
@@ -49,8 +50,11 @@ class SearchPoint:
 
 
 async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task], runs: int = 1) -> SearchPoint:
-    """The point of a search over tasks, each searched `runs` times with other random numbers. Answer i of a task is the
-    same sample in all searches with equal `tools`."""
+    """The point of a search over tasks, each searched `runs` times with other random numbers.
+
+    Answer i of a task is the same sample in all searches with equal `tools`, so that searches are compared on equal
+    samples.
+    """
     outcomes: list[list[tuple[float, Right] | None]] = []
     spent = 0
     for seed in range(runs):
@@ -62,15 +66,18 @@ async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task
 
         outcomes.append(await together([one(t) for t in tasks]))
         spent += run_tools.spent
-    by_task = zip(tasks, zip(*outcomes, strict=True), strict=True)
-    judged = {t.id: [x for x in each if x is not None] for t, each in by_task}
-    # A task counts once: the interval of the score needs independent values, and runs of one task are not.
+    judged = {
+        t.id: [x for x in each if x is not None] for t, each in zip(tasks, zip(*outcomes, strict=True), strict=True)
+    }
+    # A task counts once, however often it was searched. The interval of the score needs independent values: tasks are
+    # independent, and runs of one task are not.
     right: dict[Hashable, float] = {t: float(np.mean([r.of(x) for x, r in each])) for t, each in judged.items() if each}
     means: dict[Hashable, float] = {t: float(np.mean([x for x, _ in each])) for t, each in judged.items() if each}
     grades = Grades.each(x for each in judged.values() for x in each)
     unjudged = sum(x is None for each in outcomes for x in each)
-    score, tokens = Score.of([*right.values()]), spent / (runs * len(tasks))
-    return SearchPoint(kind, score, tokens, right, unjudged, means=means, grades=grades)
+    return SearchPoint(
+        kind, Score.of([*right.values()]), spent / (runs * len(tasks)), right, unjudged, means=means, grades=grades
+    )
 
 
 def leading(points: Sequence[SearchPoint]) -> list[SearchPoint]:
@@ -79,14 +86,20 @@ def leading(points: Sequence[SearchPoint]) -> list[SearchPoint]:
     if not grades.graded:
         return list(points)
     low, high = grades.scale
-    top = {"width": high - low, "grades": grades}
-    return [replace(p, score=Score.of([*p.means.values()], low, high), values=p.means, **top) for p in points]
+    return [
+        replace(p, score=Score.of([*p.means.values()], low, high), values=p.means, width=high - low, grades=grades)
+        for p in points
+    ]
 
 
 def frontier(points: Sequence[SearchPoint]) -> list[SearchPoint]:
-    """The points that are better than every point with as many tokens or fewer, by tokens, where tasks were judged."""
+    """The points that are better than every point with as many tokens or fewer, ordered by tokens.
+
+    Points without a judged task are left out.
+    """
     best: list[SearchPoint] = []
-    # From few tokens to many, and of equal ones the best first: each that is better than the last that was kept.
+    # From few tokens to many, a point is kept if it is better than the last one that was kept. Of points with equal
+    # tokens the best one comes first.
     judged = [p for p in points if p.score.prompts]
     for p in sorted(judged, key=lambda p: (p.tokens, -p.score.mean)):
         if not best or p.score.mean > best[-1].score.mean:

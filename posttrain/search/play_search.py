@@ -33,14 +33,17 @@ def best(scores: Sequence[float]) -> int:
 
 def vote(answers: Sequence[str | None], weights: Sequence[float] | None = None) -> int:
     """The index of the first answer of the largest class of equal answers (2203.11171). With weights, of the class with
-    the largest sum (2206.02336). None is an answer that could not be read, chosen only if there is no other.
+    the largest sum (2206.02336).
+
+    None is an answer that could not be read. Its index is returned only if there is no other answer.
 
     >>> vote(["7", "8", "8", None])
     1
     >>> vote(["7", "8", "8"], [0.9, 0.3, 0.4])
     0
     """
-    # fsum is exact, so a tie does not depend on the order of the answers. Of equal classes `max` takes the first.
+    # The weights of a class are added by fsum, which is exact, so that a tie does not depend on the order of the
+    # answers. Of equal classes `max` takes the first, in the order in which they came.
     weights_of: dict[str, list[float]] = {}
     for answer, weight in zip(answers, weights or [1.0] * len(answers), strict=True):
         if answer is not None:
@@ -59,16 +62,19 @@ async def beam(search: StepSearch, task: Task, *, width: int, expand: int, steps
         expand: continuations that each of them is given. The first step has width x expand.
         steps: most steps of an answer.
     """
-    # Ended answers and beginnings compete for the same places.
+    # `places` holds ended answers and beginnings together. They compete for the same places, so an ended answer is
+    # dropped when `width` others are worth more.
     places = [Beginning(np.zeros(0, np.int32))]
     for number in range(steps):
         open_ones = [b for b in places if b.stop is None]
         if not open_ones or not search.goes_on(task):
             break
-        # The first step has one beginning, which gets as many continuations as all beginnings of a later step together.
+        # The first step has only one beginning. It gets `width` times as many continuations, as many as all beginnings
+        # of a later step together.
         continued = await search.grown(task, open_ones, expand if number else width * expand, f"beam/{number}")
-        grown = [*(b for b in places if b.stop is not None), *continued]
-        places = sorted(grown, key=search.worth, reverse=True)[:width]
+        places = sorted([*(b for b in places if b.stop is not None), *continued], key=search.worth, reverse=True)[
+            :width
+        ]
     return await search.ended(task, places)
 
 
@@ -84,12 +90,17 @@ def _line(text: str) -> str | None:
 
 
 ANSWERS: Mapping[str, Callable[[str], str | None]] = {"integer": last_integer, "math": _final, "line": _line}
-"""By the setting `vote.answer`: reads the part of an answer that a vote compares; None where it can read nothing."""
+"""For each value of the setting `vote.answer`, the function that reads the part of an answer that a vote compares. It
+returns None if it can read nothing."""
 
 
 async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
-    """The answer that a search finds for a task. InvariantError where the search did not do what it says
-    (`posttrain.search.search_checks`), ConfigError where a weighted vote met a score below 0."""
+    """The answer that a search finds for a task.
+
+    Raises:
+        InvariantError: the search did not do what it says (`posttrain.search.search_checks`).
+        ConfigError: a weighted vote met a score below 0.
+    """
     search = replace(tools, aggregate=kind.aggregate)
     match kind:
         case BestOfN():
@@ -108,8 +119,9 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
             settings = {"expansions": kind.expansions, "expand": kind.expand}
             chosen = await tree_search(search, task, **settings, exploration=kind.exploration, rule=kind.rule)
         case _:
-            how = "give it a case in posttrain/search/play_search.py"
-            raise InvariantError(f"nothing plays a {type(kind).__name__}: {how}")
+            raise InvariantError(
+                f"nothing plays a {type(kind).__name__}: give it a case in posttrain/search/play_search.py"
+            )
     # The check computes the number again from the scores, by other code than the search.
     if chosen.scores:
         worth_is(chosen.scores, kind.aggregate, search.worth(chosen), task.id)
@@ -119,6 +131,8 @@ async def play(kind: SearchKind, tools: StepSearch, task: Task) -> Beginning:
 def _weight(search: StepSearch, b: Beginning) -> float:
     """The weight of an answer in a vote: its score, which must not be negative."""
     if (worth := search.worth(b)) < 0:
-        how = "weigh by a process reward model or a judge, whose scores are not negative, or take best_of"
-        raise ConfigError(f"a weighted vote adds scores up, and an answer scores {worth:.3g}: {how}")
+        raise ConfigError(
+            f"a weighted vote adds scores up, and an answer scores {worth:.3g}: weigh by a process reward model or a"
+            " judge, whose scores are not negative, or take best_of"
+        )
     return worth

@@ -36,20 +36,23 @@ class TreeNode:
         With N visits of this node, n of the child and K children, the bonus of PUCT with an even prior (1712.01815) is
         sqrt(N) / (K * (1 + n)). The bonus of UCB (UCT, Kocsis and Szepesvari 2006) is sqrt(ln(N) / n).
         """
-        # Below a child that is finished the search could not expand anything.
+        # Children below which all answers have ended are left out. The search could not expand anything there.
         unfinished = [c for c in self.children if not c.finished]
         return max(unfinished, key=lambda c: c.value + exploration * self._bonus(c, rule))
 
     def _bonus(self, child: TreeNode, rule: TreeRule) -> float:
         if rule == "puct":
             return math.sqrt(self.visits) / (len(self.children) * (1 + child.visits))
-        # Every child has a visit from its creation on, so one without is only a safeguard.
+        # UCB visits a child without visits first. Here every child has a visit from its creation on, so this case is
+        # only a safeguard.
         return math.sqrt(math.log(self.visits) / child.visits) if child.visits else math.inf
 
     @property
     def finished(self) -> bool:
         """True where nothing below this node can go on."""
-        return self.beginning.stop is not None or (bool(self.children) and all(c.finished for c in self.children))
+        if self.beginning.stop is not None:
+            return True
+        return bool(self.children) and all(c.finished for c in self.children)
 
     def back_up(self, value: float) -> None:
         """Adds a value that was found at this node to this node and to all nodes above it."""
@@ -66,8 +69,13 @@ class TreeNode:
 async def tree_search(
     search: StepSearch, task: Task, *, expansions: int, expand: int, exploration: float = 1.0, rule: TreeRule = "puct"
 ) -> Beginning:
-    """The best of the answers that ended in a tree search, in which a node is given `expand` children `expansions`
-    times. If none ended, the best beginning is continued to its end."""
+    """The best of the answers that ended in a tree search. If none ended, the best beginning is continued to its end.
+
+    Args:
+        expansions: how often a node is given children.
+        expand: continuations of a node.
+        rule: which node goes on.
+    """
     root = TreeNode(Beginning(np.zeros(0, np.int32)))
     for number in range(expansions):
         if root.finished or not search.goes_on(task):

@@ -39,17 +39,20 @@ def worth_is(scores: Sequence[float], aggregate: Aggregate, worth: float, task: 
         "last": lambda: scores[len(scores) - 1],
     }[aggregate]()
     if not math.isclose(worth, wanted, rel_tol=APART, abs_tol=1e-300):
-        shown = [round(x, 4) for x in scores]
         raise InvariantError(
             f"a search for task {task!r} chose an answer by {worth:.6g}, and the {aggregate} of its steps' scores"
-            f" {shown} is {wanted:.6g}: it goes by another number than the one that was asked for. Correct what makes"
-            " one score of several"
+            f" {[round(x, 4) for x in scores]} is {wanted:.6g}: it goes by another number than the one that was asked"
+            " for. Correct what makes one score of several"
         )
 
 
 def tree_adds_up(node: TreeNode, task: str) -> tuple[int, float]:
-    """Checks that each node has the count and the sum of all values found at it and below it: InvariantError where one
-    did not reach a node above its place. Returns (visits, total) of `node`, counted again from the leaves up."""
+    """Checks that each node has the count and the sum of all values found at it and below it. Returns (visits, total)
+    of `node`, counted again from the leaves up.
+
+    Raises:
+        InvariantError: a value did not reach a node above the place where it was found.
+    """
     # This counts from the leaves up, and `back_up` goes from one node to the root. Both have to give the same numbers.
     below = [tree_adds_up(c, task) for c in node.children]
     visits = len(node.found) + sum(n for n, _ in below)

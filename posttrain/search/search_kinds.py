@@ -23,7 +23,8 @@ class SearchKind:
     word: ClassVar[str]
     """Its name on the command line."""
     shown: ClassVar[tuple[str, ...]]
-    """Settings that say how large it is, always part of its name in a table; others are where not as by default."""
+    """Settings that say how large it is. Its name in a table has them in any case, and others where they are not as by
+    default."""
 
     aggregate: Aggregate = "min"
     """How the scores of an answer's steps become one number."""

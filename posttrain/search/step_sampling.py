@@ -130,16 +130,20 @@ class StepSearch:
         return max(ended_ones, key=self.worth)
 
     async def grown(self, task: Task, ones: Sequence[Beginning], count: int, place: str) -> list[Beginning]:
-        """`count` continuations of each beginning by one step, with the score of the new step; equal ones once."""
-        # The engine ends the turn at the separator, which is part of the step that it ends.
-        sampling = replace(self.sampling, stop=(*self.sampling.stop, self.separator))
-        places = [(b, f"{place}/{n}/{i}") for n, b in enumerate(ones) for i in range(count)]
-        continued = await together([self._say(task, b, sampling, at) for b, at in places])
+        """`count` continuations of each beginning by one step, with the score of the new step. Equal ones are kept
+        once."""
+        # The engine ends the turn at the separator, and the separator is part of the step that it ends.
+        step_sampling = replace(self.sampling, stop=(*self.sampling.stop, self.separator))
+        continued = await together(
+            [self._say(task, b, step_sampling, f"{place}/{n}/{i}") for n, b in enumerate(ones) for i in range(count)]
+        )
+        # Equal continuations are kept once. Otherwise they would take several places in a beam.
         return await self.scored(task, list({b.key: b for b in continued}.values()))
 
     async def _say(self, task: Task, begun: Beginning, sampling: Sampling, place: str) -> Beginning:
         """A beginning with the next tokens of the policy, up to a stop."""
-        # The limit on tokens is for the whole answer. One without a rest has ended by its length.
+        # The limit on tokens is for the whole answer, so each step gets the rest of it. An answer without a rest has
+        # ended by its length.
         tokens_left = self.sampling.max_tokens - len(begun.ids)
         if tokens_left < 1:
             return replace(begun, stop=Stop.LENGTH)
@@ -150,17 +154,23 @@ class StepSearch:
         self.version = int(turn.version[0]) if self.version is None else self.version
         said_by_one_version(turn.version, self.version, task.id)
         self.spent_on[task.id] += len(turn.ids)
-        # If the separator ended this turn, the answer goes on; not if one of the policy's own stop strings did.
         at_stop_string = turn.stop is Stop.STRING and self.separator in sampling.stop
+        # If the separator ended this turn, a step is complete and the answer goes on. If one of the policy's own stop
+        # strings ended it, the answer has ended.
         step_ended = at_stop_string and self.separator in self.text(turn.ids)
-        said = np.concatenate([begun.ids, turn.ids]).astype(np.int32)
-        return Beginning(said, begun.scores, None if step_ended else turn.stop)
+        return Beginning(
+            np.concatenate([begun.ids, turn.ids]).astype(np.int32), begun.scores, None if step_ended else turn.stop
+        )
 
     async def scored(self, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
-        """The beginnings with the scores of all their steps, or one of the whole answer, where there is a source."""
+        """The beginnings with the scores of all their steps, or with one score of the whole answer.
+
+        A beginning has no score if there is no source of scores, or if the source failed.
+        """
         if not ones:
             return []
-        # Only one source is asked: scores of steps first, then the judge of whole answers, then the environment.
+        # Only one source is asked. Sources of scores of steps come first, then the judge of whole answers, then the
+        # environment's own verdict.
         if self.scorer is not None:
             return self._by_steps(self.scorer, task, ones)
         if self.verifier is not None:
@@ -175,8 +185,9 @@ class StepSearch:
         return [replace(b, scores=() if v is None else (v,)) for b, v in zip(ones, values, strict=True)]
 
     def _by_steps(self, scorer: StepScorer, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
-        """The scores of all steps, read off one pass of the reward model at the last token of each."""
-        # `score_M` has the scores of all segments in one row.
+        """The scores of all steps, read off one pass of the reward model."""
+        # `score_M` has the scores of all segments in one row. `tokens_upto` has the number of tokens up to the
+        # end of each step, so the score of a step is that of its last token.
         packed = Packed.of([self._segment(task, b) for b in ones])
         score_M, ends = scorer.tokens(packed), TokenEnds(self.text)
         out: list[Beginning] = []
@@ -189,17 +200,22 @@ class StepSearch:
         return out
 
     async def _verified(self, verifier: StepVerifier, task: Task, ones: Sequence[Beginning]) -> list[Beginning]:
-        """The beginnings with the scores of all their steps, where all could be judged. Only steps without a score are
-        verified, and equal texts once."""
+        """The beginnings with the scores of all their steps. Only steps without a score are verified, and equal texts
+        once.
+
+        An answer with a step that could not be judged has no score.
+        """
         texts = [self.text(b.ids) for b in ones]
         upto = [[t[:end] for end in step_ends(t, self.separator)] for t in texts]
-        # Earlier steps keep their scores, and different beginnings may have the same text.
-        later = [own_texts[len(b.scores) :] for b, own_texts in zip(ones, upto, strict=True)]
-        new_texts = list(dict.fromkeys(text for texts in later for text in texts))
+        # A beginning keeps the scores of its earlier steps, so only the texts up to later steps are new. Different
+        # beginnings may have the same text, and it is asked for once.
+        new_texts = list(
+            dict.fromkeys(t for b, own_texts in zip(ones, upto, strict=True) for t in own_texts[len(b.scores) :])
+        )
         scores = dict(zip(new_texts, await verifier.of_beginnings(task, new_texts), strict=True))
         scored: list[Beginning] = []
-        for b, own_later in zip(ones, later, strict=True):
-            new = [scores[t] for t in own_later]
+        for b, own_texts in zip(ones, upto, strict=True):
+            new = [scores[t] for t in own_texts[len(b.scores) :]]
             # With one step missing, a score of the others would be compared with scores of all steps.
             judged = tuple(x for x in new if x is not None and math.isfinite(x))
             scored.append(replace(b, scores=(*b.scores, *judged) if len(judged) == len(new) else ()))

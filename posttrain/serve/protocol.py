@@ -65,6 +65,7 @@ def _by_id(bias: Any) -> Any:
 # With `fail_fast` a list of a million wrong entries gives one error and not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_one_or_many)]
 
 
 class GenerationRequest(RequestPart):
@@ -79,12 +80,12 @@ class GenerationRequest(RequestPart):
     top_k: int = Field(0, ge=-1, le=LARGEST)
     min_p: float = Field(0.0, ge=0, lt=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = {}
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = Field({})
     allowed_token_ids: Ids | None = None
     min_tokens: int = Field(0, ge=0, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_one_or_many)] = []
-    stop_token_ids: Ids = []
+    stop: StopTexts = Field([])
+    stop_token_ids: Ids = Field([])
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

@@ -42,8 +42,12 @@ class Experience:
         return self.versions or (self.version,)
 
     def behind(self, version: np.ndarray) -> np.ndarray:
-        """By how many steps that changed the weights tokens of these versions are older than the step's beginning."""
-        # `searchsorted` from the right counts the versions up to `version`; the others are newer.
+        """The number of steps by which tokens of these versions are older than the learner at the step's beginning.
+
+        A step that did not change the weights does not count.
+        """
+        # `unique` gives the different versions, ascending. `searchsorted` from the right
+        # counts those up to `version`; the others are newer.
         newer = np.unique(self.promised)
         return len(newer) - np.searchsorted(newer, version, side="right")
 

@@ -1,8 +1,9 @@
 """The experts that a mixture's routers chose for each token: the sampler's choices, as they travel to the learner.
 
-`routed` is int16 [T, R, K]: for each of T tokens and R layers with a router, the K experts that computed it, in the
-order of their weights. A row is UNKNOWN where no choice is known: the sampler never computes the last token of a
-sequence, and demonstrations have none. The learner computes the experts' weights itself (R3, arXiv 2510.11370).
+`routed` is int16 [T, R, K]: for each of T tokens and each of R layers with a router, the K experts that computed the
+token, in the order of their weights. A row is UNKNOWN where no choice is known: the sampler never computes the last
+token of a sequence, and demonstrations have no sampler. The learner reuses the choices and computes the experts'
+weights itself (R3, arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:
         wanted = f"int16 [{tokens}, routers, experts of a token]"
         raise InvariantError(f"{where}: router choices are {routed.dtype} {routed.shape}, and {wanted} is declared")
     known = routed != UNKNOWN
-    # Else some layers would follow the sampler and others choose anew: neither the sampler's model nor the learner's.
+    # With half of a token's choices known, some layers would follow the sampler and others choose anew:
+    # that is neither the sampler's model nor the learner's.
     if np.any(known.any((1, 2)) != known.all((1, 2))) or np.any(routed < UNKNOWN):
         raise InvariantError(f"{where}: the choices of a token are known for all of its routers, or for none")
 
@@ -61,6 +63,7 @@ def packed_routed(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) ->
     if len(shapes) > 1:
         raise InvariantError(f"router choices of several models in one batch: [routers, experts] are {sorted(shapes)}")
     shape = shapes.pop()
+    # A sequence without choices is treated as one of length 0 that `filled` lengthens.
     none = np.zeros((0, *shape), np.int16)
     return np.concatenate([filled(none if p is None else p, n) for p, n in zip(parts, lengths, strict=True)])
 
@@ -83,8 +86,9 @@ class RoutedPass:
 
     @staticmethod
     def join(parts: Sequence[RoutedPass]) -> RoutedPass:
-        names = ("used", "own", "regret", "logp")
-        used, own, regret, logp = (np.concatenate([getattr(p, n) for p in parts]) for n in names)
+        used, own, regret, logp = (
+            np.concatenate([getattr(p, n) for p in parts]) for n in ("used", "own", "regret", "logp")
+        )
         return RoutedPass(used, own, regret, max(p.scale for p in parts), logp)
 
 

@@ -42,7 +42,8 @@ class Room:
     def holds(self, packed: Any, computed: Any) -> Any:
         """Returns whether a micro-batch fits: `packed` tokens in all, `computed` positions where beginnings are shared.
         Both are numbers or arrays."""
-        # With beginnings computed once, the tokens in memory have a bound of their own, and sharing must save enough.
+        # Either all tokens fit, or they fit because beginnings are computed once. Then the
+        # tokens in memory have a bound of their own, and sharing must save enough (`WORTH`).
         shared = (computed <= self.tokens) & (packed <= PACKED * self.tokens) & (computed <= (1 - WORTH) * packed)
         return (packed <= self.tokens) | (shared if self.once else False)
 
@@ -69,6 +70,7 @@ def bins(keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, computed:
     for f in order:
         # filled[0]: packed tokens of each bin; filled[1]: its computed positions. All bins are compared at once.
         fits = np.flatnonzero(room.holds(filled[0, : len(out)] + packed_F[f], filled[1, : len(out)] + computed_F[f]))
+        # A family that fits nowhere gets a new bin.
         at = int(fits[0]) if len(fits) else len(out)
         if at == len(out):
             out.append([])
@@ -111,6 +113,7 @@ def families(
         # The families on both sides. Each border is tried once, so it still lies between two.
         left, right = family_at[border], border + 1
         together = computed_at[left] + computed_at[right] - (saved(shared[border]) if room.once else 0)
+        # Without room the border stays. Both families may still grow on their other sides.
         if room.holds(packed_at[left] + packed_at[right], together):
             begin = left + len(members[left])
             family_at[begin : begin + len(members[right])] = [left] * len(members[right])

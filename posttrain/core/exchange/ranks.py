@@ -52,8 +52,10 @@ def check_same(ranks: Ranks, value: Any, what: str, advice: str) -> None:
     """InvariantError on every rank unless all ranks have the same value. `what` and `advice` are words of the error."""
     values = ranks.every(value)
     if others := [r for r, x in enumerate(values) if x != values[0]]:
-        differ = f"rank 0 has {values[0]!r}, rank {others[0]} has {values[others[0]]!r}"
-        raise InvariantError(f"ranks do not have the same {what}: {differ}. {advice}")
+        raise InvariantError(
+            f"ranks do not have the same {what}: rank 0 has {values[0]!r}, rank {others[0]} has {values[others[0]]!r}."
+            f" {advice}"
+        )
 
 
 SHARED = (InvariantError, RunFolderError)
@@ -61,7 +63,11 @@ SHARED = (InvariantError, RunFolderError)
 
 
 def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
-    """The results of `function` on each rank, in their order. An error of `SHARED` on one is raised on every rank."""
+    """Returns the results of `function` on each rank, in the order of the ranks.
+
+    Raises:
+        InvariantError, RunFolderError: on every rank, where it was raised on one; the first such rank is named.
+    """
     if ranks.world == 1:
         return [function()]
     # An error is exchanged like a value: a rank that raised at once would leave the others waiting for ever.
@@ -91,9 +97,11 @@ def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
         first = values[at % ranks_of_copy]
         # NaN differs from itself, so it is passed on: the reader of the norms has a better message for it.
         if norm != first and not math.isnan(norm + first):
-            part = f"the part of the {what} on rank {at % ranks_of_copy} has the norm {first!r}"
-            why = f"{part}, and its copy on rank {at} has {norm!r}. A copy was updated or summed in another way"
-            raise InvariantError(f"copies of the weights differ: {why}: go on from the last checkpoint")
+            raise InvariantError(
+                f"copies of the weights differ: the part of the {what} on rank {at % ranks_of_copy} has the norm"
+                f" {first!r}, and its copy on rank {at} has {norm!r}. A copy was updated or summed in another way: go"
+                " on from the last checkpoint"
+            )
     return list(values[:ranks_of_copy])
 
 

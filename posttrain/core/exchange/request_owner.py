@@ -22,7 +22,8 @@ class RequestOwner:
         return f"task {self.task!r}, visit {self.visit}, sibling {self.sibling} ({self.stream})"
 
 
-# The environment's code, between rollout and engine, passes no owner on. A context variable is inherited.
+# Between rollout and engine lies the environment's code, which passes no owner on. A
+# context variable is inherited by the coroutine, and by the tasks that it starts.
 _ASKER: ContextVar[RequestOwner | None] = ContextVar("asker", default=None)
 
 

@@ -33,6 +33,7 @@ def square_sum(x: Any) -> float:
     """Returns the sum of the squares of all numbers, in float64. Only one part at a time is copied to float64, because
     a float64 copy of a large embedding would be the largest tensor of a step."""
     flat = x.detach().reshape(-1)
+    # Squares of float32 numbers can underflow or overflow, and a sum of millions of them loses digits.
     return math.fsum(float(part.double().square().sum()) for part in flat.split(PART)) if len(flat) else 0.0
 
 

@@ -94,7 +94,8 @@ class AdapterTrial(Protocol):
     """The methods that are needed to show that a sampler computes with the learner's adapter."""
 
     def loud(self) -> AbstractContextManager[None]:
-        """Inside, the adapter holds numbers that change log-probs by much. Afterwards it has its own again."""
+        """Inside, the adapter holds numbers that change log-probs by much. Afterwards it has its own numbers again, bit
+        for bit."""
         ...
 
     def without(self, packed: Packed) -> np.ndarray:

@@ -28,11 +28,13 @@ class Shard:
     def __post_init__(self) -> None:
         sizes = tuple(self.tensor.shape)
         fits = len(sizes) == len(self.shape) == len(self.offsets)
-        inside = fits and all(0 <= a <= a + n <= m for a, n, m in zip(self.offsets, sizes, self.shape, strict=True))
-        if not inside:
-            where = f"with shape {sizes} at {self.offsets} does not lie inside the full shape {self.shape}"
-            how = "give one offset an axis, and parts that end within the full tensor"
-            raise InvariantError(f"a shard of {self.name!r} {where}: {how}")
+        if not fits or any(
+            at < 0 or at + n > size for at, n, size in zip(self.offsets, sizes, self.shape, strict=True)
+        ):
+            raise InvariantError(
+                f"a shard of {self.name!r} with shape {sizes} at {self.offsets} does not lie inside the full shape"
+                f" {self.shape}: give one offset an axis, and parts that end within the full tensor"
+            )
 
     @staticmethod
     def of(name: str, tensor: Any) -> Shard:
@@ -51,7 +53,8 @@ class Shard:
 
     def overlaps(self, other: Shard) -> bool:
         """Returns whether some entry of the full tensor is in both parts."""
-        # In every axis their ranges overlap. Two parts of a tensor without axes are the same number.
+        # Two boxes overlap where their ranges overlap in every axis. A tensor
+        # without axes is one number, so two parts of it always overlap.
         return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(self.box, other.box, strict=True))
 
 

@@ -1,7 +1,8 @@
 """Decides whether numbers differ, or are equal up to rounding. Credit, filters, whitening and scales use this one rule.
 
-Rounding is relative to the terms that a number was summed from: .1 + .2 - .3 is 5.6e-17 instead of 0, and the sum of
-its absolute terms is .6. So rewards are stored with that sum (`size`) and the resolution of their source.
+Rounding is relative to the terms that a number was summed from, not to the number itself. For example .1 + .2 - .3 is
+5.6e-17 instead of 0, and the sum of its absolute terms is .6. So rewards are stored with the sum of their absolute
+terms (`size`) and the resolution of their source.
 """
 
 from __future__ import annotations

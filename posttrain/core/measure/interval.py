@@ -16,7 +16,9 @@ Z95 = 1.959963984540054
 
 
 def interval(mean: float, low: float, high: float, sign: str = "") -> str:
-    """A mean with its interval as text: `-` if nothing was judged, `[one prompt]` where there is no interval.
+    """A mean with its interval as text. It is `-` if nothing was judged.
+
+    Ends that are not finite are told as `[one prompt]`, the usual reason why there is no interval.
 
     >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
     ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
@@ -36,7 +38,8 @@ def student95(freedom: float) -> float:
     >>> round(student95(2), 3), round(student95(9), 3)
     (4.303, 2.262)
     """
-    # Up to 4 the expansion is too far off. t is convex in 1/n, so a value between the table's is never too small.
+    # Up to 4 degrees of freedom the expansion is too far off, so a table is read. Between its entries
+    # the value is linear in 1/n. t is convex in 1/n, so this value is never too small.
     exact = (12.7062, 4.3027, 3.1824, 2.7764)
     if freedom <= len(exact):
         return float(np.interp(1 / max(freedom, 1.0), [1 / n for n in range(len(exact), 0, -1)], exact[::-1]))
@@ -83,7 +86,8 @@ class Score:
             share = float(y.mean())
             half = Z95 * math.sqrt(n * share * (1 - share) + square / 4) / (n + square)
         else:
-            # Squares about p: of the values, and of z^2 / 2 imagined ones at each end (0 and 1).
+            # Sum of squares about p: of the values, and of z^2 / 2 imagined values at each end (0 and 1).
+            # For values of 0 and 1 alone this is the interval of Agresti and Coull.
             squares = float(np.square(y - p).sum()) + square / 2 * (p * p + (1 - p) ** 2)
             half = Z95 * math.sqrt(squares) / (n + square)
         # p lies nearer to the middle than the mean, which may lie outside the interval around p: then it is widened.
@@ -144,8 +148,11 @@ class Gain:
     def of(before: Mapping[Hashable, float], after: Mapping[Hashable, float], scale: float = 1.0) -> Gain:
         """The gain over the prompts that are in both; each maps a prompt to the mean of its samples.
 
-        One imagined prompt is added at each end, as Agresti and Min (2005) add pairs to the table of two proportions.
-        The interval is the normal one, cut to the scale (differences are in [-scale, scale]), and never a point.
+        One imagined prompt is added at each end, as Agresti and Min (2005) add pairs to the table of two
+        proportions. The interval is the normal one of all these values, cut to the scale, so it is never a point.
+
+        Args:
+            scale: width of the scale that the values are on. Differences are in [-scale, scale].
 
         >>> g = Gain.of({i: 0.25 for i in range(40)}, {i: 0.25 + i % 2 / 2 for i in range(40)})
         >>> print(g, g.better, g.worse)

@@ -59,7 +59,8 @@ def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = F
     # A model's score of 1.0 is no full mark, and its meaning may differ from prompt to prompt.
     if any(j.by_model for j in sources):
         return Right(None)
-    # A source that pays several turns has several verdicts. A negative weight adds nothing to full marks.
+    # One weight per source, because a source that pays several turns has several verdicts. A negative
+    # weight is a penalty: it adds nothing to full marks.
     weights = {j.source: max(j.weight, 0.0) for j in sources}
     return Right(full=abs(math.fsum(weights.values()) - FULL) <= SLACK)
 
@@ -114,7 +115,8 @@ class Grades:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The ends of the scale: the outcomes' own for grades that differ, else with 0, 1 and the outcomes.
+        """The ends of the scale. For grades that differ: the smallest and the largest outcome. Else a scale that
+        contains 0, 1 and the outcomes.
 
         >>> Grades.of([16, 18.5]).scale, Grades.of([0, 0]).scale, Grades.of([-1.0, -1.0]).scale
         ((16.0, 18.5), (0.0, 1.0), (-1.0, 1.0))
