@@ -133,8 +133,8 @@ def unused_uid() -> int | None:
 class Namespaces:
     """bubblewrap: own user, process, network, mount, IPC and host-name namespaces, and one Python, read-only.
 
-    For root no user namespace is made, inside which a limit on processes does not apply to root. Instead the zygote
-    changes to an unused user after the mounts.
+    For root no user namespace is made, because a limit on processes does not apply to root inside one. Instead the
+    zygote changes to an unused user after the mounts.
     """
 
     packages: tuple[str, ...] = ("numpy",)
@@ -194,7 +194,8 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
     for path in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/dev", "/usr", "/usr/share", "/etc"):
         options += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
-        # On most distributions /lib and /lib64 are links into /usr; as links, no tree is mounted twice.
+        # On most distributions /lib and /lib64 are links into /usr. The links are made again, so that no tree is
+        # mounted twice.
         if os.path.islink(path):
             options += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):

@@ -71,7 +71,8 @@ def _same(said: Any, wanted: Any, comparison: Comparison) -> bool:
         return type(said) is type(wanted) and said == wanted
     if not isinstance(said, dict) or len(said) != 1:
         return False
-    # Every other wanted value is {tag: parts}, as `cell.program.encode` writes it. The other one may be anything.
+    # Every other value is {tag: parts}, as `cell.program.encode` writes it. The wanted value has this form. The other
+    # one may be anything, so its form is checked step by step.
     ((tag, parts),) = wanted.items()
     ((said_tag, body),) = said.items()
     if comparison.any_sequence and {tag, said_tag} <= {"list", "tuple"}:

@@ -247,7 +247,8 @@ class Handler(BaseHTTPRequestHandler):
             case "POST", ["session", name]:
                 return told(self._session(name).run_sync(unpacked(body, "code")))
             case "DELETE", ["session", name]:
-                # Removed from the table first, so that no piece comes to it while it ends. The lock is not held then.
+                # The session is removed from the table first, so that no piece comes to it while it ends. The wait for
+                # its process is outside the lock.
                 session = self._session(name)
                 with self.server.guard:
                     self.server.sessions.pop(name, None)

@@ -143,12 +143,14 @@ class Sandbox:
         """End a program that nobody waits for any more, and no other."""
         with self._threads.lock:
             submission.dropped = True
-            # `_serve` clears the worker under the same lock when the program has ended. So no other one is stopped.
+            # Once the program has ended, `_serve` clears the worker under the same lock. So no other program is stopped
+            # here.
             if submission.worker is not None:
                 submission.worker.stop()
 
     def session(self, *, limits: ProgramLimits | None = None, idle: float = IDLE) -> PythonSession:
-        """An interpreter for a program in pieces that keeps their definitions: the Python tool of an episode.
+        """An interpreter for a program in pieces that keeps the definitions of earlier pieces: the Python tool of an
+        episode.
 
             async with sandbox.session(limits=ProgramLimits(wall=10)) as session:
                 await session.run("x = 6")

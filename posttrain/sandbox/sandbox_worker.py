@@ -86,7 +86,8 @@ class SandboxWorker:
         self.control = ours
         # The error output at the start goes to a file in memory, which does not fill up like a pipe that nobody reads.
         complaints = os.memfd_create("complaints")
-        # Our copy of the other end is closed after the start. Then the socket ends when the zygote ends.
+        # Our copy of the other end is closed after the start. Then the socket ends when the zygote ends, for any
+        # reason.
         with theirs:
             try:
                 start = backend.start(theirs.fileno(), limits or ProgramLimits())
@@ -377,7 +378,8 @@ def sealed(data: bytes, stack: contextlib.ExitStack) -> int:
     unwritten = memoryview(data)
     while unwritten:
         unwritten = unwritten[os.write(fd, unwritten) :]
-    # Standard input is read from the file's position. The seals come last: after them nobody can write.
+    # Standard input is read from the file's position, so it is set to the beginning. The seals come last, because after
+    # them nobody can write.
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd

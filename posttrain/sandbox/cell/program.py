@@ -1,7 +1,7 @@
 """One job inside its own process: runs the program, or calls one of its functions, and ends.
 
-Nothing that this process reports is trusted outside: the program runs in it and can forge its own answer. Expected
-values never come here.
+Nothing that this process reports is trusted outside, because the program runs in it and can forge all of it. The
+process gets arguments and never expected values, so the program can only forge its own answer.
 """
 
 from __future__ import annotations

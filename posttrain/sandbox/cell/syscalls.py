@@ -118,7 +118,7 @@ def among(index: int, values: tuple[int, ...]) -> bytes:
 
 def null(index: int) -> bytes:
     """Allow if a pointer is null."""
-    # A comparison sees 32 bits of a pointer, so both halves are tested.
+    # A comparison sees 32 bits, and a pointer whose low half is zero need not be null. So both halves are tested.
     zero = op(EQUAL, 0, 1, 0) + op(RETURN, ERRNO | EPERM)
     return arg(index) + zero + arg(index, high=True) + zero + op(RETURN, ALLOW)
 
@@ -184,7 +184,8 @@ def template(host_files: bool, processes: bool, told: bool) -> bytes:
     start += op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, KILL)
     plain = PLAIN + (() if host_files else FILES) + (PROCESSES if processes else ())
     body = when(SOCKET, op(RETURN, TRACE)) if told else b""
-    # With the host's files, only opening for reading is allowed: Landlock's first versions do not check truncation.
+    # With the host's files, only opening for reading is allowed. Landlock checks the paths too, but its first versions
+    # do not check truncation.
     if host_files:
         body += when(OPEN, without(1, WRITING)) + when(OPENAT, without(2, WRITING))
     else:
@@ -206,6 +207,7 @@ def template(host_files: bool, processes: bool, told: bool) -> bytes:
     body += when(CLONE, without(0, NEW_NAMESPACE) if processes else threads_only())
     whom = other_than(0, (KEEPER, -KEEPERS, -1, 1)) if processes else among(0, (PID,))
     body += when(KILL_CALL, whom) + when(TGKILL, whom)
-    # A filter cannot read the flags of clone3. With the error ENOSYS the C library uses clone instead.
+    # The flags of clone3 are in memory, which a filter cannot read. With the error ENOSYS the C library uses clone
+    # instead.
     body += op(EQUAL, CLONE3, 0, 1) + op(RETURN, ERRNO | ENOSYS)
     return start + body + search(stretches(plain))

@@ -287,7 +287,8 @@ def job(
     status = 1
     try:
         half = ready if ready is not None else begin(settings, rules)
-        # Read before the program exists; their files are closed below, so that no program can use them.
+        # The source and the call are read before the program exists, and their files are closed below, so that no
+        # program can use them.
         source, stdin, stdout, stderr, result, call, locked = fds
         code, call_text = read(source), read(call)
         control.detach()
@@ -308,7 +309,8 @@ def job(
             confine.shut(half)
         os.write(4, DONE)
         os.close(4)
-        # The program runs in this process and could read the variables of the frames below its own.
+        # The program runs in this process and can read the variables of the frames below its own. So they are deleted
+        # here.
         del request, settings, control, fds, half, ready
         status = cells.converse(3) if session else program.run(code, call_text, 3)
     except BaseException as error:
