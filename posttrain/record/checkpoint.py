@@ -62,7 +62,8 @@ class DamagedCheckpoint:
     folder: Path
     why: str
     order: float
-    """`Checkpoint.order` as the index has it; else between its neighbours by name, which begins with the version."""
+    """`Checkpoint.order` as the index has it. If the index does not have it: a number between those of its neighbours
+    by name, since names begin with the version of the weights."""
     best: bool = False
     """Whether the index says that it is the best one."""
 

@@ -176,7 +176,15 @@ class RunFolder:
         if isinstance(chosen, Checkpoint) and not wrong:
             refuse_damage_beside(self.folder)
             return chosen
-        if good := newest_good([c for c in readable if c.order < chosen.order]):
+        if name is None:
+            older = readable
+        elif isinstance(chosen, Checkpoint):
+            older = [c for c in readable if c.order < chosen.order]
+        else:
+            # Its order is that of the index, which may be damaged too. Names begin with the version of the weights, so
+            # they sort in the order of writing.
+            older = [c for c in readable if c.name < chosen.name]
+        if good := newest_good(older):
             advice = f"Go on from the newest one that is whole with: {command_line('run', '--resume', good.folder)}"
         else:
             advice = (

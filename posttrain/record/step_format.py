@@ -314,21 +314,22 @@ class _Cut:
             self.take(column, length) for column in ("ids", "mask", "logp", "version", "advantage")
         )
         spoken = int(mask.sum())
-        kept, top, in_turn, routed = None, None, None, None
         # The sampling contract says which columns have something of this segment. The columns themselves do not say it.
-        if sampling.truncated:
-            # Offsets begin anew at 0 in each segment.
-            offsets = np.concatenate([[0], np.cumsum(self.take("kept_length", spoken))]).astype(np.int64)
-            kept = TruncationSets(offsets, self.take("kept_ids", int(offsets[-1])))
-        if sampling.top:
-            top_ids, top_logp = (self.take(column, spoken * sampling.top) for column in ("top_ids", "top_logp"))
-            top = Top(top_ids.reshape(spoken, sampling.top), top_logp.reshape(spoken, sampling.top))
-        if sampling.in_turn:
-            in_turn = self.take("in_turn", spoken)
+        kept = self._kept(spoken) if sampling.truncated else None
+        top = self._top(spoken, sampling.top) if sampling.top else None
+        in_turn = self.take("in_turn", spoken) if sampling.in_turn else None
         shape = next(self.shapes, (0, 0, 0))
-        if shape[0]:
-            routed = self.take("routed", int(np.prod(shape))).reshape(shape)
+        routed = self.take("routed", int(np.prod(shape))).reshape(shape) if shape[0] else None
         return Segment(ids, mask, logp, version, sampling, kept, top, in_turn, routed), advantage[mask]
+
+    def _kept(self, draws: int) -> TruncationSets:
+        # Offsets begin anew at 0 in each segment.
+        offsets = np.concatenate([[0], np.cumsum(self.take("kept_length", draws))]).astype(np.int64)
+        return TruncationSets(offsets, self.take("kept_ids", int(offsets[-1])))
+
+    def _top(self, draws: int, k: int) -> Top:
+        ids, logp = (self.take(column, draws * k) for column in ("top_ids", "top_logp"))
+        return Top(ids.reshape(draws, k), logp.reshape(draws, k))
 
 
 # --- columns in a file ------------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ class Sessions:
     @property
     def alive(self) -> int:
         """Sessions that have a sandbox now."""
-        return sum(not shared.gone for shared in self._threads.running)
+        return sum(not shared.over.done() for shared in self._threads.running)
 
     @property
     def waiting(self) -> int:
