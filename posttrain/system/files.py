@@ -130,7 +130,7 @@ def share(folder: Path) -> None:
 
 def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a hidden folder beside `target`, add a digest per file, make it durable, and rename it to
-    `target`, which is replaced. A kill between the two renames leaves the old one under a hidden name, from which
+    `target`. An existing one is replaced. A kill between the two renames leaves it under a hidden name, from which
     `sweep` brings it back."""
     staged, old = target.with_name(f".staged-{target.name}-{os.getpid()}"), target.with_name(f".old-{target.name}")
     shutil.rmtree(staged, ignore_errors=True)
