@@ -33,8 +33,7 @@ class Declared:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: object, **given: object) -> Self:
-        # `__new__` runs before the `__init__` that the dataclass
-        # makes, whose TypeError would not name the nearest field.
+        # `__new__` runs before the dataclass's `__init__`, whose TypeError would not name the nearest field.
         known = tuple(cls.__dataclass_fields__)
         if strange := [name for name in given if name not in known]:
             raise ConfigError(f"{cls.__name__}({strange[0]}=...): there is no such field: {nearest(strange[0], known)}")
@@ -110,8 +109,7 @@ class Demonstrations(Declared):
     false: bool = True
     """Whether `write` can also write false texts (`wrong` > 0)."""
     conversation: Callable[[Task, str], LearnedConversation | None] = _alone
-    """The whole conversation of a task's demonstration in a style, where more than its completion may be learned. None
-    where only the completion is learned."""
+    """The conversation of a task's demonstration in a style, where more than its completion may be learned; or None."""
 
     def __post_init__(self) -> None:
         if isinstance(self.styles, str) or not self.styles:
@@ -122,8 +120,7 @@ class Demonstrations(Declared):
 
 
 class Draw(Protocol):
-    """Gives one judgement of a kind about a task. Rows of data give their own each time; worlds write completions and
-    judge them."""
+    """Gives one judgement of a kind about a task. Rows of data give their own; worlds write and judge completions."""
 
     def __call__(self, task: Task, kind: Kind, rng: np.random.Generator) -> Judgement: ...
 
@@ -156,8 +153,7 @@ class Judgements(Declared):
 
 @dataclass(frozen=True, kw_only=True)
 class Judging(Declared):
-    """The rules by which a policy that learned this environment judges the answers of another one
-    (`env.rewards=judge:PATH`)."""
+    """How a policy that learned this environment judges the answers of another one (`env.rewards=judge:PATH`)."""
 
     sides: int
     """Completions that one judgement sees: 1 or 2."""
@@ -172,8 +168,7 @@ class Judging(Declared):
     better: Callable[[Task], int]
     """The place of the better completion; of one completion, 1 good and 0 not good."""
     separator: str = ""
-    """The text that ends a step, where one judgement is about an answer up to the end of a step. '': it is about whole
-    answers."""
+    """The text that ends a step, where one judgement is about an answer up to there. '': it is about whole answers."""
 
 
 class Measures(Protocol):
@@ -231,8 +226,7 @@ class Abilities(Declared):
     """Names of the sandboxes in which programs of the policy run, for `run.json`. With the sandbox `none` every verdict
     says that the programs were not contained. Without it a record does not show that programs ran."""
     gold: GoldAnswers | None = None
-    """Right answers. Without them the verifier is not tested before the first step, and one that breaks later is not
-    found by its answers."""
+    """Right answers. Without them a verifier that is broken, or breaks later, is not found by its answers."""
     demonstrations: Demonstrations | None = None
     """Texts to imitate. Without them there is no supervised stage, and no group gets a demonstration."""
     judgements: Judgements | None = None
@@ -251,15 +245,12 @@ class Abilities(Declared):
     tools: Callable[[Task], Sequence[Mapping[str, Any]]] | None = None
     """JSON schemas of the tools in a conversation about a task, if they are known before it is played. Without it the
     length that they add to a prompt is known only when the prompt is used."""
-
     judging: Judging | None = None
     """How to judge as this environment does. Without it a policy that was trained here cannot be a reward."""
     measures: Measures | None = None
     """Measures of held-out episodes beside accuracy and reward. Without it nothing more is measured."""
     seats: Callable[[Task], Mapping[str, Turns]] | None = None
-    """Turns of the other seats of an episode, where the policy is a script. Without it no scripted policy can play an
-    episode in which they speak."""
-
+    """Turns of the other seats of an episode, for a policy that is a script. Without it none can play with them."""
     hint: Callable[[Task], str | tuple[Message, ...] | None] | None = None
     """The prompt of a task with its answer as a hint; None for a task that has no such prompt. The policy's answer to
     it is judged like any answer to the task, and is learned under the task's own prompt. So nothing that the
@@ -328,7 +319,7 @@ def judgements(environment: Any) -> Judgements:
 
 
 def hints(environment: Any) -> Callable[[Task], str | tuple[Message, ...] | None]:
-    """Returns the function that writes the hinted prompts of an environment."""
+    """The function that writes the hinted prompts of an environment; ConfigError where it has none."""
     return _having(
         environment,
         "hint",

@@ -50,16 +50,13 @@ class Packed:
     """int32: unit of each episode, 0..U-1, ascending. A unit is what a loss reads together (a pair, a list); no split
     divides it. None: each episode is a unit."""
     routed_N: np.ndarray | None = None
-    """int16 [N, R, K]: the experts that computed each token in its sampler (`core.exchange.expert_choices`); None: none
-    is known."""
+    """int16 [N, R, K]: the experts of each token in its sampler (`core.exchange.expert_choices`); None: not known."""
     balance_E: np.ndarray | None = None
-    """float64, one number for each expert (here E counts experts, not episodes): what a router's probability of it, at
-    a token whose experts are known, adds to the load-balance loss of the whole minibatch
-    (`algorithm.loss.load_balance_loss`); None where there is no such loss."""
+    """float64, for each expert (E counts experts here): what a router's probability of it, at a token whose experts are
+    known, adds to the load-balance loss of the minibatch (`algorithm.loss.load_balance_loss`); None: no such loss."""
 
     def __post_init__(self) -> None:
-        # Every batch is checked here, also each part of a split. So an index that is off by one
-        # is found where it was made; later it would only show as a loss that falls more slowly.
+        # Each part of a split is checked too: later an index that is off by one only shows as a loss that falls slowly.
         m = len(self.source_M)
         for name, x_M in (("target_M", self.target_M), ("segment_M", self.segment_M), ("in_turn_M", self.in_turn_M)):
             if x_M is not None and len(x_M) != m:
@@ -68,8 +65,7 @@ class Packed:
             raise InvariantError("batch: segment lengths must sum to the packed tokens, with one episode per segment")
         if m and not np.array_equal(self.ids_N[self.source_M + 1], self.target_M):
             raise InvariantError("batch: labels are not the tokens after their source positions")
-        # Begin and end of each segment [S], indexed by the segment of each spoken token [M]:
-        # source and target must both lie in that segment.
+        # Source and target of each spoken token [M] must both lie in its segment [S].
         ends = np.cumsum(self.lengths_S)
         begin_M, end_M = (ends - self.lengths_S)[self.segment_M], ends[self.segment_M]
         if m and (np.any(self.source_M < begin_M) or np.any(self.source_M + 1 >= end_M)):
@@ -128,8 +124,7 @@ class Packed:
         """
         if not segments:
             raise InvariantError("nothing to pack: no segments")
-        # pi is evaluated under the sampling contract that drew the tokens, and
-        # one forward pass evaluates all of its tokens under one contract.
+        # pi is evaluated under the contract that drew the tokens, in one pass for all of them.
         if len({s.sampling for s in segments}) != 1:
             raise InvariantError("segments of one batch share one sampling contract")
         lengths = np.array([len(s.ids) for s in segments], np.int32)
@@ -192,8 +187,7 @@ class Packed:
             # If the chosen units have more episodes than were chosen, a unit was cut.
             if int(np.isin(self.unit_E, self.unit_E[chosen]).sum()) != len(chosen):
                 raise InvariantError("a part of a unit was selected: its episodes are read together (`members`)")
-        # One choice as three masks: of segments, of packed tokens, of spoken tokens. The
-        # new place of an entry is the number of kept entries before it.
+        # Masks of segments, of packed tokens, of spoken tokens. A new place is the number of kept entries before it.
         keep_S = np.isin(self.sequence_S, chosen)
         keep_N = np.repeat(keep_S, self.lengths_S)
         keep_M = keep_S[self.segment_M]
@@ -241,15 +235,12 @@ class Packed:
         """Episodes of each micro-batch: whole units, at most `max_tokens` packed tokens (one unit may exceed it).
 
         There are few micro-batches, and units that begin alike are in the same one (`core.exchange.micro_batches`).
-
-        Args:
-            once: whether a beginning that segments share takes room once.
+        `once`: whether a beginning that segments share takes room once.
         """
         sizes = self._sizes_E()
         if sizes.sum() <= max_tokens:
             return [np.arange(self.episodes)]
-        # A unit is packed as one item. `begin`: number of the first segment of each unit. `within`: token ids of each
-        # segment of the unit.
+        # A unit is packed as one item. `begin`: its first segment. `within`: the token ids of its segments.
         members = [self.members(u) for u in range(self.units)]
         segments = np.split(self.ids_N, np.cumsum(self.lengths_S)[:-1])
         begin = np.searchsorted(self.sequence_S, [m[0] for m in members])
@@ -303,11 +294,10 @@ def _counts_up(unit_E: np.ndarray) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch(Packed, Streamed[np.ndarray]):
-    """One minibatch: the tokens of one optimizer step with the streams that its loss reads. Weights are normalised over
-    it once; splits only select.
+    """One minibatch: the tokens of one optimizer step with the streams that its loss reads, exactly those whose makers
+    were asked. Weights are normalised over it once; splits only select.
 
-    A stream is in it exactly where its maker was asked for it. `START` is missing also on the first optimizer step
-    after a sync, because the policy is then equal to the policy at the start of the step.
+    `START` is missing on the first optimizer step after a sync: the policy is then equal to that of the step's start.
     """
 
     HOLDER: ClassVar[str] = "the minibatch"
@@ -318,5 +308,4 @@ class Batch(Packed, Streamed[np.ndarray]):
             stream.check(x_M, self.spoken)
 
     def _carried(self, keep_M: np.ndarray) -> dict[str, Any]:
-        # Streams are only selected. Weights are never normalised again: they belong to the whole minibatch.
         return {"streams": {stream: x_M[keep_M] for stream, x_M in self.streams.items()}}

@@ -1,8 +1,7 @@
 """The content of a message: text, or several parts, each text or a reference to an image, a sound, a video or a file.
 
-Parts from an environment, a row of data, a request or a record are all read by `content_of`. Media are references by
-path or digest. No model here reads media yet, so `environment.templates.chat_template` refuses them before a run
-starts.
+Parts from an environment, a row of data, a request or a record are all read by `content_of`. Media are references. No
+model here reads them yet, so `environment.templates.chat_template` refuses them before a run starts.
 """
 
 from __future__ import annotations
@@ -101,10 +100,10 @@ def unread(value: Content) -> str:
     media = [] if isinstance(value, str) else [part for part in value if part.type != "text"]
     if not media:
         return ""
-    kind, file = media[0].type, media[0].path or media[0].sha256[:12]
+    first = media[0]
     return (
-        f"content has a part of type {kind!r} ({media[0].media_type}, {file}), and this model reads text alone: say it"
-        " in words and take the part out, or leave the task out"
+        f"content has a part of type {first.type!r} ({first.media_type}, {first.path or first.sha256[:12]}), and this"
+        " model reads text alone: say it in words and take the part out, or leave the task out"
     )
 
 

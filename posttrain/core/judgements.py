@@ -1,7 +1,6 @@
 """Completions that somebody judged: which of two was preferred, a list in order, a label, ratings, labels of steps.
 
-Preference losses and reward models learn from them. An environment offers them (`Abilities.judgements`), from the
-user's data or by a utility that it knows.
+Preference losses and reward models learn from them. An environment offers them (`Abilities.judgements`).
 """
 
 from __future__ import annotations

@@ -152,9 +152,8 @@ class Learner(Examiner, Protocol):
     def shards(self) -> Iterable[Shard]:
         """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once.
 
-        A learner on several ranks gives only this rank's parts; any other learner gives one whole shard per weight.
-        Where frozen weights have an adapter, the adapter's tensors are enough. `fingerprint` is that of the whole
-        tensors, however they are cut.
+        A learner on several ranks gives only this rank's parts, any other one whole shard per weight; beneath an
+        adapter its tensors are enough. `fingerprint` is that of the whole tensors, however they are cut.
         """
         ...
 
@@ -163,8 +162,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def routers(self) -> Routers | None:
-        """Returns the routers of a mixture of experts. None where the model is none, or where its routers are not
-        understood."""
+        """The routers of a mixture of experts; None for another model, or where they are not understood."""
         ...
 
     def packed_score(self, packed: Packed) -> np.ndarray:
@@ -172,8 +170,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def price(self, packed: Packed) -> float | None:
-        """Returns the time of the sampler's forward pass divided by that of the learner's own, where the learner takes
-        log-probs from the sampler's."""
+        """Time of the sampler's forward pass over that of the learner's own, where log-probs are the sampler's."""
         ...
 
     def train_mode(self, on: bool) -> None:
@@ -253,11 +250,8 @@ class Seat(Protocol):
         ...
 
     async def say(self, most: int | None = None) -> Utterance:
-        """The speaker takes a turn, of at most `most` tokens where `Sampling` allows more.
-
-        If a limit leaves no tokens for it, the turn is empty and its stop reason names the limit. Limits on turns and
-        tokens count all seats of the episode.
-        """
+        """The speaker takes a turn, of at most `most` tokens where `Sampling` allows more. Limits on turns and tokens
+        count all seats; where one leaves no tokens, the turn is empty and its stop reason names it."""
         ...
 
 
@@ -346,11 +340,10 @@ class Environment(Protocol):
 
 
 class EpisodeJudge(Protocol):
-    """A judge of finished episodes that reads their tokens, such as a reward model.
+    """A judge of finished episodes that reads their tokens, such as a reward model (`Rollout.judges`).
 
-    Its verdicts are added to the environment's. It is given to the rollout (`Rollout.judges`). The episodes of a group
-    come in one call, so that a model can score them as one batch. Equal episodes are judged once and share the
-    verdicts. Episodes that already failed are left out.
+    Its verdicts are added to the environment's. A group comes in one call, so that a model can score it as one batch.
+    Equal episodes are judged once and share the verdicts. Episodes that already failed are left out.
     """
 
     @property
@@ -364,7 +357,7 @@ class EpisodeJudge(Protocol):
 
         A verdict without `end` is about the whole episode. One with `end` and `paid` is a reward at that spoken token,
         counted from 1 over all segments. One with `end` alone scores a step. An outage is `failed` or an exception, and
-        is tried again. A judge that computes for long does so in a thread, because other episodes run on the same loop.
+        is tried again. A judge that computes for long uses a thread, because other episodes run on the same loop.
         """
         ...
 

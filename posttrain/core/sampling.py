@@ -82,15 +82,12 @@ class Sampling:
     On the command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""
 
     def __post_init__(self) -> None:
+        span = f"[{LEAST:g}, {MOST:g}]"
         for name, good, says in (
-            (
-                "temperature",
-                LEAST <= self.temperature <= MOST,
-                f"[{LEAST:g}, {MOST:g}] (for the argmax set greedy=true)",
-            ),
+            ("temperature", LEAST <= self.temperature <= MOST, f"{span} (for the argmax set greedy=true)"),
             ("top_p", 0 < self.top_p <= 1, "(0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "[0, 1)"),
-            ("repetition_penalty", LEAST <= self.repetition_penalty <= MOST, f"[{LEAST:g}, {MOST:g}] (1: off)"),
+            ("repetition_penalty", LEAST <= self.repetition_penalty <= MOST, f"{span} (1: off)"),
         ):
             if not good:
                 raise ConfigError(f"sampling.{name}={getattr(self, name)}: must lie in {says}")
@@ -113,8 +110,7 @@ class Sampling:
         for name in ("stop", "bad_words", "allowed_words"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"sampling.{name}: an empty text is in every text; leave it out")
-        # A turn is decoded token by token, and half a character decodes to
-        # U+FFFD: such a stop string would end a turn in the middle of one.
+        # A turn is decoded token by token, and half a character decodes to U+FFFD, which would end the turn.
         if any("\ufffd" in text for text in self.stop):
             raise ConfigError("sampling.stop: U+FFFD stands for bytes that are no character yet: leave it out")
         self._check_support()
@@ -137,10 +133,8 @@ class Sampling:
         if not all(self.bad_ids):
             raise ConfigError("sampling.bad_ids: a sequence has no tokens; leave it out")
         if len(set(biased)) != len(biased):
-            raise ConfigError(
-                f"sampling.logit_bias: token {next(i for i in biased if biased.count(i) > 1)} is listed twice; add the"
-                " numbers up"
-            )
+            twice = next(i for i in biased if biased.count(i) > 1)
+            raise ConfigError(f"sampling.logit_bias: token {twice} is listed twice; add the numbers up")
         if far := [(i, x) for i, x in self.logit_bias if not -MOST <= x <= MOST]:
             raise ConfigError(
                 f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} must be finite, at most {MOST:g} up or down;"
@@ -148,11 +142,8 @@ class Sampling:
             )
 
     def _check_support(self) -> None:
-        """Checks that single bad tokens and early stop ids leave a token at every position.
-
-        What longer bad sequences leave depends on what was said. Where that is nothing, the sampler refuses the request
-        when it gets there.
-        """
+        """Checks that single bad tokens and early stop ids leave a token at every position. Where longer bad sequences
+        leave none, which depends on what was said, the sampler refuses the request when it gets there."""
         if self.allowed_ids is None:
             return
         if not self.allowed_ids:

@@ -16,10 +16,8 @@ from posttrain.system.errors import InvariantError
 
 @dataclass(frozen=True, eq=False)
 class Scored(Streamed[tuple[np.ndarray, ...]]):
-    """A judged episode with the scores that models gave it in forward passes without gradient.
-
-    Each stream that the algorithm reads (`core.streams.SCORED`) has one array per segment, over its spoken tokens.
-    """
+    """A judged episode with the scores that models gave it in forward passes without gradient: of each stream that the
+    algorithm reads (`core.streams.SCORED`) one array per segment, over its spoken tokens."""
 
     HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
@@ -79,10 +77,8 @@ class EpisodeCredit:
     @property
     def streams(self) -> dict[Stream, tuple[np.ndarray, ...]]:
         """The scored streams with advantage and return: all that a batch holds of this episode."""
-        of_credit = (
-            {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
-        )
-        return {**of_credit, **self.scored.streams}
+        returns = {} if self.returns is None else {RETURN: self.returns}
+        return {ADVANTAGE: self.advantage, **returns, **self.scored.streams}
 
 
 @dataclass(frozen=True, eq=False)

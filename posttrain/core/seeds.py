@@ -1,8 +1,7 @@
 """Law 8: every random number is a function of where it is used, never of who else is running.
 
-A key is the hash of (seed, stream, coordinates); the coordinates of a sampled token are
-(task, visit, sibling, turn) and the position in the turn is the counter. Retries, neighbours, batch size and
-resumption therefore cannot change a draw.
+A key is the hash of (seed, stream, coordinates); the coordinates of a sampled token are (task, visit, sibling, turn),
+and its position in the turn is the counter. Retries, neighbours, batch size and resumption cannot change a draw.
 """
 
 from __future__ import annotations

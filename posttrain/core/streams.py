@@ -165,8 +165,7 @@ OPPONENT = Stream(
 
 
 class Distilled(Protocol):
-    """The settings by which an algorithm learns from a teacher's distribution
-    (`ladder.pieces.token_choice.Distill`)."""
+    """How an algorithm learns from a teacher's distribution (`ladder.pieces.token_choice.Distill`)."""
 
     @property
     def top(self) -> int: ...
@@ -212,8 +211,7 @@ class Scoring:
     @cached_property
     def own(self) -> Mapping[str, np.ndarray]:
         """The policy's numbers about its own tokens, by the names of `OWN`, from one forward pass."""
-        # Cached: four makers read it, and the model runs once. A maker runs only
-        # where its condition in `OWN` holds, so the number that it reads is there.
+        # Cached: four makers read it, and the model runs once. A maker runs only where its condition in `OWN` holds.
         return self.learner.examine(self.packed, [name for name, wanted in OWN.items() if wanted(self)])
 
     @property
@@ -280,13 +278,9 @@ TOP_LOGP = Stream(
 
 
 def _start_is_scored(s: Scoring) -> bool:
-    """Returns whether the log-probs at the start of the step are scored.
-
-    Where a step has one optimizer step, they equal the log-probs of the training forward pass. Then they are scored
-    only where credit, or the choice of tokens, needs them before that pass.
-    """
-    # Before the first optimizer step the policy's log-probs are those of the start. From the second
-    # step on they are not, so START must be computed before the first.
+    """Returns whether the log-probs at the start of the step are scored."""
+    # They are those of the first optimizer step's own forward pass. So a step with one scores them only where credit,
+    # or the choice of tokens, needs them before that pass. From the second step on the policy is another one.
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 
@@ -315,8 +309,7 @@ OWN: dict[str, Callable[[Scoring], bool]] = {
 }
 """The numbers that the policy gives about its own tokens (`Learner.examine`), and the condition of each."""
 
-# All makers run before the first optimizer step: that is what "at the start of the step" means.
-# The first maker that reads `Scoring.own` causes the forward pass.
+# All makers run before the first optimizer step, which "at the start of the step" means.
 SCORED: list[Maker[Scoring]] = [
     Maker((START,), OWN["score"], lambda s: (s.own["score"],)),
     Maker((REFERENCE,), lambda s: "reference" in s.algorithm.reads, lambda s: (s.reference.score(s.read),)),

@@ -1,5 +1,4 @@
-"""A growing token sequence. Tokens are added in three ways: the environment wrote them (`see`), the policy sampled them
-(`say`), or a demonstration has them (`show`)."""
+"""A growing token sequence of what the environment wrote (`see`), the policy sampled (`say`) and data has (`show`)."""
 
 from __future__ import annotations
 

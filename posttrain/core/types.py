@@ -29,8 +29,7 @@ from posttrain.system.errors import InvariantError
 
 
 class Message(TypedDict):
-    """One message of a chat prompt, as chat templates take it. The optional fields are for tool calls, their results
-    and reasoning."""
+    """One message of a chat prompt, as chat templates take it. Optional are tool calls, results and reasoning."""
 
     role: str
     content: Content
@@ -55,9 +54,7 @@ class Task:
 
     @property
     def asked(self) -> str:
-        """A text that is equal for rows that ask the same. Answers to such rows are not independent, so the rows are
-        measured as one task."""
-        # Everything in the row except its id: equal rows have different ids.
+        """All but the id, as text. Rows that ask the same are not independent, and count as one task."""
         return json.dumps([self.prompt, self.answer, self.info], sort_keys=True, default=str)
 
 
@@ -232,13 +229,12 @@ class Segment:
             raise InvariantError(
                 "spoken tokens carry the version >= 0 of the weights that said them, SHOWN, OUTSIDE or OPPOSED"
             )
+        count = len(versions)
         if self.sampling.truncated != (self.kept is not None):
             raise InvariantError("kept sets are stored exactly where the sampling truncates the support")
-        if self.kept is not None and len(self.kept) != int(self.mask.sum()):
-            raise InvariantError(f"{int(self.mask.sum())} spoken tokens but {len(self.kept)} kept sets")
-        if bool(self.sampling.top) != (self.top is not None) or (
-            self.top is not None and len(self.top) != int(self.mask.sum())
-        ):
+        if self.kept is not None and len(self.kept) != count:
+            raise InvariantError(f"{count} spoken tokens but {len(self.kept)} kept sets")
+        if bool(self.sampling.top) != (self.top is not None) or (self.top is not None and len(self.top) != count):
             raise InvariantError(
                 "top tokens are stored for every spoken token exactly where sampling.top asks for them"
             )
@@ -279,9 +275,8 @@ def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
 class Episode:
     """One attempt at a task. The algorithm's result for it is kept apart, as `Credit`.
 
-    It has more than one segment only where history was rewritten. `reward` is the raw outcome; None means that the
-    episode was not judged, and it is then excluded. Filters, pass@k and difficulty read the raw outcome, never the
-    shaped reward.
+    It has more than one segment only where history was rewritten. `reward` is the raw outcome, which filters, pass@k
+    and difficulty read, and never the shaped reward. None: it was not judged, and is excluded.
     """
 
     task: Task
@@ -318,14 +313,12 @@ class Episode:
 
     @cached_property
     def truth(self) -> float | None:
-        """The outcome that is measured of the episode and not paid (`Judged.measured`). None where nothing is
-        measured."""
+        """The outcome that is measured of the episode and not paid (`Judged.measured`); None where none is."""
         return truth(self.verdicts)
 
     @property
     def figure(self) -> float | None:
-        """The number from which held-out accuracy and mean reward are computed: the truth where one is measured, else
-        the reward."""
+        """The number of held-out accuracy and mean reward: the truth where one is measured, else the reward."""
         return self.truth if any(j.measured for j in self.verdicts) else self.reward
 
     @property
@@ -336,8 +329,7 @@ class Episode:
     @property
     def solved(self) -> bool:
         """True where the reward that the episode is paid is right."""
-        # Where something is measured, `right_at` is a threshold for the measure.
-        # The paid reward then has the rule of its own sources.
+        # Where something is measured, `right_at` is for that, and the paid reward has the rule of its own sources.
         measured = any(j.measured for j in self.verdicts)
         return right_of(self.verdicts, None if measured else self.right_at).of(self.reward)
 
@@ -363,10 +355,7 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The siblings of one prompt. They are kept as one object from the rollout on, never regrouped by a reshape.
-
-    Episodes are ordered by sibling.
-    """
+    """The siblings of one prompt, ordered by sibling: one object from the rollout on, never regrouped by a reshape."""
 
     task: Task
     visit: int
@@ -389,8 +378,7 @@ class Group:
             raise InvariantError(f"group of task {self.task.id!r} has no episodes")
         if any(e.task.id != self.task.id or e.visit != self.visit for e in self.episodes):
             raise InvariantError(f"group of task {self.task.id!r} holds an episode of another task or visit")
-        # Equal to the sorted set: the numbers rise and none is twice. Two siblings with one number would share random
-        # numbers.
+        # The numbers rise and none is twice: two siblings with one number would share random numbers.
         if [e.sibling for e in self.episodes] != sorted({e.sibling for e in self.episodes}):
             raise InvariantError(f"group of task {self.task.id!r}: siblings must be distinct and in order")
 

@@ -116,8 +116,7 @@ def figure_failed(verdicts: Sequence[Judged]) -> bool:
 
 
 def truth(verdicts: Sequence[Judged]) -> float | None:
-    """The weighted sum of what is measured and not paid. None where nothing is measured, or where a measured source
-    gave no score."""
+    """The weighted sum of what is measured and not paid. None where nothing is, or a measured source gave no score."""
     measures = [j for j in verdicts if j.measured]
     scores = [j.weight * j.verdict.score for j in measures if j.verdict.score is not None]
     # Unlike the outcome, all sources must have a score: a sum over fewer sources would measure something else.

@@ -88,11 +88,10 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
         try:
             readable.append(_read(path))
         except RunFolderError as error:
-            # A path that is gone was removed by its writer in the meantime, which is no damage.
-            if path.exists():
+            if path.exists():  # else its writer has removed it in the meantime, which is no damage
                 unread[path] = str(error)
     readable.sort(key=lambda c: (c.order, c.name))
-    # The index is only a copy. It is read only if there are checkpoints whose own state cannot be read.
+    # The index is only a copy, read where a checkpoint's own state cannot be.
     best_one, listed = _index(folder) if unread else ("", {})
     damaged = [
         DamagedCheckpoint(p.name, p, why, _order(p.name, listed, readable), p.name == best_one)
@@ -187,6 +186,41 @@ def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return max(measured, key=lambda c: (c.metric, c.order), default=None)
 
 
+def pick(
+    folder: Path, readable: list[Checkpoint], damaged: list[DamagedCheckpoint], which: str | None, words: Sequence[str]
+) -> tuple[Checkpoint | DamagedCheckpoint, str] | None:
+    """(the chosen checkpoint, what is wrong with its files or ''). None where there is none at all.
+
+    Args:
+        which: a name, or one of `words`; None: the last one.
+        words: those of `last` and `best` that may stand in the place of a name.
+
+    Raises:
+        RunFolderError: there is none of this name.
+    """
+    last = readable[-1] if readable else None
+    if which is None or (which == "last" and "last" in words):
+        chosen = last
+        # Damage of checkpoints before the chosen one does not matter. A readable older one never passes for the last.
+        damaged = [d for d in damaged if last is None or d.order > last.order]
+    elif which == "best" and "best" in words:
+        chosen = best(readable) or last
+        # Damage of other checkpoints matters only if the index says that one of them is the best, or if none can be
+        # read.
+        damaged = [d for d in damaged if d.best or not readable]
+    else:
+        named = {c.name: c for c in readable}
+        chosen = named.get(which)
+        damaged = [d for d in damaged if d.name == which]
+        if chosen is None and not damaged:
+            raise RunFolderError(f"{folder} has no checkpoint {which!r}; {nearest(which, [*words, *named])}")
+    if damaged:
+        return damaged[-1], damaged[-1].why
+    if chosen is None:
+        return None
+    return chosen, files.damage(chosen.folder)
+
+
 def find(folder: Path, which: str = "last") -> Checkpoint:
     """The checkpoint `last`, `best` or of a name, after its files, the model's configuration and the tokenizer were
     checked.
@@ -196,37 +230,19 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
     """
     refuse_damage_beside(folder)
     readable, damaged = survey(folder)
-    if not readable and not damaged:
+    picked = pick(folder, readable, damaged, which, ("last", "best")) if readable or damaged else None
+    if picked is None:
         raise RunFolderError(f"{folder} has no checkpoint yet")
-    named = {c.name: c for c in readable}
-    chosen = named.get(which)
-    if which == "last":
-        chosen = readable[-1] if readable else None
-        # Damage of checkpoints before the chosen one does not matter.
-        damaged = [d for d in damaged if chosen is None or d.order > chosen.order]
-    elif which == "best":
-        # Damage of other checkpoints matters only if the index says that one of them is the best, or if none can be
-        # read.
-        damaged = [d for d in damaged if d.best or not readable]
-        chosen = best(readable) or (readable[-1] if readable else None)
-    else:
-        damaged = [d for d in damaged if d.name == which]
-        if chosen is None and not damaged:
-            raise RunFolderError(f"{folder} has no checkpoint {which!r}; {nearest(which, ['last', 'best', *named])}")
-    if damaged or chosen is None:
-        name, why = damaged[-1].name, damaged[-1].why
-    else:
-        name, why = chosen.name, files.damage(chosen.folder)
-    if chosen is not None and not why:
+    chosen, why = picked
+    if isinstance(chosen, Checkpoint) and not why:
         return chosen
     # Offered only if all of its files are as they were written.
-    good = newest_good([c for c in readable if c.name != name])
-    advice = (
-        f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
-        if good
-        else "No other one is whole"
-    )
-    raise RunFolderError(f"checkpoint {name}: {why}. {advice}")
+    good = newest_good([c for c in readable if c.name != chosen.name])
+    if good is None:
+        advice = "No other one is whole"
+    else:
+        advice = f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
+    raise RunFolderError(f"checkpoint {chosen.name}: {why}. {advice}")
 
 
 def kept_folder(run: Path, name: str) -> Path:
@@ -296,12 +312,9 @@ class Checkpoints:
 
     def forget_after(self, chosen: Checkpoint) -> None:
         """Remove the checkpoints after `chosen`, damaged ones too. The run goes on from there and writes them again."""
-        for c in self.all:
+        for c in (*self.all, *self.damaged):
             if c.order > chosen.order:
                 files.remove_directory(c.folder)
-        for d in self.damaged:
-            if d.order > chosen.order:
-                files.remove_directory(d.folder)
         self.damaged = [d for d in self.damaged if d.order <= chosen.order]
         self.all = [c for c in self.all if c.order <= chosen.order]
         self.retain()
@@ -335,11 +348,7 @@ class Checkpoints:
             files.remove_directory(self.kept_folder / name)
 
     def hold(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Keep files for the whole run under a name, such as the weights at the end of a stage. Files that were kept
-        under this name before are replaced."""
+        """Keep files for the whole run under a name, such as the weights at the end of a stage, or replace them."""
         target = self.kept_folder / name
         with files.disk_full_is_reported(target, self.still_good):
             files.write_directory(target, fill)
-
-    def held(self, name: str) -> Path:
-        return kept_folder(self.run, name)

@@ -56,9 +56,8 @@ class Ask:
     def digest(self) -> str:
         """The same for two requests of the same field for the same thing. Files are named by their full paths in it."""
         # surrogatepass: a path may have bytes that are no text.
-        return hashlib.blake2b(
-            f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass"), digest_size=16
-        ).hexdigest()
+        text = f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass")
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 Found = tuple[Kind, str] | tuple[Kind, str, tuple[str, ...]] | None
@@ -97,11 +96,9 @@ def _env(name: str) -> Found:
     if head != "verifiers":
         return code_of(name)
     # Either a file that is run, or an installed package by its name.
-    return (
-        code_of(f"{package}:load_environment")
-        if package.endswith(".py")
-        else (Kind.CODE, f"runs the installed Python package {package}")
-    )
+    if package.endswith(".py"):
+        return code_of(f"{package}:load_environment")
+    return Kind.CODE, f"runs the installed Python package {package}"
 
 
 def _here(name: str) -> bool:
@@ -195,82 +192,59 @@ DECIDED: dict[str, Decision] = {
     "Ray.address": lambda x, _: (Kind.ADDRESS, f"sends the model and prompts to the Ray cluster {x}, which runs code"),
     "Run.trackers": _trackers,
 }
-"""For each field a function: (its value, the object that has the field) -> what the value asks for, None for nothing.
-For a mapping it is called with each entry."""
+"""For each field: (its value, or an entry of a mapping; the object that has it) -> what is asked for, or None."""
 
 HARMLESS = frozenset(
-    {
-        *("Run.recipe", "Run.deterministic", "Run.exact", "Run.record_episodes"),
-        *("Reward.combine", "Reward.measured", "Env.measured"),
-        *("Reward.steps", "Reward.aggregate", "Reward.progress"),
-        *("JudgeEndpoint.name", "JudgeEndpoint.model", "JudgeEndpoint.api", "JudgeEndpoint.answer"),
-        "Run.fault",  # starts with --allow-fault only
-        *(
-            "Model.arch",
-            "Model.compile",
-            "Model.device",
-            "Model.dtype",
-            "Model.gradient_checkpointing",
-            "Model.offload_activations",
-            "Model.offload_optimizer",
-            "Model.share_prefixes",
-            "Model.warm_up",
-            "Model.history",
-            "Model.kernels",
-            "Model.quantize",
-            "Model.router_replay",
-        ),
-        *("Optimizer.kind", "Optimizer.schedule", "Optimizer.rates", "Optimizer.freeze"),
-        "Replay.balanced",
-        "Reinforce.unfinished",
-        *("Lora.targets", "Lora.rslora", "Lora.dora"),
-        *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
-        *(
-            "Algorithm.name",
-            "Algorithm.paper",
-            "Algorithm.note",
-            "Algorithm.scale",
-            "Algorithm.rewards",
-            "Algorithm.whiten",
-        ),
-        *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
-        *("PreferenceAlgorithm.name", "PreferenceAlgorithm.paper", "PreferenceAlgorithm.note"),
-        *("PreferenceAlgorithm.rows", "PreferenceAlgorithm.against", "PreferenceAlgorithm.shift"),
-        *("PreferenceAlgorithm.match", "PreferenceAlgorithm.weights"),
-        *("RejectionMethod.name", "RejectionMethod.paper", "RejectionMethod.distinct", "RejectionMethod.weights"),
-        *("RejectionMethod.rationalise", "Regenerate.separator", "Regenerate.by"),
-        *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
-        *("Processes.delta", "Ray.verifiers"),
-        *("Embedded.update", "Embedded.sleep", "Embedded.timeline", "VLLM.eager", "VLLM.update"),
-        "VLLM.server",  # of the installed package, on this machine alone
-    }
+    f"{cls}.{name}"
+    for cls, names in {
+        # `fault` starts with --allow-fault only.
+        "Run": "recipe deterministic exact record_episodes fault",
+        "Reward": "combine measured steps aggregate progress",
+        "Env": "measured",
+        "JudgeEndpoint": "name model api answer",
+        "Model": "arch compile device dtype gradient_checkpointing offload_activations offload_optimizer share_prefixes"
+        " warm_up history kernels quantize router_replay",
+        "Optimizer": "kind schedule rates freeze",
+        "Replay": "balanced",
+        "Reinforce": "unfinished",
+        "Lora": "targets rslora dora",
+        "Stage": "name start time_of eval hands_on",
+        "Algorithm": "name paper note scale rewards whiten ratio anchor aggregate filter",
+        "PreferenceAlgorithm": "name paper note rows against shift match weights",
+        "RejectionMethod": "name paper distinct weights rationalise",
+        "Regenerate": "separator by",
+        "Sampling": "allowed_words bad_words greedy stop",
+        "Evaluation": "greedy",
+        "Processes": "delta",
+        "Ray": "verifiers",
+        "Embedded": "update sleep timeline",
+        # `server` is of the installed package, on this machine alone.
+        "VLLM": "eager update server",
+    }.items()
+    for name in names.split()
 )
 """Texts, choices and switches that use nothing outside the run folder, beside those of pieces and of kinds of stage."""
 
 
 def key(cls: type, name: str) -> str:
-    """`Class.field`, where the class is the base class that declares the field. So a field that all stages inherit is
-    classified once."""
+    """`Class.field`, where the class is the base class that declares the field: all that inherit it have one entry."""
     return f"{next(c for c in reversed(cls.__mro__) if name in inspect.get_annotations(c)).__name__}.{name}"
 
 
 def decided(cls: type, name: str) -> Decision | None:
     """The function that says what a field of this class asks for; None for a field without a classification."""
-    # Looked up by the class that declares the field, so an inherited field keeps its classification.
     named = key(cls, name)
     if named in DECIDED:
         return DECIDED[named]
     stage_kind: Any = cls if issubclass(cls, Stage) else Stage
-    # Without any of these the field has no classification. In a foreign kind of stage it then counts as code
-    # (`_asked`).
+    # A field without any of these has no classification. In a foreign kind of stage it counts as code (`_asked`).
     if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece, Keep)) or name in stage_kind.harmless:
         return lambda x, _: None
     return (lambda x, _: _model(x)) if name in stage_kind.models else None
 
 
 def _asked(node: Any, name: str, value: Any) -> Found:
-    """Returns the access that a value asks for. A field without a classification, in a foreign kind of stage, asks for
-    code with any value."""
+    """Returns the access that a value asks for: code, where a foreign kind of stage has not classified the field."""
     cls = cast("type[Any]", type(node))
     if value is None:
         return None
@@ -283,11 +257,8 @@ def _asked(node: Any, name: str, value: Any) -> Found:
 
 
 def grave(requests: Iterable[Ask]) -> tuple[Ask, ...]:
-    """Returns the requests that need the user's permission even in a run file, although people write such files
-    themselves.
-
-    These are an address together with a secret that is sent there, the address of a sandbox, which always gets a token,
-    and code that comes with a model.
+    """Returns the requests that need the user's permission even in a run file, although people write such files: an
+    address with a secret that is sent there, that of a sandbox, which always gets a token, and a model's code.
     """
     by_owner: dict[str, list[Ask]] = {}
     for ask in requests:
@@ -306,8 +277,7 @@ def grave(requests: Iterable[Ask]) -> tuple[Ask, ...]:
 def values(run: Run) -> dict[str, tuple[str, Any]]:
     """Every value of the tree as (`Class.field`, value), by the path that overrides use. Stages are under their names.
 
-    Where a field may have objects of several classes, the name of the class is a value too: two pieces without settings
-    differ in their classes only.
+    The class of an object that may be of several is a value too: two pieces without settings differ in it only.
     """
     rows = (*_walk(run, ""), *_kinds(run, ""))
     return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in rows}

@@ -110,8 +110,7 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
     for before, link in pairwise(links):
         _same_text(before, link, "tokenizer", "its token ids mean other text", error)
         _same_text(before, link, "template", "a conversation becomes other tokens", error)
-        # Weights in two dtypes have two fingerprints although they are the same model, so only equal dtypes are
-        # compared.
+        # One model in two dtypes has two fingerprints, so only equal dtypes are compared.
         comparable = before.weights and link.began and before.dtype == link.dtype
         # The link before must have ended with the weights with which this one began, or with those beneath its adapter.
         if comparable and before.weights not in (link.began, link.base):

@@ -68,7 +68,7 @@ def recall(identity: object) -> Note | None:
         return None
     try:
         path = notes_folder() / f"{identity}.json"
-        # A note that somebody else could have written says nothing about this user.
+        # Somebody else could have written it, so it says nothing about this user.
         if not (private(path.parent, stat.S_ISDIR) and private(path, stat.S_ISREG)):
             return None
         data = json.loads(path.read_bytes())

@@ -80,8 +80,7 @@ def load_groups(path: Path, queued: Sequence[QueuedGroup], task: Callable[[int],
         raise RunFolderError(f"{path} is damaged: it holds {len(recorded)} episodes, and the state names others")
     out, at = list[Group](), 0
     for q in ended:
-        # The present task of the environment is taken, since it has all that judges need. Its id must be the recorded
-        # one.
+        # The environment's present task has all that judges need. Its id must be the recorded one.
         present = recorded[at].task if task is None else task(q.index)
         episodes = [
             replace(e, task=present) for e in recorded[at : at + q.siblings + q.greedy] if e.task.id == present.id

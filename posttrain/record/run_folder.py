@@ -19,7 +19,8 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,18 @@ from posttrain.core.types import Group
 from posttrain.ladder.algorithm import differences
 from posttrain.ladder.both_ladders import AnyAlgorithm
 from posttrain.record import run_reader, step_format
-from posttrain.record.checkpoint import Checkpoint, Checkpoints, Position, newest_good, refuse_damage_beside
+from posttrain.record.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    Position,
+    kept_folder,
+    newest_good,
+    pick,
+    refuse_damage_beside,
+)
 from posttrain.system import files
 from posttrain.system.dataclass_json import to_plain
-from posttrain.system.errors import InvariantError, RunFolderError, nearest
+from posttrain.system.errors import InvariantError, RunFolderError
 from posttrain.system.shell import command_line
 
 AMENDED = "steps.amended.jsonl"
@@ -53,16 +62,22 @@ def lineage(algorithm: AnyAlgorithm) -> list[dict[str, Any]]:
 
 
 def _lineages(run: Run) -> dict[str, Any]:
-    """The lineage of each stage's algorithm, by the name of the stage."""
     algorithms = ((s.name, getattr(s, "algorithm", None)) for s in run.stages)
     return {name: lineage(a) for name, a in algorithms if isinstance(a, AnyAlgorithm)}
 
 
-def _unwritable(folder: Path, error: OSError) -> str:
-    """The message for a run folder in which the system does not allow writing."""
-    return (
-        f"cannot write {error.filename or folder}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}"
-    )
+@contextmanager
+def _released_on_failure(folder: Path, lock: files.Lock) -> Generator[None]:
+    """Releases the lock whatever goes wrong: it must not outlive the attempt. An OSError becomes a RunFolderError."""
+    try:
+        yield
+    except OSError as error:
+        lock.release()
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise RunFolderError(f"cannot write {error.filename or folder}: {why}") from error
+    except BaseException:
+        lock.release()
+        raise
 
 
 class RunFolder:
@@ -113,7 +128,7 @@ class RunFolder:
             lock = files.Lock(folder)
         except OSError as error:
             raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
-        try:
+        with _released_on_failure(folder, lock):
             files.sweep(folder)
             RunFolder.refuse(folder)
             data = {
@@ -125,22 +140,13 @@ class RunFolder:
             }
             with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
                 # Digests are made of the data after a way through JSON, as a reader sees it: tuples are lists then.
-                files.write_json(
-                    folder / "run.json", {**data, "digests": run_reader.digests(json.loads(json.dumps(data)))}
-                )
+                digests = run_reader.digests(json.loads(json.dumps(data)))
+                files.write_json(folder / "run.json", {**data, "digests": digests})
             return RunFolder(folder, run, lock)
-        except OSError as error:
-            lock.release()
-            raise RunFolderError(_unwritable(folder, error)) from error
-        # Whatever goes wrong, the lock must not outlive the attempt in this process.
-        except BaseException:
-            lock.release()
-            raise
 
     @staticmethod
     def open_for_resume(path: Path | str) -> tuple[RunFolder, Checkpoint | None]:
-        """(the folder, cut back to its last checkpoint, that checkpoint). None: there is no checkpoint, and the run
-        begins anew.
+        """(the folder, cut back to its last checkpoint, that checkpoint, or None where the run begins anew).
 
         `path` is a run folder, or one checkpoint inside it. With a checkpoint, everything after it is removed. A
         damaged checkpoint is an error that names the file and the newest undamaged checkpoint before it.
@@ -148,59 +154,44 @@ class RunFolder:
         folder, chosen = run_reader.folder_of(path)
         run = run_reader.run_file(folder).run
         lock = files.Lock(folder)
-        try:
-            with files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"):
-                book = RunFolder(folder, run, lock)
-                # Chosen before anything is cut: a damaged choice leaves the folder as it was.
-                checkpoint = book._choose(chosen)
-                book._cut_back(checkpoint)
+        with (
+            _released_on_failure(folder, lock),
+            files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"),
+        ):
+            book = RunFolder(folder, run, lock)
+            # Chosen before anything is cut: a damaged choice leaves the folder as it was.
+            checkpoint = book._choose(chosen)
+            book._cut_back(checkpoint)
             return book, checkpoint
-        except OSError as error:
-            lock.release()
-            raise RunFolderError(_unwritable(folder, error)) from error
-        except BaseException:
-            lock.release()
-            raise
 
     def _choose(self, name: str | None) -> Checkpoint | None:
         """The checkpoint of this name, or the last one for None; its files are compared with their digests."""
         readable, damaged = self._checkpoints.all, self._checkpoints.damaged
-        names = [c.name for c in readable]
+        # If a newer checkpoint is damaged, the last readable one is not taken silently: work would be lost without the
+        # user's word. Files are compared before the record is cut back to the checkpoint.
+        picked = pick(self.folder, readable, damaged, name, ())
+        if picked is None:
+            return None
+        chosen, wrong = picked
+        if isinstance(chosen, Checkpoint) and not wrong:
+            refuse_damage_beside(self.folder)
+            return chosen
         if name is None:
-            last = readable[-1] if readable else None
-            # If a newer checkpoint is damaged, the last readable one is not taken silently: work would be lost without
-            # the user's word.
-            newer = [d for d in damaged if last is None or d.order > last.order]
-            if newer:
-                raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, readable))
-            if last is None:
-                return None
-            i = len(readable) - 1
-        elif name in names:
-            i = names.index(name)
+            older = readable
+        elif isinstance(chosen, Checkpoint):
+            older = [c for c in readable if c.order < chosen.order]
         else:
-            if unread := [d for d in damaged if d.name == name]:
-                # Names begin with the version of the weights, so they sort in the order of writing.
-                raise RunFolderError(self._way_out(name, unread[0].why, [c for c in readable if c.name < name]))
-            raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
-        # The files are read and compared before the record is cut back to this checkpoint.
-        if wrong := files.damage(readable[i].folder):
-            raise RunFolderError(self._way_out(readable[i].name, wrong, readable[:i]))
-        refuse_damage_beside(self.folder)
-        return readable[i]
-
-    def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:
-        """Returns a message that says what is wrong with a checkpoint, and the command that goes on from the newest
-        undamaged one before it."""
+            # Its order is that of the index, which may be damaged too. Names begin with the version of the weights, so
+            # they sort in the order of writing.
+            older = [c for c in readable if c.name < chosen.name]
         if good := newest_good(older):
-            return (
-                f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with:"
-                f" {command_line('run', '--resume', good.folder)}"
+            advice = f"Go on from the newest one that is whole with: {command_line('run', '--resume', good.folder)}"
+        else:
+            advice = (
+                f"No checkpoint before it is whole: remove {chosen.folder} to begin this run again from its start with"
+                " --resume"
             )
-        return (
-            f"checkpoint {name}: {wrong}. No checkpoint before it is whole: remove {self.folder / 'checkpoints' / name}"
-            " to begin this run again from its start with --resume"
-        )
+        raise RunFolderError(f"checkpoint {chosen.name}: {wrong}. {advice}")
 
     def _cut_back(self, checkpoint: Checkpoint | None) -> None:
         """Remove everything that was written after the checkpoint; with None the whole record."""
@@ -250,8 +241,7 @@ class RunFolder:
             raise InvariantError(f"episodes of {stage} {index} ({kind}) were already written")
         path = self._episodes / name
         with files.disk_full_is_reported(path, self._checkpoints.still_good):
-            # The file is written before its line in the index, so a line never names a missing file. Both are made
-            # durable later, by `sync`.
+            # The file before its line in the index, so a line never names a missing file. `sync` makes both durable.
             files.write_file(path, step_format.pack_columns(step_format.to_columns(records)), durable=False)
             self._index.append({"file": name, "stage": stage, "index": index, "kind": kind, "episodes": len(records)})
         self._written.add(name)
@@ -278,7 +268,7 @@ class RunFolder:
 
     def kept(self, name: str) -> Path:
         """The folder of files that `keep` wrote, verified."""
-        return self._checkpoints.held(name)
+        return kept_folder(self.folder, name)
 
     # --- a run that goes on longer ---------------------------------------------------------------------------------
 
@@ -303,8 +293,7 @@ class RunFolder:
             with files.disk_full_is_reported(amended, self._checkpoints.still_good):
                 files.write_file(amended, data)
             size = len(data)
-        # The amended record has another length, which the new checkpoint contains. `_finish_amendment` sees by it to
-        # which of the two records a checkpoint belongs.
+        # The amended record has another length, by which `_finish_amendment` sees to which one a checkpoint belongs.
         position = Position(size, self._index.position)
         reopened = self._checkpoints.replace(ended, name, state, position)
         # Weights that are kept under a stage's name say that it has ended, and it goes on now.
@@ -356,8 +345,7 @@ class RunFolder:
         """Writes a folder of files for readers of this one, such as the tokenizer: once, and whole or not at all."""
         # Such files do not change during a run, so they are not written twice.
         if not (self.folder / name).is_dir():
-            with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
-                files.write_directory(self.folder / name, write)
+            self.anew(name, write)
 
     def anew(self, name: str, write: Callable[[Path], object]) -> Path:
         """A folder of files that can be computed again; one of this name is replaced. Returns where it is."""

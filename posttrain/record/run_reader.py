@@ -27,8 +27,7 @@ from posttrain.system.dataclass_json import from_plain
 from posttrain.system.errors import ConfigError, PosttrainError, RunFolderError
 
 STAGES: tuple[type[Stage], ...] = (
-    *(Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection),
-    StepLabeling,
+    *(Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection, StepLabeling),
 )
 """The kinds of stage of this package. A run folder can be read only where the kinds of its stages are known."""
 HELDOUT = "heldout"
@@ -80,8 +79,7 @@ def folder_of(path: Path | str) -> tuple[Path, str | None]:
 
 
 def run_file(folder: Path | str) -> RunFile:
-    """Returns the content of the `run.json` of a run folder. Raises RunFolderError where there is none, or it is
-    damaged."""
+    """The content of the `run.json` of a run folder. RunFolderError where there is none, or it is damaged."""
     folder = Path(folder)
     path = folder / "run.json"
     if not path.exists():
@@ -145,11 +143,8 @@ def _check_schema(path: Path, schema: object) -> None:
 
 
 def _migrated(run: Any) -> Any:
-    """The tree of an older folder, with two settings in their present form.
-
-    `engine.compiled` (true, false or null) became `model.kernels`. A stage that imitates had no `turns`, and learned
-    the last turn.
-    """
+    """The tree of an older folder, with two settings in their present form: `engine.compiled` (true, false or null)
+    became `model.kernels`, and a stage that imitates had no `turns`, and learned the last turn."""
     run = {**run, "stages": [_with_turns(s) for s in run["stages"]]}
     engine, model = run["engine"], run["model"]
     if "compiled" not in engine:
@@ -177,11 +172,9 @@ def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 def digests(data: Mapping[str, Any]) -> dict[str, str]:
     """One digest per entry of run.json and per field of the tree, so that an edit can be reported by name."""
-    # The tree has one digest for each of its fields, so that a message can say which one was edited.
     parts = {k: v for k, v in data.items() if k not in ("run", "digests")}
-    return {
-        name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()
-    }
+    fields = {f"run.{k}": v for k, v in data["run"].items()}
+    return {name: _digest(value) for name, value in {**fields, **parts}.items()}
 
 
 def _digest(value: Any) -> str:
@@ -194,8 +187,7 @@ def damage_is_named(place: str) -> Generator[None]:
     """Context in which objects are made from a file. An error there is reported as damage of the file."""
     try:
         yield
-    # An error of this kind names its file already.
-    except RunFolderError:
+    except RunFolderError:  # it names its file already
         raise
     # Nested too deeply for the parser. `from None`, since the traceback of the cause is as deep.
     except RecursionError:
@@ -238,8 +230,7 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
     for number, d in files.read_lines(inner / "index.jsonl"):
         with damage_is_named(f"{inner / 'index.jsonl'}:{number}"):
             row = EpisodeFile(inner / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
-            # The name must be the one that follows from the other entries, and have no folder in it. So it cannot lead
-            # out of the run folder.
+            # The name must follow from the other entries and have no folder in it, so that it cannot lead out.
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
             raise RunFolderError(
@@ -282,11 +273,9 @@ def read_episodes(path: Path) -> tuple[step_format.Recorded, ...]:
 
 
 def record_digest(folder: Path | str) -> str:
-    """Digest of the record without clocks and memory. A run that was killed and resumed has the same one as a run that
-    was not."""
+    """Digest of the record without clocks and memory: the same for a run that was killed and resumed."""
     folder = Path(folder)
     h = hashlib.blake2b(digest_size=32)
-    # Clock and memory differ between two equal runs.
     for _, data in files.read_lines(folder / "steps.jsonl"):
         h.update(json.dumps({k: v for k, v in data.items() if k not in MEASURED}, sort_keys=True).encode())
     for row in episode_files(folder):

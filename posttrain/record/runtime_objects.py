@@ -52,8 +52,7 @@ def source_text(thing: object) -> str:
 
 
 def source_file(thing: type) -> Path | None:
-    """The Python file that defines a class; None for a class that was defined in a notebook, at a prompt, or in the
-    program itself."""
+    """The Python file that defines a class; None for one of a notebook, of a prompt, or of the program itself."""
     try:
         path = Path(inspect.getsourcefile(thing) or "")
     except (OSError, TypeError):

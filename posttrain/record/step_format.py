@@ -22,6 +22,7 @@ import os
 import re
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -295,49 +296,40 @@ class _Cut:
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = columns
+        self.used = Counter[str]()
+        """How many entries of each column belong to earlier segments."""
         self.lengths = iter(columns["length"].tolist())
-        self.token = self.draw = self.kept = self.top = self.turn = self.routed = 0
-        # The cursors above say how far each column is used: tokens, draws of truncated segments, their kept ids, and so
-        # on.
         self.shapes = iter(columns.get("routed_shape", np.zeros(0, np.int64)).reshape(-1, 3).tolist())
+
+    def take(self, column: str, count: int) -> np.ndarray:
+        """The next entries of a column."""
+        begin = self.used[column]
+        self.used[column] += count
+        return self.columns[column][begin : begin + count]
 
     def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
         """The next segment and the advantages of its spoken tokens."""
-        here = slice(self.token, self.token + next(self.lengths))
-        self.token = here.stop
+        length = next(self.lengths)
         ids, mask, logp, version, advantage = (
-            self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage")
+            self.take(column, length) for column in ("ids", "mask", "logp", "version", "advantage")
         )
+        spoken = int(mask.sum())
         # The sampling contract says which columns have something of this segment. The columns themselves do not say it.
-        kept = self._kept(int(mask.sum())) if sampling.truncated else None
-        top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
-        in_turn = self._in_turn(int(mask.sum())) if sampling.in_turn else None
-        return Segment(ids, mask, logp, version, sampling, kept, top, in_turn, self._routed()), advantage[mask]
-
-    def _routed(self) -> np.ndarray | None:
+        kept = self._kept(spoken) if sampling.truncated else None
+        top = self._top(spoken, sampling.top) if sampling.top else None
+        in_turn = self.take("in_turn", spoken) if sampling.in_turn else None
         shape = next(self.shapes, (0, 0, 0))
-        here = slice(self.routed, self.routed + int(np.prod(shape)))
-        self.routed = here.stop
-        return self.columns["routed"][here].reshape(shape) if shape[0] else None
-
-    def _in_turn(self, spoken: int) -> np.ndarray:
-        here = slice(self.turn, self.turn + spoken)
-        self.turn = here.stop
-        return self.columns["in_turn"][here]
-
-    def _top(self, draws: int, k: int) -> Top:
-        here = slice(self.top, self.top + draws * k)
-        self.top = here.stop
-        return Top(self.columns["top_ids"][here].reshape(draws, k), self.columns["top_logp"][here].reshape(draws, k))
+        routed = self.take("routed", int(np.prod(shape))).reshape(shape) if shape[0] else None
+        return Segment(ids, mask, logp, version, sampling, kept, top, in_turn, routed), advantage[mask]
 
     def _kept(self, draws: int) -> TruncationSets:
         # Offsets begin anew at 0 in each segment.
-        offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(
-            np.int64
-        )
-        kept = TruncationSets(offsets, self.columns["kept_ids"][self.kept : self.kept + int(offsets[-1])])
-        self.draw, self.kept = self.draw + draws, self.kept + int(offsets[-1])
-        return kept
+        offsets = np.concatenate([[0], np.cumsum(self.take("kept_length", draws))]).astype(np.int64)
+        return TruncationSets(offsets, self.take("kept_ids", int(offsets[-1])))
+
+    def _top(self, draws: int, k: int) -> Top:
+        ids, logp = (self.take(column, draws * k) for column in ("top_ids", "top_logp"))
+        return Top(ids.reshape(draws, k), logp.reshape(draws, k))
 
 
 # --- columns in a file ------------------------------------------------------------------------------------------------

@@ -113,8 +113,7 @@ class Backend(Protocol):
         ...
 
     def start(self, control: int, limits: ProgramLimits) -> Start:
-        """Returns the data to start a zygote that communicates over descriptor `control`. Raises
-        SandboxUnavailableError where a part is missing."""
+        """The data to start a zygote at descriptor `control`. SandboxUnavailableError where a part is missing."""
         ...
 
 
@@ -132,8 +131,7 @@ def unused_uid() -> int | None:
 
 @dataclass(frozen=True)
 class Namespaces:
-    """bubblewrap: own user, process, network, mount, IPC and host-name namespaces. The file system has one Python,
-    read-only.
+    """bubblewrap: own user, process, network, mount, IPC and host-name namespaces, and one Python, read-only.
 
     For root no user namespace is made, because a limit on processes does not apply to root inside one. Instead the
     zygote changes to an unused user after the mounts.
@@ -211,8 +209,7 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
         options += ["--ro-bind", str(platform), f"/python/{platform.parent.name}/{version}"]
     if interpreter.shared:
         options += ["--ro-bind", interpreter.shared, f"/python/lib/{os.path.basename(interpreter.shared)}"]
-    # Packages that are installed beside the standard library must not be visible, except those that were asked for. An
-    # empty file system covers their folder.
+    # An empty file system covers the folder of installed packages: only those that were asked for may be visible.
     for packages in ("site-packages", "dist-packages"):
         if (Path(interpreter.library) / packages).is_dir():
             hidden = f"/python/lib/{version}/{packages}"
@@ -220,8 +217,7 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
     options += ["--ro-bind", str(cell), "/inside/cell"]
     for device in ("/dev/null", "/dev/urandom"):
         options += ["--dev-bind", device, device]
-    # The size bounds the bytes that a program may write. They are in memory, and `ProgramLimits.memory` does not count
-    # them.
+    # The size bounds the bytes that a program may write. They are in memory, which `ProgramLimits.memory` leaves out.
     return [*options, "--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs", "/tmp"]
 
 
@@ -242,8 +238,8 @@ class Landlock:
     def start(self, control: int, limits: ProgramLimits) -> Start:
         if limits.processes:
             raise SandboxUnavailableError("landlock cannot contain programs with processes; only namespaces can")
-        # There is no scratch directory, because without namespaces /tmp belongs to the machine. There is no bound on
-        # tasks, because for an ordinary user it would count all other processes of that user.
+        # No scratch directory, because without namespaces /tmp belongs to the machine. No bound on tasks, because for
+        # an ordinary user it would count all other processes of that user.
         zygote_settings = settings("landlock", control, unused_uid(), self.packages, 0)
         command, where, readable = in_place(self.packages, self.interpreter, self.cell)
         zygote_settings |= {**where, "readable": readable}

@@ -1,5 +1,4 @@
-"""Chooses a sandbox: the named one, or the first that passes its self-test here. It never silently takes a weaker
-one."""
+"""Chooses a sandbox: the named one, or the first that passes its self-test here; never silently a weaker one."""
 
 from __future__ import annotations
 

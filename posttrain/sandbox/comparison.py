@@ -1,8 +1,7 @@
 """Compares a function's return value with the wanted value, by type and value.
 
-The return value leaves the sandbox as plain JSON. The program controls this text, so it never becomes Python objects
-whose hashes or comparisons the program could choose. It is walked through together with the wanted value, and no
-deeper.
+The return value leaves the sandbox as plain JSON, which the program controls. It never becomes Python objects whose
+hashes or comparisons the program could choose, and is walked through together with the wanted value, and no deeper.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def _same(said: Any, wanted: Any, comparison: Comparison) -> bool:
         return all(_same(b, p, comparison) for b, p in zip(body, parts, strict=True))
     if tag == "dict":
         return _same_dict(body, parts, comparison)
-    # Sets have the same elements in any order. A forged set with repeated elements has another sorted list, and
-    # differs.
+    # Sets have the same elements in any order. Of a forged set with repeated elements the sorted list differs.
     return sorted(map(_text, body)) == sorted(map(_text, parts))
 
 
@@ -101,9 +99,8 @@ def _same_dict(body: list[Any], parts: list[Any], comparison: Comparison) -> boo
     # Pairs are matched by their keys, which have to be exactly equal. A tolerance is for the values only.
     left = sorted((_text(k), i) for i, (k, _) in enumerate(body))
     right = sorted((_text(k), i) for i, (k, _) in enumerate(parts))
-    return all(
-        a == b and _same(body[i][1], parts[j][1], comparison) for (a, i), (b, j) in zip(left, right, strict=True)
-    )
+    pairs = zip(left, right, strict=True)
+    return all(a == b and _same(body[i][1], parts[j][1], comparison) for (a, i), (b, j) in pairs)
 
 
 def _close(said: Any, wanted: float, comparison: Comparison) -> bool:
@@ -118,9 +115,8 @@ def _close(said: Any, wanted: float, comparison: Comparison) -> bool:
     if math.isnan(wanted) or math.isnan(said):
         return math.isnan(wanted) and math.isnan(said)
     if tolerance:
-        return said == wanted or math.isclose(
-            said, wanted, rel_tol=tolerance if comparison.relative else 0.0, abs_tol=tolerance
-        )
+        relative = tolerance if comparison.relative else 0.0
+        return said == wanted or math.isclose(said, wanted, rel_tol=relative, abs_tol=tolerance)
     # Without a tolerance the sign of a zero counts too.
     return said == wanted and math.copysign(1.0, said) == math.copysign(1.0, wanted)
 

@@ -82,8 +82,7 @@ class Callers:
     def _displace(self, address: str | None) -> bool:
         """Closes the connection that is silent the longest, of all or of one address. Returns whether there was one."""
         candidates = ((since, w, phase) for w, (a, phase, since) in self._held.items() if address in (None, a))
-        # Only a connection without a request may be closed for another one. A connection whose body arrives, or whose
-        # answer is computed, stays.
+        # Only one without a request: a connection whose body arrives, or whose answer is computed, stays.
         silent = ((since, w) for since, w, phase in candidates if phase in ("headers", "idle"))
         since, wire = min(silent, key=lambda entry: entry[0], default=(0.0, None))
         if wire is None or time.monotonic() - since < YOUNG:
@@ -93,7 +92,6 @@ class Callers:
         return True
 
     def _forget(self, wire: socket.socket) -> None:
-        """Removes a connection from the counts."""
         if wire in self._held:
             address = self._held.pop(wire)[0]
             self._count[address] -= 1

@@ -74,9 +74,10 @@ class LocalConversation:
         try:
             status, stopped = self._exchange(piece, readers, start)
             # If the process has not ended, it is stopped until the next piece, and the zygote sends the account of this
-            # piece.
+            # piece. A piece that was told to end just when it was done gets the account of its process's end instead.
             if (account := self._last_account) is None:
-                self._send(REST)
+                if stopped is None:
+                    self._send(REST)
                 account = self._read_reply()
             for fd, reader in readers.items():
                 reader.read(fd)
@@ -90,8 +91,7 @@ class LocalConversation:
     def _exchange(self, piece: bytes, readers: dict[int, PipeReader], start: float) -> tuple[int | None, Why | None]:
         """Send the piece and read its output. Returns (status, why we stopped it); status None: the process ended."""
         stopped: Why | None = None
-        # The length is sent, then the piece. Writing and reading happen at the same time. Otherwise a piece that is
-        # larger than the socket's buffer and a program that fills its pipe would wait for each other.
+        # Written and read at once: else a piece larger than the socket's buffer and a full pipe wait for each other.
         unsent, control_text = memoryview(len(piece).to_bytes(LENGTH, "big") + piece), b""
         self._send(GO + f"{self.limits.cpu:f}".encode())
         with selectors.DefaultSelector() as selector:
@@ -100,8 +100,7 @@ class LocalConversation:
             for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
-                # As in `SandboxWorker._read_streams` there are two deadlines: first for the piece, then for the
-                # sandbox.
+                # Two deadlines, as in `SandboxWorker._read_streams`: first for the piece, then for the sandbox.
                 seconds_left = start + self.limits.wall + (GRACE if stopped else 0.0) - time.monotonic()
                 if seconds_left <= 0 and stopped:
                     raise SandboxBroken(
@@ -154,7 +153,6 @@ class LocalConversation:
             return b""
 
     def _send(self, message: bytes) -> None:
-        """Sends a message to the zygote."""
         try:
             self.worker.control.send(message)
         except OSError as error:

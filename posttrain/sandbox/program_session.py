@@ -1,5 +1,4 @@
-"""Sessions: programs in pieces, where each piece keeps the definitions of earlier ones, as in a notebook. Made by
-`Sandbox.session`."""
+"""Sessions (`Sandbox.session`): programs in pieces, each with the definitions of earlier ones, as in a notebook."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from posttrain.sandbox.sandbox_types import (
     Ran,
     SandboxBroken,
     SandboxUnavailableError,
+    as_bytes,
 )
 from posttrain.sandbox.sandbox_worker import SandboxWorker, begin
 from posttrain.system.errors import ConfigError
@@ -44,8 +44,7 @@ class PythonSession:
 
     def __init__(self, sessions: Sessions, limits: ProgramLimits, idle: float) -> None:
         self._sessions = sessions
-        # The thread refers only to the shared state. So a session that nobody uses is garbage-collected, and its
-        # finalizer ends it.
+        # The thread refers only to the shared state. So an unused session is collected, and its finalizer ends it.
         self._shared = _SharedSession(limits, idle)
         self._finalizer = weakref.finalize(self, _SharedSession.end, self._shared, CLOSED)
 
@@ -82,8 +81,7 @@ class PythonSession:
             raise
 
     def _ask(self, code: str | bytes) -> Future[Ran]:
-        text = code if isinstance(code, bytes) else code.encode("utf-8", "surrogatepass")
-        piece = _Piece(text, Future())
+        piece = _Piece(as_bytes(code), Future())
         if self._shared.ask(piece):
             self._sessions.queue(self._shared)
         return piece.answer
@@ -100,7 +98,7 @@ class PythonSession:
     async def close(self) -> None:
         """End the session and wait until its process is gone."""
         self.end()
-        await asyncio.wrap_future(self._shared.over())
+        await asyncio.wrap_future(self._shared.over)
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,8 +115,7 @@ class _Piece:
 
 @dataclass
 class _SharedSession:
-    """The state that a session and its thread share. It has no reference to the session, so an unused session is
-    collected."""
+    """The state that a session and its thread share. It has no reference to the session, which can be collected."""
 
     limits: ProgramLimits
     idle: float
@@ -130,9 +127,11 @@ class _SharedSession:
     begun: bool = False
     taken: bool = False
     """Whether a thread has taken it. That thread then calls `leave` at the end."""
-    gone: bool = False
-    """Whether its process has ended."""
-    waits: list[Future[None]] = field(default_factory=list[Future[None]])
+    over: Future[None] = field(default_factory=Future[None])
+    """Done when its process has ended."""
+
+    def __post_init__(self) -> None:
+        self.over.set_running_or_notify_cancel()  # so that nobody who waits for it can cancel it
 
     def ask(self, piece: _Piece) -> bool:
         """Add a piece. Returns whether it is the first, so that the session needs a sandbox now."""
@@ -170,8 +169,7 @@ class _SharedSession:
             refused = list(self.pieces)
             self.pieces.clear()
             worker = self.worker
-            # If no thread has taken the session, none calls `leave`, and `close` would wait for ever. Then it is called
-            # here.
+            # If no thread has taken the session, none calls `leave`, for which `close` waits. Then it is called here.
             alone = not self.taken
             if worker is not None:
                 worker.stop()  # under the lock: afterwards the sandbox may belong to another session
@@ -186,24 +184,11 @@ class _SharedSession:
         """End the session, because all sandboxes end."""
         self.end("the sandbox of this session was closed")
 
-    def over(self) -> Future[None]:
-        """A future that is done when the session's process has ended."""
-        done: Future[None] = Future()
-        with self.changed:
-            # `leave` sets `gone` under the same lock. So either `leave` finds this future, or `gone` is already set.
-            self.waits.append(done)
-            gone = self.gone
-        if gone:
-            settle(done.set_result, None)
-        return done
-
     def leave(self) -> None:
         """Record that the session's process has ended."""
         with self.changed:
-            self.gone, self.worker = True, None
-            waits = list(self.waits)
-        for done in waits:
-            settle(done.set_result, None)
+            self.worker = None
+        settle(self.over.set_result, None)
 
 
 class Sessions:
@@ -234,7 +219,7 @@ class Sessions:
     @property
     def alive(self) -> int:
         """Sessions that have a sandbox now."""
-        return sum(not shared.gone for shared in self._threads.running)
+        return sum(not shared.over.done() for shared in self._threads.running)
 
     @property
     def waiting(self) -> int:

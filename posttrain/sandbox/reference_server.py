@@ -158,8 +158,7 @@ class Executor(ThreadingHTTPServer):
 
     def new_session(self, limits: ProgramLimits) -> str:
         """Begin a session. Sessions that their idle time has ended are removed first."""
-        # The name cannot be guessed. All callers have the same token, and only the name keeps a caller out of the
-        # sessions of others.
+        # All callers have the same token. Only the name, which cannot be guessed, keeps one out of others' sessions.
         name = secrets.token_hex(16)
         with self.guard:
             for old in [k for k, s in self.sessions.items() if s.ended]:
@@ -175,15 +174,6 @@ class Handler(BaseHTTPRequestHandler):
     server: Executor
     timeout = WRITE_SECONDS
 
-    def do_GET(self) -> None:
-        self._answer("GET")
-
-    def do_POST(self) -> None:
-        self._answer("POST")
-
-    def do_DELETE(self) -> None:
-        self._answer("DELETE")
-
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing, because requests contain what models wrote."""
 
@@ -193,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection, self.request_version = True, self.protocol_version
         self._say(code, {"error": (message or explain or HTTPStatus(code).phrase)[:200]})
 
-    def _answer(self, method: str) -> None:
+    def _answer(self) -> None:
         """Answers one request: checks the token, reads the body, does what is asked."""
         body_size = 0
         try:
@@ -206,15 +196,16 @@ class Handler(BaseHTTPRequestHandler):
             body_size = self._length()
             body = self._body(body_size)
             self.server.callers.now(self.connection, "answer")
-            self._say(200, self._answer_to(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
+            self._say(200, self._answer_to(self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
         except (BadRequest, Busy, PosttrainError) as error:
-            # The body of a refused request may not have been read. It would be read as the next request, so the
-            # connection is closed.
+            # The unread body of a refused request would be read as the next request, so the connection is closed.
             self.close_connection |= not isinstance(error, PosttrainError)
             self._say(400 if isinstance(error, BadRequest | ConfigError) else 503, {"error": str(error)})
         finally:
             self.server.hold(-body_size)
             self.server.callers.now(self.connection, "idle")
+
+    do_GET = do_POST = do_DELETE = _answer
 
     def _length(self) -> int:
         """Length of the request body, which counts as held from now on."""
@@ -243,10 +234,9 @@ class Handler(BaseHTTPRequestHandler):
             raise BadRequest("the body is no JSON object")
         return value
 
-    def _answer_to(self, method: str, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request by its method and path."""
+    def _answer_to(self, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
         box = self.server.sandbox
-        match method, path:
+        match self.command, path:
             case "GET", ["about"]:
                 return {"version": VERSION, "sandbox": box.name}
             case "POST", ["run"]:
@@ -264,17 +254,15 @@ class Handler(BaseHTTPRequestHandler):
                     self.server.sessions.pop(name, None)
                 asyncio.run(session.close())
                 return {}
-        raise BadRequest(f"{method} {self.path[:80]} is nothing to ask")
+        raise BadRequest(f"{self.command} {self.path[:80]} is nothing to ask")
 
     def _session(self, name: str) -> PythonSession:
-        """The session of this name."""
         with self.server.guard:
             if name not in self.server.sessions:
                 raise SandboxBroken("there is no such session (any more)")
             return self.server.sessions[name]
 
     def _say(self, status: int, body: dict[str, Any]) -> None:
-        """Sends an answer as JSON."""
         text = json.dumps(body).encode()
         self.send_response_only(status)
         self.send_header("Content-Type", "application/json")

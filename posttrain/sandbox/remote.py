@@ -244,8 +244,7 @@ class RemoteConversation:
 
     def answer(self, piece: bytes) -> Ran:
         """Run one piece. A process that has ended is started anew on the executor."""
-        # As in `LocalConversation`, the piece is counted before it is sent, so that the loss of the first piece is
-        # recognised.
+        # Counted before it is sent, as in `LocalConversation`, so that the loss of the first piece is recognised.
         self.answered += 1
         try:
             return self.worker.asked(f"/session/{self.session}", {"code": packed(piece)}, self.limits)

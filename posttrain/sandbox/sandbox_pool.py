@@ -24,6 +24,7 @@ from posttrain.sandbox.sandbox_types import (
     Ran,
     SandboxBroken,
     SandboxUnavailableError,
+    as_bytes,
 )
 from posttrain.sandbox.sandbox_worker import Job, SandboxWorker, begin
 from posttrain.system.errors import ConfigError
@@ -37,8 +38,7 @@ SESSIONS = 16
 IDLE = 900.0
 """Seconds that an idle session is kept; longer than a policy takes for its longest turn."""
 TRIES = 3
-"""Sandboxes that a job may lose before SandboxBroken is raised. There are several tries, because the job need not be
-the reason for the loss."""
+"""Sandboxes that a job may lose before SandboxBroken is raised: several, because the job need not be the reason."""
 
 
 @dataclass
@@ -88,8 +88,7 @@ class Sandbox:
         self.network = NetworkAttempts()
         self.sessions = Sessions(backend, sessions, self.network)
         self.counts = JobCounts()
-        # Neither the threads nor the finalizer may refer to `self`. Otherwise an unused pool would never be
-        # garbage-collected.
+        # Neither the threads nor the finalizer may refer to `self`, or an unused pool would never be collected.
         self._threads = _Programs(backend, self.counts, self.network, workers or cores()).threads
         self._finalizer = weakref.finalize(self, self._threads.close, wait=True)
 
@@ -170,7 +169,6 @@ class Sandbox:
     def _ask(
         self, program: str | bytes, stdin: str | bytes, call: Call | bytes | None, limits: ProgramLimits | None
     ) -> _Submission:
-        """Puts a program into the queue."""
         encoded_call = b"" if call is None else as_json(call) if isinstance(call, Call) else call
         job = Job(as_bytes(program), as_bytes(stdin), encoded_call, limits or self.limits)
         submission = _Submission(job, Future())
@@ -252,15 +250,9 @@ class _Programs:
         return worker
 
     def _start(self, limits: ProgramLimits | None) -> SandboxWorker:
-        """Starts a sandbox and counts it."""
         with self.threads.lock:
             self.counts.started += 1
         return begin(self.backend, limits)
-
-
-def as_bytes(text: str | bytes) -> bytes:
-    """Text as UTF-8. A lone surrogate gives invalid UTF-8, which is then the program's error, not ours."""
-    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
 
 
 def as_json(call: Call) -> bytes:

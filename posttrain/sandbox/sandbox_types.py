@@ -1,8 +1,7 @@
 """The sandbox's types for other rooms: limits, outcome, and errors.
 
-Three cases are kept apart. A result of the program, also its time-out or its crash, is a `Ran`. A failure of the
-sandbox raises `SandboxBroken`. If no sandbox works on this machine, `SandboxUnavailableError` is raised before anything
-runs.
+A result of the program, also its time-out or its crash, is a `Ran`. A failure of the sandbox raises `SandboxBroken`. If
+no sandbox works on this machine, `SandboxUnavailableError` is raised before anything runs.
 """
 
 from __future__ import annotations
@@ -111,10 +110,14 @@ class Ran:
     @property
     def complaint(self) -> str:
         """The last line of standard error, with control characters escaped."""
-        # The program controls this text, and it is printed to terminals, so escape sequences in it must not take
-        # effect.
+        # The program controls this text, and it is printed to terminals: escape sequences must not take effect.
         lines = self.stderr.decode("utf-8", "backslashreplace").strip().splitlines()
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in lines[-1][:300]) if lines else ""
+
+
+def as_bytes(text: str | bytes) -> bytes:
+    """Text as UTF-8. A lone surrogate gives invalid UTF-8, which is then the program's error, not ours."""
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
 
 
 class NetworkAttempts:

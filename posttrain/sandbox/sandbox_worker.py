@@ -32,8 +32,7 @@ IDLE_SECONDS = 0.2
 GRACE = 5.0
 """Seconds beyond a job's wall time before the whole sandbox counts as lost."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of a sandbox that was killed, most often by the kernel without free memory: of the process itself, and as
-bubblewrap reports it for the process inside."""
+"""Exit codes of a sandbox that was killed, most often by the kernel without free memory: its own and bubblewrap's."""
 SPILL = 4
 """A program is stopped when a stream is longer than this many times what is kept of it."""
 CHUNK = 65536
@@ -62,8 +61,7 @@ class WorkerMaker(Protocol):
 
 
 def begin(backend: Backend, limits: ProgramLimits | None = None) -> SandboxWorker:
-    """Start a sandbox of a backend, local or remote. SandboxUnavailableError where that fails, SandboxBroken where it
-    was killed meanwhile."""
+    """Start a sandbox, local or remote. SandboxUnavailableError where that fails, SandboxBroken where it was killed."""
     return backend.begin(limits) if isinstance(backend, WorkerMaker) else SandboxWorker(backend, limits)
 
 
@@ -86,8 +84,7 @@ class SandboxWorker:
         """False from the start of a job until the zygote has removed the job's files."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
-        # The error output of the sandbox at its start goes to a file in memory. Unlike a pipe it does not fill up while
-        # nobody reads it.
+        # The error output at the start goes to a file in memory, which does not fill up like a pipe that nobody reads.
         complaints = os.memfd_create("complaints")
         # Our copy of the other end is closed after the start. Then the socket ends when the zygote ends, for any
         # reason.
@@ -109,42 +106,37 @@ class SandboxWorker:
 
     def _spawn(self, start: Any, control: int, complaints: int) -> subprocess.Popen[bytes]:
         """Starts the process, and finds out the namespace's first process if it is reported."""
-        command, passed, info = list(start.command), [control], -1
-        reader = -1
+        command, passed = list(start.command), [control]
+        reader, info = os.pipe()
         # Options of bwrap stand before the command that it starts, so this one is put directly behind its name.
         if start.reports:
-            reader, info = os.pipe()
             command[1:1] = ["--info-fd", str(info)]
             passed.append(info)
-        try:
-            process = subprocess.Popen(
-                [*command, json.dumps(start.settings)],
-                env=start.environment,
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
-                pass_fds=passed,
-                # So an interrupt at the terminal does not reach the sandbox. This process ends it.
-                start_new_session=True,
-            )
-            self.pids = (process.pid,)
-        except OSError as error:
-            raise SandboxUnavailableError(f"{command[0]} does not start: {error}") from error
-        finally:
-            if info >= 0:
+        with os.fdopen(reader, "rb") as pipe:
+            try:
+                process = subprocess.Popen(
+                    [*command, json.dumps(start.settings)],
+                    env=start.environment,
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=complaints,
+                    pass_fds=passed,
+                    # So an interrupt at the terminal does not reach the sandbox. This process ends it.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxUnavailableError(f"{command[0]} does not start: {error}") from error
+            finally:
                 os.close(info)
-            # If Popen failed, the pipe is not read below, so it is closed here.
-            if reader >= 0 and "process" not in locals():
-                os.close(reader)
-        if reader >= 0:
-            with os.fdopen(reader, "rb") as pipe:
+            self.pids = (process.pid,)
+            if start.reports:
                 reported = pipe.read()
-            # bwrap may have failed and reported nothing. `_greet` finds that out. A pidfd is kept and not only the id,
-            # because another process may have the same id later.
-            with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
-                self.pids = (process.pid, json.loads(reported)["child-pid"])
-                self._init = os.pidfd_open(self.pids[1])
+                # bwrap may have failed and reported nothing. `_greet` finds that out. A pidfd is kept and not only the
+                # id, because another process may have the same id later.
+                with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
+                    self.pids = (process.pid, json.loads(reported)["child-pid"])
+                    self._init = os.pidfd_open(self.pids[1])
         return process
 
     def _greet(self, complaints: int) -> None:
@@ -172,8 +164,7 @@ class SandboxWorker:
         self.settle()
         self.jobs += 1
         with contextlib.ExitStack() as stack:
-            # The descriptors are sent in the order in which `zygote.job` unpacks them: source, stdin, stdout, stderr,
-            # result, call.
+            # In the order in which `zygote.job` unpacks them: source, stdin, stdout, stderr, result, call.
             inputs = [sealed(job.program, stack), sealed(job.stdin, stack) if job.stdin else silent(stack)]
             readers = {}
             write_ends = []
@@ -255,8 +246,7 @@ class SandboxWorker:
             for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
-                # There are two deadlines. At the first one the program is killed. At the second one the sandbox counts
-                # as lost.
+                # Two deadlines: at the first one the program is killed, at the second one the sandbox counts as lost.
                 late = limits.wall + (GRACE if stopped else 0.0)
                 ready = selector.select(max(0.0, start + late - time.monotonic()))
                 for key, _ in ready:
@@ -314,11 +304,8 @@ class SandboxWorker:
         )
 
     def close(self) -> None:
-        """End an idle sandbox.
-
-        The first process of its namespace, if it is known, is killed, so that bubblewrap reaps it. If the zygote ended
-        by itself, process 1 of the machine would have to reap it.
-        """
+        """End an idle sandbox. In a namespace its first process is killed, so that bubblewrap reaps it: if the zygote
+        ended by itself, process 1 of the machine would have to."""
         # Without a namespace the zygote notices the closed socket, and ends its spare child itself.
         if self._init < 0:
             self.control.close()
@@ -373,8 +360,7 @@ class PipeReader:
 
 @functools.cache
 def nothing() -> int:
-    """An empty file in memory, shared by all jobs. No program has it open, because two programs could exchange data
-    over it."""
+    """An empty file in memory, shared by all jobs. No program has it open: two could exchange data over it."""
     return sealed(b"", contextlib.ExitStack())
 
 
@@ -403,8 +389,7 @@ def how_it_ended(status: int, stopped: Why | None, spent: bool) -> Why:
     """Returns how a program ended. `stopped`: why we ended it; `spent`: whether its processor time was over."""
     if stopped:
         return stopped
-    # A SIGKILL that we did not send comes from the limit on processor time, if that is used up. Otherwise from somebody
-    # else.
+    # A SIGKILL that we did not send is from the limit on processor time, if that is used up, or from somebody else.
     if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):
         return "timeout"
     if status < 0:

@@ -3,5 +3,3 @@
 Read `search_kinds` (the searches as data), then `play_search` (best of several, votes, beams) with `step_sampling`, and
 `puct` (trees). `search_checks` watches every search, and `curves` measures them by the tokens that they spend.
 """
-
-from __future__ import annotations

@@ -30,8 +30,7 @@ class SearchPoint:
     tokens: float
     """Mean number of tokens said for a task."""
     values: Mapping[Hashable, float]
-    """By task: the share of right answers, or the mean reward. Tasks of which no answer could be judged are left
-    out."""
+    """By task: the share of right answers, or the mean reward. Tasks without a judged answer are left out."""
     unjudged: int = 0
     """Searches whose answer could not be judged."""
     means: Mapping[Hashable, float] = field(default_factory=dict[Hashable, float])

@@ -85,7 +85,6 @@ def _final(text: str) -> str | None:
 
 
 def _line(text: str) -> str | None:
-    """The last line of a text."""
     lines = spoken(text).strip().splitlines()
     return lines[-1].strip() if lines else None
 

@@ -15,8 +15,7 @@ from posttrain.search.step_sampling import Beginning, StepSearch
 
 @dataclass(eq=False)
 class TreeNode:
-    """A beginning of an answer, with the count (`visits`) and the sum (`total`) of the values found at it and below
-    it."""
+    """A beginning of an answer, with the count (`visits`) and the sum (`total`) of the values found at and below it."""
 
     beginning: Beginning
     parent: TreeNode | None = None

@@ -42,8 +42,7 @@ class SearchKind:
 
     @property
     def name(self) -> str:
-        """The search as it is written on the command line: the settings of `shown`, and others that are not as by
-        default.
+        """The search as it is written on the command line: the settings of `shown`, and those not as by default.
 
         >>> BeamSearch(width=2).name, MajorityVote(weighted=True).name
         ('beam.width=2,expand=4', 'vote.count=8,weighted=true')

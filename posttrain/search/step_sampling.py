@@ -222,7 +222,6 @@ class StepSearch:
         return scored
 
     def _segment(self, task: Task, b: Beginning) -> Segment:
-        """The prompt and an answer as a segment."""
         seen = self.seen(task)
         mask = np.arange(len(seen) + len(b.ids)) >= len(seen)
         return shown_segment(np.concatenate([seen, b.ids]), mask, READ)

@@ -22,8 +22,7 @@ FEWEST = 16
 class CallerLimits:
     """Limits on callers. Each is a setting of `posttrain serve`: `--limit NAME=NUMBER`.
 
-    Behind a proxy all callers come from its address: `per_address` is then a limit on all of them, so its default is
-    high.
+    Behind a proxy all callers come from its address, so the default of `per_address` is high.
     """
 
     connections: int = 8192
@@ -32,8 +31,7 @@ class CallerLimits:
     per_address: int = 4096
     """Connections held at once from one address (IPv6: from one network of 64 bits). At the limit, a connection from
     there that asks for nothing is closed for a new one; where all are being answered, the new one is refused with
-    status 429.
-    """
+    status 429."""
     answers: int = 16384
     """Answers waiting or being written at once; a request that would make more is refused with status 429."""
     body_mib: float = 8.0
@@ -91,8 +89,7 @@ def most_connections(limits: CallerLimits) -> int:
     """Number of connections that can be open at once: the limit, or fewer if the limit on files is lower."""
     import resource  # not on every system that has a command line
 
-    # Files that are open already (weights, logs) and a reserve are subtracted, because an accept without a free
-    # descriptor fails.
+    # Open files (weights, logs) and a reserve are subtracted, because an accept without a free descriptor fails.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits.connections

@@ -122,26 +122,28 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
     Raises:
         ConfigError: an override names another engine, or a setting that a server does not use.
     """
-    if isinstance(run.engine, Embedded):
-        # Such settings of the run itself are ignored silently. Those that the user gives here are refused.
-        if run.engine.timeline and any(text.strip().startswith("engine.timeline") for text in overrides):
-            raise ConfigError(
-                "engine.timeline=true writes a file into a run folder, and a server has none. Leave it out"
-            )
-        if any(text.strip().startswith("engine.update") for text in overrides):
-            raise ConfigError(
-                "engine.update says what new weights do to sequences, and a server's weights stay. Leave it out"
-            )
-        from posttrain.build.build_engines import check_engine
 
-        check_engine(run)
-        return replace(run.engine, timeline=False)
-    if any(text.strip().startswith("engine") for text in overrides):
+    def given(name: str) -> bool:
+        return any(text.strip().startswith(name) for text in overrides)
+
+    if not isinstance(run.engine, Embedded):
+        if given("engine"):
+            raise ConfigError(
+                "posttrain serve answers from the embedded engine (engine=embedded). To serve by vLLM, start"
+                " `vllm serve` itself"
+            )
+        return Embedded()
+    # Such settings of the run itself are ignored silently. Those that the user gives here are refused.
+    if run.engine.timeline and given("engine.timeline"):
+        raise ConfigError("engine.timeline=true writes a file into a run folder, and a server has none. Leave it out")
+    if given("engine.update"):
         raise ConfigError(
-            "posttrain serve answers from the embedded engine (engine=embedded). To serve by vLLM, start `vllm serve`"
-            " itself"
+            "engine.update says what new weights do to sequences, and a server's weights stay. Leave it out"
         )
-    return Embedded()
+    from posttrain.build.build_engines import check_engine
+
+    check_engine(run)
+    return replace(run.engine, timeline=False)
 
 
 def make_served(
@@ -155,8 +157,7 @@ def make_served(
     """(the `serve.intake.ServedModel`, lines about it for the banner)."""
     target, checkpoint = run_and_checkpoint(target, checkpoint)
     stored = _stored(target, checkpoint, overrides)
-    # The overrides are applied here only to see which engine is meant. `target_run` applies them to the run that is
-    # used.
+    # Applied here only to see which engine is meant. `target_run` applies them to the run that is used.
     engine_settings = served_by(dotted.apply(stored, list(overrides)), overrides)
     parts = ("model", "engine")
     run, weights = target_run(

@@ -61,7 +61,7 @@ class Connection(web.RequestHandler):
         return self.phase in ("idle", "headers")
 
     def unread(self) -> bool:
-        """True where data has arrived on the connection that has not been read yet."""
+        """True where data has arrived that has not been read yet: the caller has sent a request."""
         try:
             # MSG_PEEK leaves the byte in the socket. Data that was not read yet means that the caller has sent a
             # request.
@@ -75,11 +75,9 @@ class Connection(web.RequestHandler):
         self._listener.changed(self)
 
     def overdue(self) -> bool:
-        """True if the phase has taken too long, or if the caller has sent too much ahead of our answer, so that reading
-        was paused."""
+        """True if the phase has taken too long, or so much was sent ahead of our answer that reading was paused."""
         now, limits, transport = self._clock(), self._listener.limits, self._transport
-        # A caller that reads `WRITTEN` bytes has made progress, and its time begins again. A caller that reads less in
-        # `write_seconds` is cut off.
+        # Reading `WRITTEN` bytes is progress, and the time begins again. Who reads less in `write_seconds` is cut off.
         if self._stuck is not None and transport is not None:
             when, size = self._stuck
             unwritten = transport.get_write_buffer_size()
@@ -152,19 +150,13 @@ class Connection(web.RequestHandler):
 
 
 class Listener:
-    """Accepts connections for one application, and keeps them within the limits.
-
-    Args:
-        server: aiohttp's server, which parses and handles requests.
-        limits: the limits on callers.
-    """
+    """Accepts connections for one application, within the limits. aiohttp's `server` handles requests."""
 
     def __init__(self, server: web.Server, limits: CallerLimits) -> None:
         self.server, self.limits = server, limits
         self.most = most_connections(limits)
         self._loop = asyncio.get_running_loop()
-        # These dictionaries are ordered sets. Entries are added and removed in constant time, and the first one is the
-        # oldest.
+        # These dictionaries are ordered sets, changed in constant time, with the oldest entry first.
         self._held: dict[Connection, None] = {}
         self._count: Counter[str] = Counter()
         self._silent: dict[str, dict[Connection, None]] = {}
@@ -203,8 +195,7 @@ class Listener:
     def changed(self, connection: Connection) -> None:
         """Record that a connection became silent or has a request."""
         silent = self._silent.setdefault(connection.address, {})
-        # A silent connection is moved to the end, because its silence begins now. So the order is kept without sorting
-        # thousands of connections at each change.
+        # A silent connection is moved to the end, because its silence begins now: the order is kept without sorting.
         silent.pop(connection, None)
         if connection.silent and connection in self._held:
             silent[connection] = None
@@ -227,7 +218,6 @@ class Listener:
             connection.cut()
 
     def _listen(self) -> None:
-        """Begins to accept."""
         self._resume = None
         for sock in self._sockets:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
@@ -245,8 +235,7 @@ class Listener:
         # The number is bounded, so that open connections are served too when very many callers connect at once.
         for _ in range(AT_ONCE):
             if len(self._held) >= self.most and not self._make_room():
-                # Room comes when any connection ends, and nothing tells of that: so it is looked for often.
-                self._pause(SWEEP / 10)
+                self._pause(SWEEP / 10)  # room comes when any connection ends, and nothing tells of that
                 return
             try:
                 wire, peer = sock.accept()
@@ -295,20 +284,17 @@ class Listener:
 
     def _make_room(self, address: str | None = None) -> bool:
         """Close the longest silent connection: of `address`, or else of the address with the most."""
-        # At the limit of all connections, the address with the most connections loses one. So one caller cannot push
-        # out others.
+        # At the limit of all, the address with the most loses one. So one caller cannot push out others.
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
         # The first connection is silent the longest, but it may have sent data that was not read yet. Only a few
         # connections are considered, because at the limit this runs for every new connection.
         latest = self._loop.time() - YOUNG
-        candidates = (
-            c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= latest and not c.unread()
-        )
-        if (connection := next(candidates, None)) is None:
-            return False
-        connection.cut()
-        return True
+        for connection in islice(self._silent.get(address or "", ()), LOOKED_AT):
+            if connection.since <= latest and not connection.unread():
+                connection.cut()
+                return True
+        return False
 
 
 def refuse(wire: socket.socket) -> None:
@@ -328,9 +314,8 @@ async def bind(host: str, port: int) -> list[socket.socket]:
         OSError: the name has no address, or an address cannot be bound.
     """
     sockets: list[socket.socket] = []
-    addresses = await asyncio.get_running_loop().getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
+    loop = asyncio.get_running_loop()
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     failure: OSError | None = None
     for family, kind, proto, _, address in dict.fromkeys(addresses):
         # For port 0 the system chooses a port at the first address, and the other addresses use the same one.
@@ -351,13 +336,11 @@ async def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> socket.socket:
-    """A listening socket at one address."""
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Without this option a socket for all IPv6 addresses takes the port of IPv4 too, and binding that one
-            # fails.
+            # Else a socket for all IPv6 addresses takes the port of IPv4 too, and binding that one fails.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
         sock.listen(BACKLOG)

@@ -1,7 +1,7 @@
 """Decodes ids to text as they arrive. It holds back incomplete characters, and text that may become a stop string.
 
-Together the pieces are the text of all ids, for every kind of tokenizer, with one exception. Byte-fallback decoders
-change earlier characters when invalid bytes follow, and text that was sent is not changed.
+Together the pieces are the text of all ids, with one exception: byte-fallback decoders change earlier characters when
+invalid bytes follow, and text that was sent is not changed.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Decoder:
 
     def finish(self) -> str:
         """The rest: bytes that are no complete character, as the decoder writes them."""
-        # All ids are decoded once more as a whole, in case the windows left something out. If the whole text does not
-        # begin with the text that was sent (byte fallback), only the rest of the window can be added.
+        # All ids as a whole, in case the windows left something out. Text that was sent and now differs (byte fallback)
+        # stays: then only the rest of the window can be added.
         whole = self._words.text(self._ids)
         if whole.startswith(self._said):
             return whole[len(self._said) :]
@@ -106,6 +106,12 @@ class Decoder:
         """(the text of the window without the tokens that came last, with them)."""
         window = self._ids[self._window :]
         return self._words.text(window[: self._read - self._window]), self._words.text(window)
+
+
+def begun(text: str, marks: Sequence[str]) -> int:
+    """Number of characters at the end of a text that may be the beginning of a mark, of which none is whole there."""
+    lengths = (n for m in marks for n in range(1, min(len(m), len(text) + 1)) if text.endswith(m[:n]))
+    return max(lengths, default=0)
 
 
 class Stops:
@@ -132,10 +138,7 @@ class Stops:
         if stop_place >= 0:
             self.found, self._held = True, ""
             return text[:stop_place]
-        # The length of the longest end of the text that is the beginning of a stop string.
-        held_back = max(
-            (n for s in self._stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0
-        )
+        held_back = begun(text, self._stops)
         self._held = text[len(text) - held_back :]
         return text[: len(text) - held_back]
 

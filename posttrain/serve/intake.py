@@ -52,8 +52,7 @@ class ServedModel:
 SMALL = 64 << 10
 """Most bytes of a small request; larger ones are parsed one at a time."""
 REST = 3.0
-"""After a large request its thread sleeps this many times as long as the request took, because parsing JSON blocks all
-other threads."""
+"""After a large request its thread sleeps this many times as long as that took: parsing JSON blocks other threads."""
 SHORTEST = 16
 """Assumed number of bytes of the longest token, at least, when a text is refused by its length. A token for unknown
 words, which many vocabularies have, may stand for a long word."""
@@ -68,8 +67,7 @@ class Intake:
         self.served, self.limits = served, limits
         self._held = 0
         """Bytes of bodies that are being read or wait to be parsed."""
-        # One thread for each kind. Parsing holds the interpreter's lock, so more threads would not be faster, and would
-        # leave less time for the event loop.
+        # One thread each: parsing holds the interpreter's lock, so more would only leave less for the event loop.
         self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="posttrain-serve") for _ in range(2))
         self._rests = 0.0
         """When the thread of large requests may go on, in seconds of `time.monotonic`."""
@@ -81,12 +79,8 @@ class Intake:
             lane.shutdown(wait=False, cancel_futures=True)
 
     def check(self, request: web.Request) -> None:
-        """Refuse by its headers a body that is not JSON in UTF-8, or is too long. A web page cannot send this content
-        type to another site without its permission (CORS).
-
-        Raises:
-            Refusal: 413 or 415.
-        """
+        """Refuse by its headers a body that is not JSON in UTF-8, or is too long (413 or 415). A web page cannot send
+        this content type to another site without its permission (CORS)."""
         try:
             # Reading these two parses the header, which may be any text and raise an error.
             kind, charset = request.content_type, (request.charset or "utf-8").lower()
@@ -182,7 +176,6 @@ class Intake:
                 raise Refusal(f"{param}: {unknown[:5]} are no tokens of this model (0..{most - 1})", param=param)
 
     def _prompt(self, prompt: str | list[int]) -> np.ndarray:
-        """The ids of one prompt of a completion."""
         if isinstance(prompt, str):
             # JSON can hold half a surrogate pair, which has no UTF-8; here only its length counts.
             self._short(len(prompt.encode(errors="surrogatepass")), "prompt")
@@ -196,7 +189,6 @@ class Intake:
         return np.array(prompt, np.int32)
 
     def _chat(self, asked: ChatRequest) -> np.ndarray:
-        """The ids of the prompt of a chat."""
         if not self.served.renderer.tokenizer.chat_template:
             raise Refusal(
                 f"{self.served.name} has no chat template, so messages cannot be written for it: use /v1/completions,"
@@ -258,7 +250,6 @@ class Intake:
             self._full(param, f"{length} {what}")
 
     def _full(self, param: str, what: str, more: str = "") -> NoReturn:
-        """Raises the refusal of a prompt that leaves no room to answer."""
         message = f"{param}: {what} leave no room to answer in a context of {self.served.sampler.context}{more}"
         raise Refusal(f"{message}; shorten it", param=param, code="context_length_exceeded")
 
@@ -284,7 +275,7 @@ def parse(body: bytes) -> Any:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object from its names and values. Refuses a name that is given twice."""
-    # JSON readers differ on which of two equal names counts. A proxy could check another value than this server uses.
+    # JSON readers differ on which of two equal names counts, so a proxy could check another value than is used here.
     values = dict(pairs)
     if len(values) < len(pairs):
         names: set[str] = set()

@@ -16,14 +16,12 @@ from posttrain.core.content import Content, content_of, unread
 from posttrain.core.sampling import LARGEST, Sampling
 from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
-from posttrain.serve.response_format import STRICT, ResponseFormat
-from posttrain.serve.served_tools import MOST_TOOLS, PastCall, ToolRequest, given_fields
+from posttrain.serve.response_format import RequestPart, ResponseFormat
+from posttrain.serve.served_tools import MOST_TOOLS, PastCall, ToolRequest
 from posttrain.system.errors import DataError, nearest
 
 MOST_CHOICES = 1024
 """Most answers to one request, over all its prompts."""
-MOST_NAMES = 64
-"""Most fields of an object, because the refusal has a sentence for each unknown one."""
 MOST_STOPS = 16
 """Most stop strings of a request."""
 MOST_TOP = 20
@@ -36,19 +34,7 @@ WEAKEST = 0.01
 Tokens = list[int]
 
 
-class _Strict(BaseModel):
-    model_config = STRICT
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_names(cls, given: Any) -> Any:
-        # This is checked before pydantic, which makes an error for each unknown name.
-        if isinstance(given, dict) and len(given) > MOST_NAMES:
-            raise ValueError(f"{len(given)} fields, and there are {len(cls.model_fields)}")
-        return given
-
-
-class StreamOptions(_Strict):
+class StreamOptions(RequestPart):
     """Options of a stream. `include_usage`: send a last chunk with the token counts."""
 
     include_usage: bool = False
@@ -72,17 +58,17 @@ def _by_id(bias: Any) -> Any:
     # Two keys cannot become one id: DECIMAL allows one spelling of each number.
     by_id = {int(k): x for k, x in bias.items()}
     out_of_range = next((k for k, x in by_id.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
-    return (
-        by_id if out_of_range is None else {out_of_range: by_id[out_of_range]}
-    )  # one error is enough, however many entries are wrong
+    # One error is enough, however many entries are wrong.
+    return by_id if out_of_range is None else {out_of_range: by_id[out_of_range]}
 
 
 # With `fail_fast` a list of a million wrong entries gives one error and not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_one_or_many)]
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(RequestPart):
     """Fields of both kinds of request."""
 
     model: str
@@ -94,12 +80,12 @@ class GenerationRequest(_Strict):
     top_k: int = Field(0, ge=-1, le=LARGEST)
     min_p: float = Field(0.0, ge=0, lt=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = {}
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = Field({})
     allowed_token_ids: Ids | None = None
     min_tokens: int = Field(0, ge=0, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_one_or_many)] = []
-    stop_token_ids: Ids = []
+    stop: StopTexts = Field([])
+    stop_token_ids: Ids = Field([])
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -146,8 +132,8 @@ class GenerationRequest(_Strict):
             min_tokens=self.min_tokens,
             stop=tuple(self.stop),
             greedy=greedy,
-            # A greedy token has log-prob 0 under the distribution it was taken from. The model's own log-prob
-            # is that of the most probable alternative, so one is asked for (`Choice._take` reads it).
+            # A greedy token has log-prob 0 under the distribution it was taken from. The model's own is that of the
+            # most probable alternative (`Choice._take`), so one is asked for.
             top=0 if alternatives is None else max(alternatives, int(greedy)),
             max_tokens=self.limit(room),
             # Each id once, the model's own first.
@@ -211,7 +197,7 @@ def _content(given: Any) -> Content:
     return content
 
 
-class ChatMessage(_Strict):
+class ChatMessage(RequestPart):
     """One message. The model's chat template decides which roles are valid."""
 
     role: str
@@ -224,7 +210,13 @@ class ChatMessage(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, message: Any) -> Any:
-        return given_fields(message)
+        # Clients send back what they received, such as `refusal: null`. A message with calls may have no content.
+        if not isinstance(message, Mapping):
+            return message
+        fields = {k: v for k, v in message.items() if v is not None}
+        if fields.get("role") == "assistant" and fields.get("tool_calls"):
+            fields.setdefault("content", "")
+        return fields
 
     def plain(self, arguments_as_text: bool = False) -> Message:
         message = Message(role=self.role, content=self.content)
@@ -279,8 +271,7 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing is stored"),
 }
 """Parameters of OpenAI's API that are not served: (the values without effect, which are accepted; why others are
-refused).
-"""
+refused)."""
 
 
 def read(kind: type[Any], body: Any) -> Any:
@@ -303,8 +294,7 @@ def read(kind: type[Any], body: Any) -> Any:
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
     """The first error of pydantic, as a sentence."""
-    # Only the first error is shown, because all of them could be longer than the request. Pydantic's places have the
-    # names of our validators in them, which mean nothing to a caller and are left out.
+    # All errors could be longer than the request, so the first is shown. The names of our validators are left out.
     first = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
     if first["type"] == "extra_forbidden":

@@ -50,7 +50,6 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def _cut(text: str) -> str:
-    """A text of at most `LONGEST` characters."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

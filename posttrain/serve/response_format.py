@@ -16,6 +16,8 @@ DRAWS = 16
 """The most draws of one answer. None is drawn after the first that has the form."""
 DEEPEST = 16
 """The deepest nesting of a schema."""
+MOST_NAMES = 64
+"""Most fields of an object, because the refusal has a sentence for each unknown one."""
 TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -65,7 +67,6 @@ def conforms(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Returns whether a value has this type of JSON."""
     # In JSON 1.0 is the integer 1.
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()
@@ -74,7 +75,6 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal in JSON."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -90,8 +90,7 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(schema: Any, deep: int) -> None:
-    """ValueError if a schema is malformed, has other keywords than `READ` and `SAID`, or is more than `deep` levels
-    deep."""
+    """ValueError if a schema is malformed, more than `deep` levels deep, or has keywords beside `READ` and `SAID`."""
     if not isinstance(schema, dict) or not deep:
         raise ValueError(f"a schema is an object, at most {DEEPEST} deep")
     # A keyword that is ignored would let answers through that the caller has ruled out, so it is refused.
@@ -117,14 +116,22 @@ def _check(schema: Any, deep: int) -> None:
         _check(subschema, deep - 1)
 
 
-STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-"""Settings of every model of a request: unknown fields are refused, and no value is converted."""
+class RequestPart(BaseModel):
+    """A part of a request: unknown fields are refused, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names(cls, given: Any) -> Any:
+        # This is checked before pydantic, which makes an error for each unknown name.
+        if isinstance(given, dict) and len(given) > MOST_NAMES:
+            raise ValueError(f"{len(given)} fields, and there are {len(cls.model_fields)}")
+        return given
 
 
-class AnswerSchema(BaseModel):
+class AnswerSchema(RequestPart):
     """A JSON schema with its name."""
-
-    model_config = STRICT
 
     name: str = Field(max_length=64)
     description: str = ""
@@ -132,10 +139,8 @@ class AnswerSchema(BaseModel):
     schema_: Annotated[dict[str, Any], AfterValidator(_readable)] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(RequestPart):
     """The form of an answer."""
-
-    model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: AnswerSchema | None = None

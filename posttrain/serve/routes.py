@@ -114,7 +114,6 @@ class Server:
         return card | {"root": s.root, "max_model_len": s.sampler.context}
 
     async def _generate(self, kind: type[GenerationRequest], prefix: str, request: web.Request) -> web.StreamResponse:
-        """Reads a request of one kind and answers it."""
         self._intake.check(request)
         fields, prompts = await self._intake.read(request, kind)
         waits_for(request, "answer")
@@ -144,8 +143,7 @@ class Server:
                 status=429,
             )
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
-        # The random numbers of an answer come from the seed and its place among the n. So a request with a seed gets
-        # the same answers, whatever other requests run.
+        # The random numbers of an answer come from the seed and its place among the n, whatever other requests run.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         choices: list[Choice] = []
         for ids in prompts:
@@ -169,8 +167,7 @@ class Server:
                 scores = {id(ids): await s.sampler.score(ids) for ids in prompts}
             return web.json_response(shape.whole(choices, scores))
         finally:
-            # `work` is a task of its own. If this handler is cancelled, or cannot write, it has to cancel `work`, which
-            # would otherwise continue in the engine.
+            # `work` is a task of its own, which would go on in the engine where this handler is cancelled or fails.
             work.cancel()
             self.running.discard(work)
             self.answers -= count
@@ -221,8 +218,7 @@ class Server:
 
         for choice in choices:
             await send(json.dumps(shape.first(choice)))
-        # Every piece is in the queue before the task is done. So None comes behind all of them, even if the task
-        # failed.
+        # Every piece is in the queue before the task is done, also where it failed. So None comes last.
         work.add_done_callback(lambda _: queue.put_nowait(None))
         while (entry := await queue.get()) is not None:
             choice, piece = entry
@@ -233,8 +229,7 @@ class Server:
         except Refusal as refusal:
             await send(json.dumps(refusal.body()))
         else:
-            # The headers with status 200 are already sent, so a failure is sent as an event (above). [DONE] is sent
-            # only behind whole answers.
+            # Headers with status 200 are already sent, so a failure is an event (above). [DONE] follows whole answers.
             if (options := shape.request.stream_options) and options.include_usage:
                 await send(json.dumps(shape.last(choices)))
             await send("[DONE]")
@@ -247,8 +242,7 @@ async def _done(work: asyncio.Task[None]) -> None:
     try:
         await work
     except asyncio.CancelledError:
-        # There are two possible reasons. If this handler was cancelled, the caller has gone. Otherwise `cut` has
-        # cancelled `work`, and the caller gets the reason.
+        # If this handler was cancelled, the caller has gone. Else `cut` has cancelled `work`, and the caller is told.
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         raise Refusal("the server is stopping", status=503) from None
@@ -266,9 +260,8 @@ async def _spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
         text = f"{request.method} {request.path}: {error.reason}"
         if error.status == 404:
             text += "; served are GET /health, /v1/models, POST /v1/completions, /v1/chat/completions"
-        return answer(
-            Refusal(text, status=error.status), {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        )
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return answer(Refusal(text, status=error.status), allow)
     except ConnectionError:  # the caller disconnected
         raise
     except Exception:

@@ -32,8 +32,7 @@ class TextChunk:
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
     """(ids, log-probs) of the most probable tokens, where they were requested."""
     offsets: list[int] = field(default_factory=list[int])
-    """Number of complete characters of the answer before each token. Tokens that make one character together have the
-    same offset."""
+    """Number of complete characters of the answer before each token; tokens of one character have the same."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.ids)
@@ -81,8 +80,8 @@ class Choice:
         try:
             turn = await task
         except asyncio.CancelledError:
-            # There are two possible reasons. If a stop string was found here, `_receive` cancelled the engine's task,
-            # and the answer is complete. If this task itself is cancelled, the engine's slot must be freed.
+            # Either `_receive` found a stop string and cancelled the engine's task: the answer is complete. Or this
+            # task itself is cancelled, and the engine's slot must be freed.
             task.cancel()
             if not self._stops.found or _cancelled():
                 raise
@@ -107,8 +106,7 @@ class Choice:
             self._waiting.ids.append(token)
             self._waiting.offsets.append(self._decoded)
             if top is not None:
-                # If the contract allows fewer tokens than `top`, the others have the log-prob -inf, which JSON does not
-                # have.
+                # Where fewer tokens than `top` are allowed, the others have the log-prob -inf, which is no JSON.
                 allowed = np.isfinite(top.logp[i])
                 self._waiting.top.append((top.ids[i][allowed], top.logp[i][allowed]))
                 p = float(top.logp[i][0]) if self.sampling.greedy else p
@@ -201,8 +199,7 @@ class Shape:
         answer = self._answers.setdefault(choice.index, ToolAnswer(self.format))
         if finish is None:
             return [self._chunk([self._choice(choice, replace(piece, text=answer.add(piece.text)), None)])]
-        # OpenAI's clients join the arguments of a call from several chunks, by its index. Here they are known at the
-        # end of the answer, so they come in one chunk.
+        # OpenAI's clients join the arguments of a call by its index. Here they come in one chunk, at the end.
         rest, calls, finish = answer.finish(finish)
         parts = [self._choice(choice, TextChunk(text=rest), None)] if rest else []
         for i, call in enumerate(calls):
@@ -217,7 +214,6 @@ class Shape:
         return self._chunk([]) | {"usage": usage(choices)}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        """A chunk of a stream with these choices."""
         chunk = self._frame("chat.completion.chunk" if self.chat else "text_completion", choices)
         return chunk | {"usage": None} if (options := self.request.stream_options) and options.include_usage else chunk
 

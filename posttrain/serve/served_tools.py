@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain.serve.response_format import STRICT
+from posttrain.serve.detokenize import begun
+from posttrain.serve.response_format import RequestPart
 from posttrain.verifier.calling import Malformed, ToolCall, parse, read_data
 from posttrain.verifier.thoughts import THOUGHTS
 
@@ -23,10 +23,6 @@ NAMED = r"^[A-Za-z_][\w.\-]{0,127}$"
 """Names that a call can have (`verifier.calling`)."""
 
 
-class _ToolField(BaseModel):
-    model_config = STRICT
-
-
 def _not_enforced(strict: Any) -> Any:
     """Refuses `strict: true`, which cannot be kept."""
     if strict:
@@ -34,7 +30,7 @@ def _not_enforced(strict: Any) -> Any:
     return strict
 
 
-class FunctionSpec(_ToolField):
+class FunctionSpec(RequestPart):
     """One function that the model may call; `parameters` is a JSON schema of its arguments."""
 
     name: str = Field(pattern=NAMED)
@@ -43,7 +39,7 @@ class FunctionSpec(_ToolField):
     strict: Annotated[bool | None, BeforeValidator(_not_enforced)] = None
 
 
-class ToolSpec(_ToolField):
+class ToolSpec(RequestPart):
     """One tool. Only functions are known."""
 
     type: Literal["function"]
@@ -61,14 +57,14 @@ def _arguments(text: Any) -> Any:
     return text or "{}"
 
 
-class CalledFunction(_ToolField):
+class CalledFunction(RequestPart):
     """A call that the assistant made: a name, and arguments as JSON text."""
 
     name: str = Field(pattern=NAMED)
     arguments: Annotated[str, BeforeValidator(_arguments)]
 
 
-class PastCall(_ToolField):
+class PastCall(RequestPart):
     """A call in the history."""
 
     id: str = Field(max_length=256)
@@ -82,7 +78,7 @@ class PastCall(_ToolField):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class ToolRequest(_ToolField):
+class ToolRequest(RequestPart):
     """The fields of a request about tools. They are offered unless `tool_choice` is none."""
 
     tools: list[ToolSpec] = Field(default=[], max_length=MOST_TOOLS)
@@ -91,8 +87,7 @@ class ToolRequest(_ToolField):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        # Demands that cannot be met are refused. A client that relies on them would otherwise silently get wrong
-        # answers.
+        # Demands that cannot be met are refused: a client that relies on them would silently get wrong answers.
         if self.tool_choice not in (None, "none", "auto"):
             wanted = "required" if self.tool_choice == "required" else "a named function"
             raise ValueError(
@@ -113,22 +108,8 @@ class ToolRequest(_ToolField):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the prompt shows to the model."""
-        return (
-            [] if self.tool_choice == "none" else [t.model_dump(exclude={"function": {"strict"}}) for t in self.tools]
-        )
-
-
-def given_fields(message: Any) -> Any:
-    """A message without its null fields, because clients send back what they received, such as `refusal: null`.
-
-    A message with calls may have no content, and then gets an empty one.
-    """
-    if not isinstance(message, Mapping):
-        return message
-    fields = {k: v for k, v in message.items() if v is not None}
-    if fields.get("role") == "assistant" and fields.get("tool_calls") and "content" not in fields:
-        fields["content"] = ""
-    return fields
+        tools = () if self.tool_choice == "none" else self.tools
+        return [t.model_dump(exclude={"function": {"strict"}}) for t in tools]
 
 
 WITHIN = {
@@ -181,30 +162,20 @@ class ToolAnswer:
 
     def _certain(self) -> int:
         """Number of characters that are text, whatever follows."""
-        # In some formats a call is a whole turn that begins with a mark such as `{`. If the text begins with such a
-        # mark, or may still become one, nothing is sent, and `finish` decides. The tag of a thought, which may come
-        # before the mark, counts like a mark.
+        # In some formats a call is a whole turn that begins with a mark such as `{`. While the text begins with one, or
+        # may still become one, nothing is sent, and `finish` decides. The tag of a thought counts like a mark.
         stripped = self.text.lstrip()
         for mark in (*AT_BEGIN.get(self.format, ()), *(dict(THOUGHTS) if self.format in AT_BEGIN else ())):
             if stripped.startswith(mark) or mark.startswith(stripped):
                 return self.sent
-        # Other marks may stand anywhere. The text before the first one is certain. Without one, the text is certain
-        # except an end that may be the beginning of a mark.
+        # Other marks may stand anywhere. Text before the first one, or before an end that may begin one, is certain.
         places = [i for m in WITHIN.get(self.format, ()) if (i := self.text.find(m, self.sent)) >= 0]
         if places:
             return max(self.sent, min(places))
-        uncertain = max((_begun_mark(self.text, m) for m in WITHIN.get(self.format, ())), default=0)
-        return max(self.sent, len(self.text) - uncertain)
-
-
-def _begun_mark(text: str, mark: str) -> int:
-    """Number of characters at the end of a text that may be the beginning of a mark."""
-    # The longest such end counts. It is shorter than the mark, because whole marks were searched before.
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+        return max(self.sent, len(self.text) - begun(self.text, WITHIN.get(self.format, ())))
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """A call in the form of OpenAI's API."""
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

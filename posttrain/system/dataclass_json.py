@@ -1,10 +1,9 @@
 """Trees of frozen dataclasses to plain JSON data and back, losslessly and strictly.
 
-A dataclass becomes an object with one key per field. Where the declared type is a union, the object also has
-`"type": "ClassName"`. So `Clip | None` can later become `Clip | Cap | None`, and files on disk stay readable. An open
-choice (`system.subclass_registry`) is a union of the classes that derive from it.
-Non-finite floats become `{"float": "inf"}`, because JSON does not have them. Reading refuses unknown keys and values;
-the message names the dotted path and the nearest valid key.
+A dataclass becomes an object with one key per field. Where the declared type is a union or an open choice
+(`system.subclass_registry`), the object also has `"type": "ClassName"`. So `Clip | None` can later become `Clip | Cap |
+None`, and files on disk stay readable. Non-finite floats become `{"float": "inf"}`, because JSON does not have them.
+Reading refuses unknown keys and values; the message names the dotted path and the nearest valid key.
 
     >>> from posttrain.config.stages.stage import Optimizer
     >>> to_plain(Optimizer(lr=0.1))["lr"], from_plain(Optimizer, {"lr": 0.1}).lr
@@ -109,8 +108,7 @@ _SCALARS: dict[Any, str] = {
 
 
 def describe(declared: Any) -> str:
-    """Returns the description of what is valid for a declared type, for messages: `a number`, `one of token, one`,
-    `none, or Clip`."""
+    """What is valid for a declared type, for messages: `a number`, `one of token, one`, `none, or Clip`."""
     words: list[str] = []
     if values := choices(declared):
         words.append(f"one of {', '.join(str(v) for v in values)}")
@@ -177,10 +175,9 @@ def from_plain(cls: type[T], data: Any) -> T:
 
 
 def _wrong(declared: Any, data: Any, path: str) -> ConfigError:
-    shown = repr(data)
-    return ConfigError(
-        f"{path}: {shown if len(shown) < 80 else shown[:77] + '...'} is not valid here; expected {describe(declared)}"
-    )
+    text = repr(data)
+    shown = text if len(text) < 80 else text[:77] + "..."
+    return ConfigError(f"{path}: {shown} is not valid here; expected {describe(declared)}")
 
 
 def build(declared: Any, data: Any, path: str) -> Any:

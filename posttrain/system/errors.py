@@ -35,8 +35,7 @@ class InvariantError(PosttrainError):
 
 
 class DataError(PosttrainError):
-    """The user's data or model cannot be read, or is not what it should be. The message names file and line where it
-    can. Exit code 4."""
+    """The user's data or model cannot be read, or is wrong. The message names file and line if it can. Exit code 4."""
 
     exit_code = 4
 
@@ -54,8 +53,7 @@ class RunFolderError(PosttrainError):
 
 
 class UntrustedError(RunFolderError):
-    """A run folder that this user did not make on this machine needs code, addresses, secrets or files elsewhere. Exit
-    code 5."""
+    """A run folder that this user did not make here needs code, addresses, secrets or files elsewhere. Exit code 5."""
 
 
 class EngineError(PosttrainError):
@@ -82,9 +80,8 @@ class RewardError(PosttrainError):
 
 
 CLOSE = 0.66
-"""Least likeness at which a wrong name is taken for a misspelling of a valid one. The likeness is twice the number of
-common characters, divided by the characters of both. `dapoo` is taken for `dapo` (0.89), `nope` is not for `shop`
-(0.5)."""
+"""Least likeness at which a wrong name is taken for a misspelling of a valid one: twice the number of common
+characters, divided by those of both. `dapoo` is taken for `dapo` (0.89), `nope` is not for `shop` (0.5)."""
 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:

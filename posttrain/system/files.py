@@ -56,8 +56,7 @@ def write_file(path: Path, data: bytes, durable: bool = True) -> None:
     try:
         part.write_bytes(data)
         if durable:
-            # Before the rename: after a power cut the new name must not stand for a file whose content was not written
-            # yet.
+            # Before the rename: after a power cut the new name must not stand for a file without its content.
             sync(part)
         os.replace(part, path)
     except BaseException:
@@ -74,9 +73,8 @@ def write_json(path: Path, data: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. RunFolderError names a file that is missing, is no file, or has no JSON object."""
-    return read_untrusted.parse_object(
-        read_untrusted.read_bytes(path, LARGEST_JSON, RunFolderError), str(path), RunFolderError
-    )
+    data = read_untrusted.read_bytes(path, LARGEST_JSON, RunFolderError)
+    return read_untrusted.parse_object(data, str(path), RunFolderError)
 
 
 def full(error: BaseException) -> tuple[str, str] | None:
@@ -99,10 +97,11 @@ def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generato
     except RunFolderError:
         raise
     except Exception as error:
-        if (why_and_advice := full(error)) is None:
+        if (reason := full(error)) is None:
             raise
+        why, advice = reason
         raise RunFolderError(
-            f"{why_and_advice[0]}: {what} was not written. {still_good()}. {why_and_advice[1]} and go on with --resume"
+            f"{why}: {what} was not written. {still_good()}. {advice} and go on with --resume"
         ) from error
 
 
@@ -118,8 +117,7 @@ def digest(path: Path) -> str:
 
 
 def share(folder: Path) -> None:
-    """Give every file under a folder the mode of a new file (by the user's umask), because libraries
-    write theirs as 0600."""
+    """Give every file under a folder the mode of a new file (by the user's umask): libraries write theirs as 0600."""
     # Reading the umask means setting it, for all threads of the process. So a new file is made, and its mode is read.
     probe = folder / ".mode.part"
     probe.touch()
@@ -132,11 +130,8 @@ def share(folder: Path) -> None:
 
 def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a hidden folder beside `target`, add a digest per file, make it durable, and rename it to
-    `target`.
-
-    An existing `target` is replaced. A kill between its two renames leaves it under a hidden name, from which `sweep`
-    brings it back.
-    """
+    `target`. An existing one is replaced. A kill between the two renames leaves it under a hidden name, from which
+    `sweep` brings it back."""
     staged, old = target.with_name(f".staged-{target.name}-{os.getpid()}"), target.with_name(f".old-{target.name}")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
@@ -145,9 +140,8 @@ def write_directory(target: Path, write: Callable[[Path], object]) -> None:
         share(staged)
         # Digests are taken of what lies on the disk, after `write` is through and before anything is renamed.
         files = sorted(p for p in staged.rglob("*") if p.is_file())
-        (staged / DIGESTS).write_text(
-            json.dumps({p.relative_to(staged).as_posix(): digest(p) for p in files}, indent=1)
-        )
+        digests = {p.relative_to(staged).as_posix(): digest(p) for p in files}
+        (staged / DIGESTS).write_text(json.dumps(digests, indent=1))
         for path in (*files, staged / DIGESTS, *(p for p in staged.rglob("*") if p.is_dir()), staged):
             sync(path)
         if target.exists():
@@ -299,8 +293,7 @@ class Lock:
             self.forget()
 
     def forget(self) -> None:
-        """Close this process's handle. A forked child does so when it starts, so that it cannot keep the lock after its
-        owner has ended."""
+        """Close this process's handle. A forked child does so at once, or it would keep the lock after its owner."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -14,8 +14,7 @@ SECONDS = 60.0
 
 
 class LogRateLimit(logging.Filter):
-    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how
-    many were left out."""
+    """Lets `lines` records of a logger through in each `seconds`; the next one says how many were left out."""
 
     def __init__(self, lines: int = LINES, seconds: float = SECONDS) -> None:
         super().__init__()
@@ -26,10 +25,8 @@ class LogRateLimit(logging.Filter):
         now = time.monotonic()
         if now - self._since >= self.seconds:
             if self._left_out:
-                record.msg, record.args = (
-                    f"{record.getMessage()} ({self._left_out} lines before this one were left out)",
-                    (),
-                )
+                record.msg = f"{record.getMessage()} ({self._left_out} lines before this one were left out)"
+                record.args = ()
             self._since, self._said, self._left_out = now, 0, 0
         self._said += 1
         # Lines above the limit are counted too, for the message of the next line that gets through.

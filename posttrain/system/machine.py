@@ -1,5 +1,4 @@
-"""Facts about this machine (cores, memory), and settings of its memory while a stage takes steps, on Linux and
-macOS."""
+"""Facts about this machine (cores, memory), and settings of its memory while a stage takes steps (Linux, macOS)."""
 
 from __future__ import annotations
 
@@ -12,12 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Numbers of two settings of glibc's `mallopt`, both sizes in bytes. Free memory at the end of its heap above the first
-size is returned to the system. A block above the second size is a mapping of its own, which is returned when it is
-freed."""
+"""Numbers of two settings of glibc's `mallopt`, both sizes in bytes: free memory at the end of its heap above the first
+is returned to the system; a block above the second is a mapping of its own, which is returned when it is freed."""
 OFTEN_FREED = 32 << 20
-"""In a process that often frees large blocks, glibc by itself raises `M_MMAP_THRESHOLD` to this value, and
-`M_TRIM_THRESHOLD` to twice this value."""
+"""`M_MMAP_THRESHOLD` as glibc raises it itself where large blocks are often freed; `M_TRIM_THRESHOLD` is twice that."""
 NEVER = -1
 """Value of `M_TRIM_THRESHOLD` with which glibc never returns the end of its heap."""
 THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
@@ -46,16 +43,14 @@ def is_linux() -> bool:
 
 
 def processor() -> str:
-    """Returns the facts that the system tells of its first processor, such as its maker and its features: a line of
-    `name : words` each. '' where it does not tell (macOS)."""
+    """What the system tells of its first processor, a line of `name : words` each; '' where it does not (macOS)."""
     with suppress(OSError, ValueError):
         return Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     return ""
 
 
 def free_memory() -> int | None:
-    """Bytes of main memory that a program may still take: what the machine has, and what its control group allows.
-    None where the system does not tell."""
+    """Bytes of main memory that a program may still take, of machine and control group. None where that is unknown."""
     limits: list[int] = []
     # In a container this file is the whole machine's, so the limits of the control group count too.
     with suppress(OSError, ValueError, IndexError):
@@ -71,12 +66,11 @@ def free_memory() -> int | None:
 
 
 def freed_at_once() -> AbstractContextManager[None]:
-    """Inside the block, freed memory of 128 KiB or more goes back to the system at once. At the end all free memory
-    does.
+    """Inside the block, freed memory of 128 KiB or more goes back to the system at once, and at the end all of it.
 
-    Without it the C library keeps freed blocks and cuts smaller ones out of them. Then a process that had one layer
-    after the other in memory looks as if it had all of them at once. This acts on glibc (`mallopt`, `malloc_trim`), the
-    C library of most Linux systems, and does nothing elsewhere. Inside, large blocks cost more time.
+    Else the C library keeps freed blocks and cuts smaller ones out of them, and a process that had one layer after the
+    other in memory looks as if it had all at once. This acts on glibc (`mallopt`, `malloc_trim`), the C library of most
+    Linux systems, and does nothing elsewhere. Inside, large blocks cost more time.
     """
     return _limits(128 << 10, 128 << 10)
 
@@ -94,8 +88,7 @@ def kept_memory() -> AbstractContextManager[None]:
 
 
 def _usual() -> tuple[int, int]:
-    """(`M_MMAP_THRESHOLD`, `M_TRIM_THRESHOLD`) as the user set them, or else the values that glibc reaches by itself in
-    a process that often frees large blocks."""
+    """(`M_MMAP_THRESHOLD`, `M_TRIM_THRESHOLD`) as the user set them, or else as glibc reaches them by itself."""
     usual = zip(THRESHOLDS, (OFTEN_FREED, 2 * OFTEN_FREED), strict=True)
     # A text that is no number, such as 128k, sets nothing.
     mapped, trimmed = (int(x) if (x := os.environ.get(n, "")).lstrip("-").isdecimal() else y for n, y in usual)
@@ -104,8 +97,7 @@ def _usual() -> tuple[int, int]:
 
 @contextmanager
 def _limits(mapped: int, trimmed: int) -> Generator[None]:
-    """Inside the block glibc has these two thresholds. At the end free memory goes back, and the old ones are set
-    again."""
+    """Inside the block glibc has these thresholds. At the end free memory goes back, and the old ones hold again."""
     try:
         library = ctypes.CDLL(None)
         mallopt, malloc_trim = library.mallopt, library.malloc_trim
@@ -132,12 +124,8 @@ def _limits(mapped: int, trimmed: int) -> Generator[None]:
 
 @contextmanager
 def frozen_objects() -> Generator[None]:
-    """Inside the block the garbage collector does not look at objects that exist already: libraries, the model, its
-    parts.
-
-    These are some hundred thousand objects, and looking at them cost 30 ms of every step of a small model. Objects made
-    inside are collected as always.
-    """
+    """Inside the block the garbage collector looks at none of the objects that exist already (libraries, the model):
+    some hundred thousand, which cost 30 ms of every step of a small model. New ones are collected as always."""
     # Collected first. Otherwise garbage that exists now would be frozen too, and stay until the end.
     gc.collect()
     gc.freeze()

@@ -42,10 +42,8 @@ def require_regular(path: Path, status: os.stat_result, error: type[PosttrainErr
 
 
 def private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Returns whether a file or folder belongs to this user, and nobody else may write it.
-
-    `kind`: `stat.S_ISREG` or `stat.S_ISDIR`. A link is none of the two.
-    """
+    """Returns whether a file or folder belongs to this user, and nobody else may write it. `kind`: `stat.S_ISREG` or
+    `stat.S_ISDIR`; a link is none of the two."""
     status = path.lstat()
     return kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
@@ -67,8 +65,7 @@ def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
 
 
 def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line with its end) one at a time; `error` with file and line where one has
-    more than `most` bytes."""
+    """(number from 1, line with its end) one at a time; `error` with file and line for more than `most` bytes."""
     with opened(path, error) as file:
         number = 0
         # A line is never read further than to its limit, however long it is.
@@ -83,8 +80,7 @@ def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[t
 
 
 def parse(data: bytes | str, place: str, error: type[PosttrainError]) -> Any:
-    """The parsed JSON. Raises `error` with the place for text that is no JSON, is nested too deeply, or has a number
-    too long to read."""
+    """The parsed JSON. `error` with the place where it is none, nested too deeply, or has a number too long to read."""
     try:
         return json.loads(data)
     except RecursionError:

@@ -25,8 +25,7 @@ def command_line(*words: str | os.PathLike[str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word quoted for a shell. Characters that cannot be printed are written out, so the command stays on one
-    line."""
+    """A word quoted for a shell. Characters that cannot be printed are written out, so the command stays on a line."""
     if word.isprintable():
         return shlex.quote(word)
     # The form $'...' of bash and zsh, in which escapes are read.
@@ -83,27 +82,22 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def program() -> str:
-    """Returns the command that calls this program from here: `posttrain` where that is found on the PATH and is of this
+    """The command that calls this program from here: `posttrain` where that is found on the PATH and is of this
     environment, else the path of its script (`.venv/bin/posttrain`), else `python -m posttrain`."""
-    # With `python -m`, `sys.argv[0]` is the path of a `__main__.py`; with an installed command it is that of its
-    # script.
+    # With `python -m`, `sys.argv[0]` is the path of a `__main__.py`; with an installed command it is its script's.
     started = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
     if started.name == "__main__.py" and started.parent.name in (NAME, "cli"):
         return f"{python()} -m {NAME}"
     script = started if started.name == NAME and started.is_file() else Path(sys.executable).parent / NAME
     if not script.is_file():
         return f"{python()} -m {NAME}"
-    return _short(script)
+    return NAME if _found(NAME, script) else shlex.quote(_near(script))
 
 
 def python() -> str:
     """The shortest name under which the shell finds this interpreter."""
     interpreter = Path(sys.executable)
     return next((n for n in ("python", "python3") if _found(n, interpreter)), shlex.quote(_near(interpreter)))
-
-
-def _short(script: Path) -> str:
-    return NAME if _found(NAME, script) else shlex.quote(_near(script))
 
 
 def _found(name: str, file: Path) -> bool:

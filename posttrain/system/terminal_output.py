@@ -43,8 +43,7 @@ def visible_lines(text: str) -> str:
 
 
 def coloured_lines(text: str) -> str:
-    """Like `visible_lines`, but posttrain's own colours stay. Foreign text in it must have gone through `visible`
-    before."""
+    """Like `visible_lines`, but posttrain's own colours stay. Foreign text in it has gone through `visible` before."""
     # The text between the known sequences is written out. Then the sequences are put back in their places.
     plain, colours = COLOURS.split(text), COLOURS.findall(text)
     return "".join(visible_lines(part) + code for part, code in zip(plain, [*colours, ""], strict=True))
@@ -76,8 +75,7 @@ def leave_lost_terminal() -> None:
 
 
 def guard_logs() -> None:
-    """From here on, messages and tracebacks of every logger of this process are visible text,
-    whatever handler writes them."""
+    """From here on, messages and tracebacks of every logger of this process are visible text, for any handler."""
     before = logging.getLogRecordFactory()
     # Already guarded: a second layer would only cost time.
     if getattr(before, "visible", False):

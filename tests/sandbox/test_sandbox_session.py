@@ -11,11 +11,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from posttrain.sandbox.cell.zygote import GO, KILL
+from posttrain.sandbox.local_conversation import LocalConversation
 from posttrain.sandbox.sandbox_pool import Sandbox
-from posttrain.sandbox.sandbox_types import ProgramLimits, Ran, SandboxBroken
+from posttrain.sandbox.sandbox_types import ProgramLimits, Ran, SandboxBroken, Why
 from posttrain.sandbox.selftest import ATTACK, attacks, bait
 from posttrain.system.errors import ConfigError
 from tests.sandbox.sandbox_parts import backend, living
@@ -301,6 +304,32 @@ def test_closing_the_sandbox_ends_every_session() -> None:
         second, SandboxBroken
     )
     assert time.monotonic() - start < 10 and mine() == others
+
+
+def test_a_piece_that_is_done_when_it_is_told_to_end_has_lost_its_process(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line that it is done and the end cross each other: the next piece begins anew, and is not said to crash."""
+    exchange, send = LocalConversation._exchange, LocalConversation._send
+    messages = list[bytes]()
+
+    def late(self: LocalConversation, *piece: Any) -> tuple[int | None, Why | None]:
+        status, stopped = exchange(self, *piece)
+        if self.answered != 2:
+            return status, stopped
+        self._send(KILL)
+        return status, "timeout"
+
+    def sent(self: LocalConversation, message: bytes) -> None:
+        messages.append(message)
+        send(self, message)
+
+    monkeypatch.setattr(LocalConversation, "_exchange", late)
+    monkeypatch.setattr(LocalConversation, "_send", sent)
+    _, ended, fresh = told(box, "kept = 1", "kept = 2", "kept")
+    assert (ended.why, ended.lost) == ("timeout", True)
+    assert messages[messages.index(KILL) + 1].startswith(GO), "a reply to REST would say that the process still lives"
+    assert fresh.complaint == "NameError: name 'kept' is not defined" and not fresh.lost
 
 
 def test_sessions_one_after_another_leave_nothing() -> None:

@@ -1,5 +1,4 @@
-"""The data that roles, learners and samplers give each other beside batches: scores, expert choices, parts of weights,
-ranks.
+"""The data that roles, learners and samplers give each other beside batches: scores, expert choices, shards, ranks.
 
 Begin with `experience` (all that one step played) and `scores` (what a forward pass gives).
 """

@@ -96,11 +96,8 @@ class Routers(Protocol):
     """The routers of a learner's mixture of experts."""
 
     def read(self, packed: Packed, *, replay: bool) -> RoutedPass:
-        """Returns the record of the routers in a forward pass with the learner's present weights, without gradient.
-
-        Args:
-            replay: follow the choices of `packed.routed_N` where they are known.
-        """
+        """The record of the routers in a forward pass with the learner's present weights, without gradient. `replay`:
+        follow the choices of `packed.routed_N` where they are known."""
         ...
 
     def probabilities(self, packed: Packed, *, replay: bool) -> np.ndarray:
@@ -108,9 +105,8 @@ class Routers(Protocol):
         ...
 
     def followed(self) -> Learner:
-        """The learner with passes that follow the choices of their batch, where they are known. Checks compare a
-        sampler with it. Where two experts have nearly equal scores, rounding decides, and two correct passes could
-        choose differently."""
+        """The learner with passes that follow the known choices of their batch. Checks compare a sampler with it: where
+        two experts have nearly equal scores, two correct passes could choose differently."""
         ...
 
     @property

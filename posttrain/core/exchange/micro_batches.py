@@ -1,9 +1,8 @@
 """Decides which sequences of a minibatch share a micro-batch: first-fit decreasing, over families of sequences.
 
 A family is a set of sequences with the same beginning: siblings with one prompt, later turns of an episode, a pair with
-one question. A learner may compute a shared beginning once where its sequences lie in one micro-batch. So sequences are
-first joined to families, and then the families are packed. With `Room.once` a shared beginning also takes room once,
-and more sequences fit into a micro-batch.
+one question. A learner may compute a shared beginning once in one micro-batch, so families are packed. With `Room.once`
+it also takes room once, and more sequences fit.
 
 Worked example, where each letter stands for 4 tokens: room for 40 tokens, sequences [p p p a], [q q q b], [p p p c] and
 [d d d d d]. The first and the third share 12 tokens: they are a family of 32. In order of size: family (p..a, p..c) of
@@ -98,25 +97,20 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 def families(
     keys: Sequence[np.ndarray], sizes: Sequence[int], room: Room, computed: Sequence[int]
 ) -> tuple[list[list[int]], list[int], list[int]]:
-    """(items of each family, its packed tokens, its computed positions).
-
-    A family is a set of items that begin with the same tokens, as long as it has room. Items that share most are joined
-    first.
-    """
+    """(items of each family, its packed tokens, its computed positions). Items that begin with the same tokens are a
+    family, as long as it has room; those that share most are joined first."""
     # Sorted by tokens (big-endian bytes sort as the numbers do), items that begin alike are neighbours.
     # Any two items share the least of what the neighbours between them share.
     order = sorted(range(len(keys)), key=lambda i: keys[i].astype(">u4").tobytes())
     shared = [alike(keys[a], keys[b]) for a, b in pairwise(order)]
     members = [[i] for i in order]
-    # A family is a run of this order, so joining two of them removes the border between them. As
-    # in Kruskal's algorithm, the border over which most tokens are shared is tried first.
+    # A family is a run of this order. As in Kruskal's algorithm, the border over which most is shared is tried first.
     family_at = list(range(len(order)))
     """The family of each place in the order: the place at which it begins."""
     packed_at = [int(sizes[i]) for i in order]
     computed_at = [int(computed[i]) for i in order]
     for border in sorted((b for b, n in enumerate(shared) if n >= LEAST), key=lambda b: -shared[b]):
-        # The family that ends at this border, and the one that begins behind it: each
-        # border is tried once, so it still lies between two families.
+        # The families on both sides. Each border is tried once, so it still lies between two.
         left, right = family_at[border], border + 1
         together = computed_at[left] + computed_at[right] - (saved(shared[border]) if room.once else 0)
         # Without room the border stays. Both families may still grow on their other sides.

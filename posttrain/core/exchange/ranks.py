@@ -70,9 +70,8 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
     """
     if ranks.world == 1:
         return [function()]
-    # An error is exchanged like a value. A rank that raised at
-    # once would leave the others waiting in the exchange for ever.
-    # `error_place`: where `SHARED` has the error's class, because all ranks must raise the same class.
+    # An error is exchanged like a value: a rank that raised at once would leave the others waiting for ever.
+    # `error_place`: where `SHARED` has its class, which all ranks must raise.
     value, error_place, error_text = None, 0, ""
     try:
         value = function()
@@ -87,13 +86,10 @@ def of_every(ranks: Ranks, function: Callable[[], T]) -> list[T]:
 
 
 def of_one_copy(ranks: Ranks, value: float, what: str) -> list[float]:
-    """Returns the values of the first ranks that together hold one copy of all weights.
+    """The values of the first ranks that together hold one copy of all weights.
 
-    The value of a rank is the norm of its part of `what`. With several copies (`replicas`), the ranks of each copy hold
-    the same parts in the same order, so their values must have the same bits.
-
-    Raises:
-        InvariantError: on every rank, where two copies differ.
+    The value of a rank is the norm of its part of `what`. With several copies (`replicas`), their ranks hold the same
+    parts in the same order, so their values must have the same bits: InvariantError on every rank where they differ.
     """
     # Ranks are numbered copy after copy, so the next copy of a part lies `ranks_of_copy` ranks further.
     values, ranks_of_copy = ranks.every(value), ranks.world // getattr(ranks, "replicas", 1)

@@ -1,7 +1,5 @@
-"""The episode that asks an engine for a turn. It travels with the coroutine.
-
-So an engine pool can name the episode that waits, and the episode whose turn killed its engines (`UnanswerableTurn`).
-"""
+"""The episode that asks an engine for a turn, which travels with the coroutine: an engine pool can name the episode
+that waits, and the one whose turn killed its engines (`UnanswerableTurn`)."""
 
 from __future__ import annotations
 
@@ -50,10 +48,7 @@ DEADLY = "dead_letter"
 
 class UnanswerableTurn(Exception):
     """A turn that killed every engine it was given to, or an episode that killed every process that played it. It fails
-    its episode, and does not stop the run.
-
-    `who` is the episode, where one asked. `deaths` is how many processes died of it; `of` says which.
-    """
+    its episode (`who`, where one asked), and not the run. `deaths` processes died of it; `of` says which."""
 
     def __init__(
         self, who: RequestOwner | None, deaths: int, cause: str, of: str = "engines died while they sampled its turn"

@@ -1,8 +1,7 @@
 """Row gradients: gradients that hold only some rows of a weight; all other rows are zero.
 
-Such a gradient is a sparse torch tensor [V, H] with one index for each row. `engine.layers.embedding_gradient` makes
-them for embeddings. Code that reads gradients handles dense and sparse ones through these functions, which import no
-torch.
+Such a gradient is a sparse torch tensor [V, H] with one index for each row (`engine.layers.embedding_gradient`). Code
+that reads gradients handles dense and sparse ones through these functions, which import no torch.
 """
 
 from __future__ import annotations

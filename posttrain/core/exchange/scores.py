@@ -43,10 +43,7 @@ class Reads:
 @dataclass(frozen=True)
 class TokenScores:
     """Results of one differentiable forward pass for the M spoken tokens: torch tensors, float32 [M], on the model's
-    device.
-
-    `entropy` is that of the distribution the token was drawn from. What was not asked for is None.
-    """
+    device. What was not asked for is None. `entropy` is that of the distribution the token was drawn from."""
 
     logp: Any
     entropy: Any | None
@@ -90,8 +87,7 @@ class ExpectedUpdate:
     size: float
     """Scale for differences from `move`: how far such a step moves an entry with a large gradient."""
     along: bool = False
-    """Whether only the part of the step along `move` is compared: the optimizer's arithmetic adds noise in other
-    directions, which may be as large as `move`."""
+    """Whether only the part along `move` is compared: in other directions the arithmetic's noise may be as large."""
 
 
 class AdapterTrial(Protocol):

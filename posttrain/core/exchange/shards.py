@@ -12,11 +12,9 @@ from posttrain.system.errors import InvariantError
 @dataclass(frozen=True, eq=False)
 class Shard:
     """A part of one named weight: the box of its full tensor that begins at `offsets` and is as large as `tensor`.
+    InvariantError where it does not lie inside.
 
     Example: rows 4 to 7 of a weight [10, 3] are `Shard("w", rows, (10, 3), (4, 0))`, with `rows` of shape [4, 3].
-
-    Raises:
-        InvariantError: the part does not lie inside the full tensor.
     """
 
     name: str
@@ -84,8 +82,7 @@ class DividedGradients(Protocol):
     """An optimizer that may have a part of some weights in this process, and other weights whole in every process."""
 
     def agree(self) -> None:
-        """For weights that every process has whole, take the gradients of the first process. All processes call this at
-        once, before the step."""
+        """For weights that every process has whole, take the gradients of the first. All call it before the step."""
         ...
 
 

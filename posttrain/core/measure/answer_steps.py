@@ -62,20 +62,16 @@ def joined(steps: Sequence[str], separator: str) -> tuple[str, tuple[int, ...]]:
     text, ends = "", list[int]()
     for i, step in enumerate(steps):
         last = i == len(steps) - 1
-        # After the last step no separator is written: the answer ends there.
         text += step if last or step.endswith(separator) else step + separator
         ends.append(len(text))
     return text, tuple(ends)
 
 
 def aggregated(scores: Sequence[float], aggregate: Aggregate) -> float:
-    """The scores of an answer's steps as one number.
+    """The scores of an answer's steps as one number; InvariantError where there is no step.
 
     >>> [round(aggregated([0.9, 0.4, 0.8], how), 3) for how in ("min", "product", "mean", "last")]
     [0.4, 0.288, 0.7, 0.8]
-
-    Raises:
-        InvariantError: there is no step.
     """
     if not scores:
         raise InvariantError("an answer without a step has no score: leave it out, or count it as not judged")
@@ -147,7 +143,6 @@ class StepValues:
         >>> values.best_of(1) == values.soft, values.best_of(2)
         (True, (0.0, 0.5, 1.0, 1.0))
         """
-        # Of n judged completions with r right ones, a random choice of
-        # k holds no right one with probability C(n - r, k) / C(n, k).
+        # The chance that a random choice of k of n judged completions, with r right ones, holds no right one.
         each = [(r, n, min(count, n)) for r, n in zip(self.right, self.asked, strict=True)]
         return tuple(1 - math.comb(n - r, k) / math.comb(n, k) for r, n, k in each)

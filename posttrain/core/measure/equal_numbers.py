@@ -17,8 +17,7 @@ of a few thousand terms is smaller than this. A reward model is coarser; its set
 
 
 def rounding(sizes: Sequence[float] | np.ndarray, resolution: float = RESOLUTION) -> float:
-    """The largest difference of values that counts as rounding: `resolution` times the largest of `sizes`, the values'
-    sums of absolute terms."""
+    """The largest difference that counts as rounding: `resolution` times the largest of the values' `size`s."""
     return resolution * float(np.max(sizes, initial=0.0))
 
 

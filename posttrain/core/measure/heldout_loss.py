@@ -11,8 +11,7 @@ from posttrain.core.measure.interval import Gain, Score
 from posttrain.core.measure.number_text import number_text
 
 Rows = Mapping[str, tuple[float, float]]
-"""(sum of weight * negative log-prob, sum of weights) over the tokens of each demonstration. The key is a digest of its
-tokens."""
+"""(sum of weight * negative log-prob, sum of weights) over the tokens of each demonstration, by a digest of these."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,8 @@ class HeldoutLoss:
         return Score.free([*self.values(self.rows).values()])
 
     def values(self, of: Iterable[str]) -> dict[Hashable, float]:
-        """One number for each of these rows that this loss has. The mean of these numbers is the mean loss over all
-        tokens of the rows."""
-        # Row k gets nll_k * rows / weight, so the mean over rows is sum nll / sum of weights.
-        # The interval then has rows as its units, while the mean is one over tokens.
+        """One number for each of these rows that this loss has. Their mean is the mean loss over all tokens: row k gets
+        nll_k * rows / weight. So an interval has rows as its units."""
         shared = [k for k in of if k in self.rows]
         weight = math.fsum(self.rows[k][1] for k in shared)
         return {k: self.rows[k][0] * len(shared) / weight for k in shared}

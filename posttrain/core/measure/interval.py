@@ -32,10 +32,8 @@ def interval(mean: float, low: float, high: float, sign: str = "") -> str:
 
 
 def student95(freedom: float) -> float:
-    """The 97.5 % point of Student's t.
-
-    It is exact for 1, 2, 3 and 4 degrees of freedom, and up to 20 % too large between these numbers. Above 4 it is
-    Cornish and Fisher's expansion, with an error below 0.3 %.
+    """The 97.5 % point of Student's t: exact for 1 to 4 degrees of freedom, up to 20 % too large between these numbers.
+    Above 4 it is Cornish and Fisher's expansion, with an error below 0.3 %.
 
     >>> round(student95(2), 3), round(student95(9), 3)
     (4.303, 2.262)
@@ -53,10 +51,9 @@ def student95(freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over prompts with its 95 % interval.
+    """A mean over prompts with its 95 % interval, whose ends are infinite where there is none.
 
-    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples. Where there is
-    no interval its ends are infinite.
+    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples.
     """
 
     mean: float
@@ -69,10 +66,9 @@ class Score:
         """The score of one value per prompt, on a scale from `low` to `high`.
 
         If every value is an end of the scale, the mean is a proportion and the interval is Wilson's. Else z^2/2
-        pseudo-observations are added at each end of the scale, as Agresti and Coull do for proportions. The interval is
-        the normal one of all these values, cut to the scale. The added values keep the interval from being a point if
-        all prompts agree. One value has no interval, and values on a scale without width (`high` not above `low`) have
-        none.
+        pseudo-observations are added at each end of the scale, as Agresti and Coull do for proportions, so that it is
+        no point if all prompts agree. It is the normal interval of all these values, cut to the scale. One value has
+        none, and values on a scale without width (`high` not above `low`) have none.
 
         >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
         ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
@@ -94,10 +90,8 @@ class Score:
             # For values of 0 and 1 alone this is the interval of Agresti and Coull.
             squares = float(np.square(y - p).sum()) + square / 2 * (p * p + (1 - p) ** 2)
             half = Z95 * math.sqrt(squares) / (n + square)
-        ends = (low + (high - low) * min(max(e, 0.0), 1.0) for e in (p - half, p + half))
-        # p lies nearer to the middle of the scale than the mean does. So the mean may lie
-        # outside the interval around p, which is then widened to contain it.
-        bottom, top = ends
+        # p lies nearer to the middle than the mean, which may lie outside the interval around p: then it is widened.
+        bottom, top = (low + (high - low) * min(max(e, 0.0), 1.0) for e in (p - half, p + half))
         return Score(mean, min(bottom, mean), max(top, mean), n)
 
     @staticmethod
@@ -122,13 +116,18 @@ class Score:
         return interval(self.mean, self.low, self.high)
 
 
+def _both(before: Mapping[Hashable, float], after: Mapping[Hashable, float]) -> tuple[np.ndarray, np.ndarray]:
+    """The values of the prompts that are in both. They are paired: the difficulty of a prompt cancels."""
+    both = [k for k in before if k in after]
+    return np.array([before[k] for k in both], np.float64), np.array([after[k] for k in both], np.float64)
+
+
 @dataclass(frozen=True)
 class Gain:
     """The mean difference of two measurements of the same prompts, with its 95 % interval.
 
-    Each prompt is compared with itself, so differences between easy and hard prompts do not widen the interval. The
-    interval is valid for prompts like these and for these two policies. It says nothing about training with another
-    seed.
+    Each prompt is compared with itself, so differences between prompts do not widen the interval. It is valid for
+    prompts like these and for these two policies, and says nothing about training with another seed.
     """
 
     before: float
@@ -160,11 +159,8 @@ class Gain:
         +0.250 [+0.138, +0.338] 20 0
         """
         # Paired: the variance is that of the differences, in which the difficulty of a prompt cancels.
-        both = [k for k in before if k in after]
-        x, y = (np.array([m[k] for k in both], np.float64) for m in (before, after))
-        n, d = len(both), (y - x) / scale
-        if not n:
-            return Gain(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
+        x, y = _both(before, after)
+        n, d = len(x), (y - x) / scale
         low, high = -math.inf, math.inf
         if n > 1:
             # Two imagined prompts are added, with the differences -1 and +1 (`d` is in units of `scale`).
@@ -173,11 +169,7 @@ class Gain:
             half = Z95 * math.sqrt(squares) / (n + 2)
             mean = float(d.mean())
             low, high = (scale * min(max(e, -1.0), 1.0) for e in (min(middle - half, mean), max(middle + half, mean)))
-        # Sums of the same outcomes in another order may differ by rounding: such a prompt is neither better nor worse.
-        moved = np.abs(d) > 1e-12
-        return Gain(
-            float(x.mean()), float(y.mean()), low, high, n, int((moved & (d > 0)).sum()), int((moved & (d < 0)).sum())
-        )
+        return Gain._of(x, y, d, low, high)
 
     @staticmethod
     def free(before: Mapping[Hashable, float], after: Mapping[Hashable, float]) -> Gain:
@@ -186,13 +178,18 @@ class Gain:
         >>> print(Gain.free({i: 2.0 + i for i in range(9)}, {i: 1.9 + i - i % 2 / 10 for i in range(9)}))
         -0.144 [-0.185, -0.104]
         """
-        both = [k for k in before if k in after]
-        x, y = (np.array([m[k] for k in both], np.float64) for m in (before, after))
-        d = Score.free(y - x)
-        if not both:
+        x, y = _both(before, after)
+        difference = Score.free(y - x)
+        return Gain._of(x, y, y - x, difference.low, difference.high)
+
+    @staticmethod
+    def _of(x: np.ndarray, y: np.ndarray, d: np.ndarray, low: float, high: float) -> Gain:
+        """The gain from `x` to `y` by prompt. `d`: the differences in units of their scale."""
+        if not len(x):
             return Gain(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
-        better, worse = (int((sign * (y - x) > 1e-12).sum()) for sign in (1, -1))
-        return Gain(float(x.mean()), float(y.mean()), d.low, d.high, len(both), better, worse)
+        # Sums of the same outcomes in another order may differ by rounding: such a prompt is neither better nor worse.
+        better, worse = (int((sign * d > 1e-12).sum()) for sign in (1, -1))
+        return Gain(float(x.mean()), float(y.mean()), low, high, len(x), better, worse)
 
     def __str__(self) -> str:
         if not self.prompts:

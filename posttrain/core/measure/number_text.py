@@ -6,12 +6,8 @@ import math
 
 
 def number_text(x: float, usual: str = ".3f", size: float | None = None) -> str:
-    """A number as text. A number of ordinary size has the format `usual`. A large or tiny one has as many decimals as
-    have a meaning.
-
-    Args:
-        size: the smallest difference that matters, such as half an interval. None: the number stands alone, and its own
-            size is taken.
+    """A number as text. One of ordinary size has the format `usual`, a large or tiny one the decimals with a meaning.
+    `size`: the smallest difference that matters, such as half an interval; None: the number's own size.
 
     >>> number_text(0.5), number_text(510833.333), number_text(-2508.162, "+.3f", 4912.0), number_text(-3e-5, "+.3f")
     ('0.500', '510,833.33', '-2,508', '-3e-05')

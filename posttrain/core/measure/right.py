@@ -52,8 +52,7 @@ class Right:
 
 
 def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = False) -> Right:
-    """Returns the rule for right answers, from the sources that are paid, or with `measured` from those that are
-    measured."""
+    """Returns the rule for right answers, from the sources that are paid, or with `measured` from the measured ones."""
     if named is not None:
         return Right(named, True)
     sources = [j for j in verdicts if (j.measured if measured else j.counts)]

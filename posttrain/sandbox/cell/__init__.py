@@ -1,2 +1,1 @@
-"""The code that runs inside a sandbox: standard library only, imported there under the name `cell`, and without any
-secret."""
+"""The code that runs inside a sandbox under the name `cell`: standard library only, and without any secret."""

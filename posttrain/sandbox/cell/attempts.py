@@ -1,8 +1,7 @@
 """Counts how often a program asked for a network socket. The kernel reports each request here, and it is refused.
 
 A seccomp filter makes these reports. The zygote sets it, every job inherits it, and no job has the descriptor that
-answers. So a program can neither hide an attempt nor allow it. If nobody answers, the request is refused too
-(seccomp_unotify(2)).
+answers. So a program can neither hide an attempt nor allow it. If nobody answers, it is refused (seccomp_unotify(2)).
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Attempts:
         with contextlib.suppress(FileNotFoundError):
             fcntl.ioctl(self.fd, RECEIVE, notice)
             self.count += 1
-            # struct seccomp_notif_resp: the attempt's id, the value, the error, flags. The call returns the negative
-            # error, and the kernel does not execute it.
+            # struct seccomp_notif_resp: id, value, negative error, flags. The kernel does not execute the call.
             fcntl.ioctl(self.fd, SEND, struct.pack("QqiI", *struct.unpack_from("Q", notice), 0, -syscalls.EPERM, 0))
 
 

@@ -54,8 +54,7 @@ def _exactly(wire: int, count: int) -> bytes | None:
 
 
 def _cell(piece: bytes, name: str, namespace: dict[str, Any]) -> int:
-    """Run one piece. Returns 0, or 1 for an exception, or MEMORY_ERROR. SystemExit ends the piece and not the
-    session."""
+    """Run one piece. Returns 0, or 1 for an exception, or MEMORY_ERROR. SystemExit ends only the piece."""
     try:
         # As in a notebook, a last statement that is an expression is evaluated separately, because its value is shown.
         tree = ast.parse(piece, name)

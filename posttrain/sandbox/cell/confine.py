@@ -43,10 +43,8 @@ def checked(result: int, what: str) -> int:
 
 def prctl(option: int, value: int, what: str, pointer: Any = 0) -> None:
     """One prctl, or OSError."""
-    checked(
-        libc.prctl(option, ctypes.c_ulong(value), ctypes.c_void_p(pointer) if pointer else ctypes.c_ulong(0), 0, 0),
-        what,
-    )
+    address = ctypes.c_void_p(pointer) if pointer else ctypes.c_ulong(0)
+    checked(libc.prctl(option, ctypes.c_ulong(value), address, 0, 0), what)
 
 
 def landlock_version() -> int:
@@ -75,8 +73,7 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
         for path in paths:
             try:
                 tree = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            # The list of system directories is for several distributions, and none of them has all of these
-            # directories.
+            # The list of system directories is for several distributions, and none of them has all.
             except FileNotFoundError:
                 continue
             except PermissionError:
@@ -94,8 +91,7 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
 
 def drop(uid: int | None) -> None:
     """Become `uid` with no group and no capability; new privileges can never be gained."""
-    # The groups are changed before the user, because after setresuid the process has no right and no capability to
-    # change anything.
+    # The groups before the user, because after setresuid the process may not change them.
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -117,11 +113,9 @@ def bound_files(path: str, size: int, files: int) -> bool:
 def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> None:
     """Sets the rlimits of one job. `tasks` bounds threads and processes, if the uid is the sandbox's own.
 
-    With `cpu=False` there is no limit on processor time. A session needs a limit for each piece of code that it is
-    sent, and this one would be for the whole life of the process.
+    `cpu=False`: no limit on processor time, for a session, which needs one for each piece and not for its whole life.
     """
-    # The kernel counts whole seconds. At the soft limit it sends SIGXCPU, which a program can ignore; one
-    # second later SIGKILL.
+    # Whole seconds. At the soft limit the kernel sends SIGXCPU, which a program can ignore; a second later SIGKILL.
     seconds = max(1, int(limits["cpu"] + 0.999))
     for what, soft, hard in (
         (resource.RLIMIT_AS, limits["memory"], limits["memory"]),
@@ -140,12 +134,11 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
 
 
 def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) -> tuple[Any, Any]:
-    """Sets Landlock, and prepares the filter for `shut`. This is everything that is possible before the job is
-    known. `told`: see `syscalls.program`."""
+    """Sets Landlock, and prepares the filter for `shut`, before the job is known. `told`: see `syscalls.program`."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
-    # Landlock can be set before the job comes, because it only concerns files that are opened later. The filter of
-    # calls cannot, because it refuses the calls that receive the job and set its limits.
+    # Landlock only concerns files that are opened later, so it can be set before the job comes. The filter of calls
+    # refuses the calls that receive the job and set its limits.
     if rules is not None:
         checked(libc.syscall(RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0)), "landlock_restrict_self")
         os.close(rules)

@@ -91,8 +91,7 @@ def decode(said: Any) -> Any:
 
 
 def run(source: bytes, call: bytes, result: int) -> int:
-    """Run the program as `__main__`, or call one of its functions and write the value to `result`. Returns the exit
-    status."""
+    """Run the program as `__main__`, or call a function of it and write the value to `result`. Returns the status."""
     # For a call the module has another name, so that code under `if __name__ == "__main__"` does not run.
     module = ModuleType("solution" if call else "__main__")
     begin(module)
@@ -102,7 +101,7 @@ def run(source: bytes, call: bytes, result: int) -> int:
         # exit functions, close files. An honest program relies on all three.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        # Files that only the program's names refer to are closed by this, and so their buffers are written.
+        # This closes files that only the program's names refer to, and so writes their buffers.
         module.__dict__.clear()
     # Raised by a signal handler of the program, or while its error is printed. `_guarded` caught everything else.
     except SystemExit as leave:
@@ -115,10 +114,8 @@ def run(source: bytes, call: bytes, result: int) -> int:
 
 
 def begin(module: ModuleType) -> None:
-    """Make `module` the main module, and set the random state with which every program starts. numpy's random state
-    comes from the zygote."""
-    # The module is registered under both names, because pickle, dataclasses and typing look up a class's module by its
-    # name.
+    """Make `module` the main module, and set the random state of every program; numpy's comes from the zygote."""
+    # Under both names, because pickle, dataclasses and typing look up a class's module by its name.
     module.__dict__["__builtins__"] = builtins
     sys.modules[module.__name__] = sys.modules["__main__"] = module
     sys.argv = ["program"]
@@ -128,8 +125,7 @@ def begin(module: ModuleType) -> None:
 
 
 def streams() -> None:
-    """Makes the standard streams anew. Those of the zygote were made for other files, and Python remembers whether
-    these can seek."""
+    """Makes the standard streams anew: those of the zygote remember whether the files that they had can seek."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         raw = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115 (open as long as the program)
         raw.raw.name = f"<{name}>"  # type: ignore[attr-defined]

@@ -27,35 +27,34 @@ OPEN, OPENAT = 2, 257
 # The call `socket`, and the families of addresses of this machine.
 SOCKET, UNIX, NETLINK = 41, 1, 16
 
-# read write close fstat poll lseek mmap mprotect munmap brk futex newfstatat stat lstat rt_sig* pread64 pwrite64 readv
-# writev access pipe select sched_yield mremap msync mincore madvise
-PLAIN = (
-    *(0, 1, 3, 5, 7, 8, 9, 10, 11, 12, 202, 262, 4, 6, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),
-    # dup dup2 pause nanosleep getitimer alarm setitimer getpid sendfile recvfrom shutdown getsockname getpeername
-    # getsockopt exit wait4 uname
-    *(32, 33, 34, 35, 36, 37, 38, 39, 40, 45, 48, 51, 52, 55, 60, 61, 63),
-    # fsync fdatasync ftruncate getdents getcwd chdir fchdir readlink umask gettimeofday getrlimit getrusage sysinfo
-    # times getuid getgid
-    *(74, 75, 77, 78, 79, 80, 81, 89, 95, 96, 97, 98, 99, 100, 102, 104),
-    # geteuid getegid getppid getpgrp getgroups getresuid getresgid getpgid getsid rt_sigpending rt_sigtimedwait
-    # rt_sigsuspend sigaltstack
-    *(107, 108, 110, 111, 115, 118, 120, 121, 124, 127, 128, 130, 131),
-    # statfs fstatfs getpriority sched_getparam sched_getscheduler sched_get_priority_max/min arch_prctl gettid time
-    # sched_getaffinity
-    *(137, 138, 140, 143, 145, 146, 147, 158, 186, 201, 204),
-    # getdents64 set_tid_address restart_syscall (what the kernel makes of a timed wait that a stop interrupted)
-    # fadvise64 clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl
-    *(217, 218, 219, 221, 228, 229, 230, 231, 232, 233),
-    # readlinkat faccessat pselect6 ppoll set_robust_list get_robust_list epoll_pwait eventfd2 epoll_create1 dup3 pipe2
-    # preadv pwritev
-    *(267, 269, 270, 271, 273, 274, 281, 290, 291, 292, 293, 295, 296),
-    # getcpu getrandom membarrier copy_file_range statx rseq close_range faccessat2
-    *(309, 318, 324, 326, 332, 334, 436, 439),
-)
-FILES = (73, 76, 82, 83, 84, 85, 87, 90, 91, 132, 235, 258, 261, 263, 264, 268, 280, 316)
-"""flock truncate rename mkdir rmdir creat unlink chmod fchmod utime utimes mkdirat futimesat unlinkat renameat fchmodat
-utimensat renameat2. They are allowed only if all visible files are the sandbox's own, because Landlock does not check
-all of these calls."""
+
+def numbers(listed: str) -> tuple[int, ...]:
+    """The numbers in a text of names, each with its number."""
+    return tuple(map(int, listed.split()[1::2]))
+
+
+PLAIN = numbers("""
+read 0 write 1 close 3 fstat 5 poll 7 lseek 8 mmap 9 mprotect 10 munmap 11 brk 12 futex 202 newfstatat 262 stat 4
+lstat 6 rt_sigaction 13 rt_sigprocmask 14 rt_sigreturn 15 pread64 17 pwrite64 18 readv 19 writev 20 access 21 pipe 22
+select 23 sched_yield 24 mremap 25 msync 26 mincore 27 madvise 28 dup 32 dup2 33 pause 34 nanosleep 35 getitimer 36
+alarm 37 setitimer 38 getpid 39 sendfile 40 recvfrom 45 shutdown 48 getsockname 51 getpeername 52 getsockopt 55
+exit 60 wait4 61 uname 63 fsync 74 fdatasync 75 ftruncate 77 getdents 78 getcwd 79 chdir 80 fchdir 81 readlink 89
+umask 95 gettimeofday 96 getrlimit 97 getrusage 98 sysinfo 99 times 100 getuid 102 getgid 104 geteuid 107 getegid 108
+getppid 110 getpgrp 111 getgroups 115 getresuid 118 getresgid 120 getpgid 121 getsid 124 rt_sigpending 127
+rt_sigtimedwait 128 rt_sigsuspend 130 sigaltstack 131 statfs 137 fstatfs 138 getpriority 140 sched_getparam 143
+sched_getscheduler 145 sched_get_priority_max 146 sched_get_priority_min 147 arch_prctl 158 gettid 186 time 201
+sched_getaffinity 204 getdents64 217 set_tid_address 218 restart_syscall 219 fadvise64 221 clock_gettime 228
+clock_getres 229 clock_nanosleep 230 exit_group 231 epoll_wait 232 epoll_ctl 233 readlinkat 267 faccessat 269
+pselect6 270 ppoll 271 set_robust_list 273 get_robust_list 274 epoll_pwait 281 eventfd2 290 epoll_create1 291 dup3 292
+pipe2 293 preadv 295 pwritev 296 getcpu 309 getrandom 318 membarrier 324 copy_file_range 326 statx 332 rseq 334
+close_range 436 faccessat2 439
+""")
+"""The calls with any arguments. restart_syscall is what the kernel makes of a timed wait that a stop interrupted."""
+FILES = numbers("""
+flock 73 truncate 76 rename 82 mkdir 83 rmdir 84 creat 85 unlink 87 chmod 90 fchmod 91 utime 132 utimes 235
+mkdirat 258 futimesat 261 unlinkat 263 renameat 264 fchmodat 268 utimensat 280 renameat2 316
+""")
+"""Allowed only if all visible files are the sandbox's own, because Landlock does not check all of these calls."""
 ATTRIBUTES = range(188, 200)
 """Extended attributes of files, from setxattr to fremovexattr. They are refused with the error of a file system without
 attributes, which `shutil` expects when it copies a file."""
@@ -70,8 +69,7 @@ WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 
 
 def op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction of the filter. `yes` and `no`: how many instructions are skipped if its test holds or does
-    not."""
+    """One instruction of the filter. `yes`, `no`: instructions that are skipped if its test holds or does not."""
     return struct.pack("HBBI", code, yes, no, value)
 
 
@@ -97,11 +95,8 @@ def stretches(allowed: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def search(parts: list[tuple[int, int]]) -> bytes:
-    """Code that finds the run of a number by binary search.
-
-    When a filter is set, the kernel runs it once for every number. A chain of tests would cost each job half a
-    millisecond.
-    """
+    """Code that finds the run of a number by binary search. When a filter is set, the kernel runs it once for every
+    number, and a chain of tests would cost each job half a millisecond."""
     if len(parts) == 1:
         return op(RETURN, parts[0][1])
     # A jump is counted in instructions of 8 bytes. Numbers below the middle do not jump, and `below` follows for them.
@@ -170,9 +165,8 @@ def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes:
         host_files: the machine's files are visible, so no call that changes a file is allowed.
         processes: children and exec are allowed, and signals too, but not to all processes at once, to `keeper`, to
             `keepers` or to process 1.
-        told: the filter of `telling` is set too, and it decides about sockets. Of the verdicts of two filters the
-            stricter one holds. So this filter has the verdict TRACE for sockets, which is less strict than a report,
-            and which refuses the call (ENOSYS) if there is no tracer.
+        told: the filter of `telling` is set too, and it decides about sockets. The stricter verdict of two filters
+            holds, so this one says TRACE, which is less strict than a report, and refuses (ENOSYS) without a tracer.
     """
     code = template(host_files, processes, told)
     for mark, number in ((PID, pid), (KEEPER, keeper), (-KEEPERS, -keepers)):
@@ -182,11 +176,10 @@ def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes:
 
 @functools.cache
 def template(host_files: bool, processes: bool, told: bool) -> bytes:
-    """The filter with `PID`, `KEEPER` and `KEEPERS` in place of process ids. It takes a millisecond to make, so it is
-    cached."""
-    # The architecture is tested first, because the numbers have other meanings on another one. Then the number of the
-    # call stays in the accumulator, and each `when` tests it. A `when` loads an argument only behind its test, and then
-    # always returns. x32 has the same architecture, and numbers with bit 30 set.
+    """The filter with `PID`, `KEEPER` and `KEEPERS` in place of process ids; cached, since it takes a millisecond."""
+    # The architecture is tested first, because it gives the numbers their meaning; x32 has the same one, and numbers
+    # with bit 30 set. Then the number stays in the accumulator, and each `when` tests it: it loads an argument only
+    # behind its test, and then always returns.
     start = op(LOAD, 4) + op(EQUAL, AUDIT_ARCH_X86_64, 1, 0) + op(RETURN, KILL)
     start += op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, KILL)
     plain = PLAIN + (() if host_files else FILES) + (PROCESSES if processes else ())

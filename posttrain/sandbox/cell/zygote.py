@@ -33,9 +33,10 @@ REHEARSAL = "import json\ndef f(x): return json.loads('[1]')[0] + x\nf(1)"
 faults, each of which takes as long as hundreds of lines."""
 STEP = 0.01
 """Least seconds between two checks of a session's processor time."""
+CORES = os.cpu_count() or 1
+"""How many times as fast as the clock a session's processor time can run."""
 CLEAN = b"clean"
-"""The message that the files of a job are removed. It comes after the job's reply, so that a job with many files does
-not delay the reply."""
+"""The message that the files of a job are removed, after the job's reply, which many files shall not delay."""
 DONE = b"1"
 """The byte that a child writes to a pipe once it is confined. Then the pipe is closed, and the program begins. If the
 byte is missing, the sandbox failed and not the program, and no program can fake that."""
@@ -78,8 +79,7 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     for name in (*PRELOAD.split(), *(m for p in settings["packages"] for m in (p, *LAZY.get(p, ())))):
         importlib.import_module(name)
     if "numpy.random" in sys.modules:
-        # The seed is set once here, where nothing draws from it. In a job it would take three quarters of a
-        # millisecond.
+        # Once here, where nothing draws from it. In a job it would take three quarters of a millisecond.
         sys.modules["numpy.random"].seed(0)
     # Without the module `site` these two functions are missing, and ordinary programs call them.
     for name in ("exit", "quit"):
@@ -96,8 +96,7 @@ def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
     # accepts a filter (`Attempts`) from an ordinary process only after no_new_privs.
     confine.drop(settings["uid"])
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
-    # With namespaces the mounts already confine the program, and Landlock is a second barrier. Without them it is the
-    # only one.
+    # With namespaces the mounts already confine the program, and Landlock is a second barrier, else the only one.
     if confine.landlock_version() == 0:
         if mode == "landlock":
             raise OSError(f"kernel {os.uname().release} has no Landlock (needs 5.13 or later, and lsm=landlock)")
@@ -131,9 +130,8 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
             if data == REST or data.startswith((KILL, GO)):
                 continue  # the message came after its job had ended
             request = json.loads(data)
-            # `confined` and `locked` are the pipe for `DONE`. The descriptors of a job belong to its child only. They
-            # are closed here before the next spare child is forked. Otherwise it would hold the pipes open, and their
-            # reader would wait for an end.
+            # `confined` and `locked` are the pipe for `DONE`. A job's descriptors are closed here before the next spare
+            # child is forked. Otherwise it would hold the pipes open, and their reader would wait for an end.
             confined, locked = os.pipe()
             start = time.monotonic()
             pid, spare = give(spare, data, [*fds, locked]), None
@@ -145,16 +143,13 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, a
             for fd in (*fds, locked):
                 os.close(fd)
             spare = hatch(control, settings, rules) if makes_spares and not request["followed"] else None
-            status, usage, spent = (
-                attend(pid, control, attempts) if request["session"] else (*wait(pid, control, attempts), False)
-            )
+            status, usage, spent = attend(pid, control, attempts)
             # Without a namespace, processes that the program started may still run, so its process group is killed.
             if settings["mode"] == "none":
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
             took = time.monotonic() - start
-            # All writing ends are closed, so this read returns at once. It returns nothing if the child failed before
-            # it was confined.
+            # All writing ends are closed, so this returns at once: nothing if the child failed before it was confined.
             ran = os.read(confined, 1) == DONE
             os.close(confined)
             costs = {"cpu": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024, "network": taken(attempts)}
@@ -174,8 +169,7 @@ def hatch(control: socket.socket, settings: dict[str, Any], rules: int | None) -
     pid = os.fork()
     if pid == 0:
         try:
-            # The child's copy of our end would keep the socket open, and the child would not notice the end of the
-            # zygote.
+            # The child's copy of our end would keep the socket open, and hide the end of the zygote from it.
             ours.close()
             ready = begin(settings, rules)
             exec(compile(REHEARSAL, program.NAME, "exec"), {})
@@ -211,46 +205,22 @@ def bury(spare: tuple[int, socket.socket] | None) -> None:
         spare[1].close()
 
 
-def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any]:
-    """Waits for a child. Returns its status and its resource usage. The child is killed if the host asks for it or is
-    gone."""
-    # A pidfd can be read once the child has ended, so one poll waits for the child, the host and the attempts.
-    pidfd = os.pidfd_open(pid)
-    poll = watched(attempts, pidfd, control.fileno())
-    try:
-        while True:
-            ready = heard(poll, attempts)
-            if pidfd in ready:
-                _, status, usage = os.wait4(pid, 0)
-                return status, usage
-            if control.fileno() not in ready:
-                continue
-            message = control.recv(64)
-            # The message is KILL, or empty if the other side is gone. After KILL the loop goes on, until the pidfd
-            # shows that the status can be read.
-            os.kill(pid, signal.SIGKILL)
-            if not message:
-                os.waitpid(pid, 0)
-                raise ConnectionResetError("the other end is gone")
-    finally:
-        os.close(pidfd)
-
-
 def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any, bool]:
-    """Waits for a session, which runs only between `GO` and `REST`, and not longer than its processor time.
+    """Waits for a child, which is killed if the host asks for it or is gone. A session runs only between `GO` and
+    `REST`, and not longer than its processor time.
 
     Returns (status, resource usage, whether the processor time was used up). The time is the kernel's and is read here,
     so a program can neither change it nor ignore the limit.
     """
+    # A pidfd can be read once the child has ended, so one poll waits for the child, the host and the attempts.
     # `clock` is the id of another process's CPU-time clock, as the kernel defines it: (~pid << 3) | CPUCLOCK_SCHED.
     pidfd, clock = os.pidfd_open(pid), ~pid << 3 | 2
     poll = watched(attempts, pidfd, control.fileno())
-    cores, begun, end, spent = os.cpu_count() or 1, 0.0, None, False
+    begun, end, spent = 0.0, None, False
     try:
         while True:
-            # With threads on all cores the processor time runs `cores` times as fast, so the next check is that much
-            # earlier.
-            pause = None if end is None else max(STEP, (end - seconds(clock)) / cores)
+            # With threads on all cores the processor time runs that many times as fast, so the next check is earlier.
+            pause = None if end is None else max(STEP, (end - seconds(clock)) / CORES)
             ready = heard(poll, attempts, pause)
             if pidfd in ready:
                 _, status, usage = os.wait4(pid, 0)
@@ -267,7 +237,8 @@ def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple
                 control.send(json.dumps({"cpu": seconds(clock) - begun, "network": taken(attempts)}).encode())
                 end = None
             elif host_spoke or (end is not None and seconds(clock) >= end):
-                # The session is killed because the host asked for it, or else because its time is used up.
+                # It is killed because the host asked for it, or else because the session's time is used up. The loop
+                # goes on, until the pidfd shows that the status can be read.
                 spent, end = not host_spoke, None
                 os.kill(pid, signal.SIGKILL)
                 if host_spoke and not message:
@@ -286,8 +257,8 @@ def seconds(clock: int) -> float:
 
 
 def begin(settings: dict[str, Any], rules: int | None) -> Any:
-    """The first part of confining a child: it dies with the zygote, gets its own process group, and is confined as far
-    as that is possible without its job. An error is returned, and `job` raises it."""
+    """Confines a child as far as that is possible without its job: it dies with the zygote, and has its own process
+    group. An error is returned, and `job` raises it."""
     try:
         confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
         # In its own group, a signal to the group (kill 0) reaches only the job and not the zygote.
@@ -321,11 +292,9 @@ def job(
         source, stdin, stdout, stderr, result, call, locked = fds
         code, call_text = read(source), read(call)
         control.detach()
-        kept_fds = [stdin, stdout, stderr, result, locked]
-        # First all descriptors are copied to numbers from 100 on, because dup2 to 0..4 could overwrite one that is
-        # still needed. The program then has 0, 1, 2 and the result (3). Descriptor 4 is closed before the program
-        # begins.
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in kept_fds]
+        # First copied to numbers from 100 on: dup2 to 0..4 could overwrite one that is still needed. The program then
+        # has 0, 1, 2 and the result (3). Descriptor 4 is closed before the program begins.
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (stdin, stdout, stderr, result, locked)]
         for number, fd in enumerate(high):
             os.dup2(fd, number)
         os.closerange(len(high), 65536)
@@ -333,8 +302,7 @@ def job(
         session = request["session"]
         # Limits are set before the filter, because the filter refuses the calls that set limits.
         confine.limit(request["limits"], tasks=settings["tasks"], cpu=not session)
-        # An error of `begin` is raised here and not earlier, because only now descriptor 2 is the stream from which the
-        # host reads the reason.
+        # An error of `begin` is raised only now, when descriptor 2 is the stream from which the host reads the reason.
         if isinstance(half, OSError):
             raise half
         if half is not None:
