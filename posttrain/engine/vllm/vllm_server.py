@@ -117,9 +117,12 @@ class VLLMServer(VLLMSampler):
 
     async def _generate(self, ids: list[int], parameters: Mapping[str, Any]) -> Any:
         """The server's answer to these tokens, by the adapter where there is one."""
-        body = {"token_ids": ids, "cache_salt": self._salt(), "sampling_params": parameters}
-        model = {} if self._adapter is None else {"model": self._adapter}
-        return await self._post("/inference/v1/generate", {**body, **model}, again=True)
+        body = {"token_ids": ids, "cache_salt": self._salt(), "sampling_params": parameters, **self._model()}
+        return await self._post("/inference/v1/generate", body, again=True)
+
+    def _model(self) -> dict[str, str]:
+        """The part of a request that names the adapter; without one the server answers by its base model."""
+        return {} if self._adapter is None else {"model": self._adapter}
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version` once this run's running turns have ended, or, with `inflight`, while they
