@@ -48,10 +48,8 @@ def no_held_out_task(groups: Sequence[Group], held: Mapping[Hashable, str], key:
 
 
 def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
-    """Finite tasks are used in a shuffled order: the first ones used are not the first of the file.
-
-    A shuffle gives that order by chance in at most 1 of 12! stages (2.1e-9).
-    """
+    """Finite tasks are used in a shuffled order: the first ones used are not the first of the file. A shuffle gives
+    that order by chance in at most 1 of 12! stages (2.1e-9)."""
     n = len(asked)
     # Fewer than 12 prompts come in the order of the file by chance too often. A source without end has no such order.
     if source.count is not None and 12 <= n <= source.count and list(asked) == [source.task(i).id for i in range(n)]:
@@ -138,10 +136,8 @@ WALK = 16
 
 
 class TaskCheck(Observer):
-    """Training tasks are not held out, are used once per visit, and not in the order of their file.
-
-    A filter reads raw outcomes.
-    """
+    """Training tasks are not held out, are used once per visit, and not in the order of their file. A filter reads raw
+    outcomes."""
 
     def __init__(self) -> None:
         self._held: Mapping[Hashable, str] = {}

@@ -58,10 +58,8 @@ class ResumeCheck(Observer):
 
 
 class OptimizerResumeCheck(Observer):
-    """A resumed stage that learns from data has an optimizer with its earlier state.
-
-    Its data are a function of the number of the step, so nothing else has to be remembered.
-    """
+    """A resumed stage that learns from data has an optimizer with its earlier state. Its data are a function of the
+    number of the step, so nothing else has to be remembered."""
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history

@@ -57,13 +57,9 @@ class BenchScore:
 
 
 def reward_bench(right: Mapping[str, Sequence[bool]]) -> BenchScore:
-    """RewardBench 1 (2403.13787), from whether each pair's chosen completion scores higher than the rejected one.
-
-    A section is the mean of its subsets' accuracies by weight, and the score the mean of the sections that have data.
-
-    Raises:
-        DataError: a subset is not one of the benchmark's, or there is no pair.
-    """
+    """RewardBench 1 (2403.13787), from whether each pair's chosen completion scores higher than the rejected one. A
+    section is the mean of its subsets' accuracies by weight, and the score the mean of the sections that have data.
+    Raises DataError: a subset is not one of the benchmark's, or there is no pair."""
     known = {subset for section in SECTIONS.values() for subset in section}
     if unknown := [s for s in right if s not in known]:
         raise DataError(f"RewardBench has no subset {unknown[0]!r}; {nearest(unknown[0], known)}")
@@ -114,22 +110,12 @@ class TiesPrompt:
 
 
 def ties(tied: Mapping[str, TiesPrompt], reference: Mapping[str, TiesPrompt]) -> BenchScore:
-    """RewardBench 2, the subset Ties: a weighted sum of five parts.
-
-    They are the accuracies on the tied and on the reference prompts (weight .30 each), the share of prompts whose gap
-    exceeds the spread (.20), the share whose smaller gap of both versions does (.20), and the mean of
-    tanh(smaller gap / spread - 1) (.01).
-
-    Where all correct completions have the same score, the last term takes its limit, 1 or -1 by the gap's sign, and 0
-    without a gap.
-
-    Args:
-        tied: prompts with several correct completions.
-        reference: the versions of the same prompts with one correct completion.
-
-    Raises:
-        DataError: one of them is empty, or they share no prompt.
-    """
+    """RewardBench 2, the subset Ties: a weighted sum of five parts. They are the accuracies on the tied and on the
+    reference prompts (weight .30 each), the share of prompts whose gap exceeds the spread (.20), the share whose
+    smaller gap of both versions does (.20), and the mean of tanh(smaller gap / spread - 1) (.01). Where all correct
+    completions have the same score, the last term takes its limit, 1 or -1 by the gap's sign, and 0 without a gap.
+    `tied`: prompts with several correct completions. `reference`: the versions of the same prompts with one correct
+    completion. Raises DataError: one of them is empty, or they share no prompt."""
     both = sorted(set(tied) & set(reference))
     if not both:
         raise DataError("RewardBench 2, Ties: no prompt is there in both versions, tied and reference")
@@ -178,16 +164,13 @@ class ProcessBenchScore:
 
     @staticmethod
     def of(truth: Sequence[int], found: Sequence[int]) -> ProcessBenchScore:
-        """The score of the indices that were `found`, given the true index of the first wrong step of each answer.
-
-        An index counts from 0; -1 says that no step is wrong.
+        """The score of the indices that were `found`, given the true index of the first wrong step of each answer. An
+        index counts from 0; -1 says that no step is wrong. Raises DataError: answers of one kind are missing, so that
+        there is no mean of the two.
 
         >>> score = ProcessBenchScore.of([1, 0, -1, -1], [1, 2, -1, -1])
         >>> score.erroneous, score.correct, round(score.f1, 4)
         (0.5, 1.0, 0.6667)
-
-        Raises:
-            DataError: answers of one kind are missing, so that there is no mean of the two.
         """
         pairs = list(zip(truth, found, strict=True))
         # The index must be the first wrong step itself; a later one counts as wrong.

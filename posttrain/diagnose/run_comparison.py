@@ -34,14 +34,10 @@ FIRST = (
 
 
 def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns for each run the settings in which some of the runs differ, the most important first.
-
-    A stage that one of the runs lacks is one setting. A setting that one of the runs lacks, such as a number of a piece
-    of the algorithm, is not listed apart where a setting above it differs: it is part of that one's value.
-
-    Args:
-        each: all settings of each run, by their paths.
-    """
+    """Returns for each run the settings in which some of the runs differ, the most important first. A stage that one of
+    the runs lacks is one setting. A setting that one of the runs lacks, such as a number of a piece of the algorithm,
+    is not listed apart where a setting above it differs: it is part of that one's value. `each`: all settings of each
+    run, by their paths."""
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
     partial = {n for entries in stages for n in entries if any(n not in other for other in stages)}
     # A stage that some runs lack is one setting: its kind and its steps.
@@ -201,13 +197,8 @@ def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
 
 
 def _compared_run(of: RunOutcome, stage: str | None) -> ComparedRun:
-    """A run with its last held-out measurement, or that of the named stage.
-
-    It is an evaluation of answers; without one the held-out loss, or the order of held-out pairs.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """A run with its last held-out measurement, or that of the named stage. It is an evaluation of answers; without one
+    the held-out loss, or the order of held-out pairs."""
     chosen = of.last
     if stage is not None:
         by_name = {s.name: s for s in of.stages}
@@ -319,9 +310,7 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
 
 def settings_of(run: Run) -> dict[str, str]:
     """The settings that make a kind of run, as text by their paths: without the seed and the settings of the machine.
-
-    Of an algorithm they have its name and its own choices, and not those of its parents.
-    """
+    Of an algorithm they have its name and its own choices, and not those of its parents."""
     out: dict[str, str] = {}
     for path, (_, value) in values(run).items():
         head, last = path.split(".")[0], path.split(".")[-1]
@@ -376,12 +365,9 @@ def _by_seed(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[in
 
 
 def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score | None:
-    """The difference of scores by seed, with Student's interval over seeds.
-
-    Where both groups have the same seeds it is the interval of the paired differences, else Welch's. None where a group
-    has one seed, or where all seeds give the same. The interval would be a point then, and claim to know what another
-    seed would give.
-    """
+    """The difference of scores by seed, with Student's interval over seeds. Where both groups have the same seeds it is
+    the interval of the paired differences, else Welch's. None where a group has one seed, or where all seeds give the
+    same. The interval would be a point then, and claim to know what another seed would give."""
     if min(len(first), len(other)) < 2:
         return None
     if first.keys() == other.keys():

@@ -185,12 +185,7 @@ def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, known: Mapping[str, Any]) -> StageOutcome:
-    """The outcome of one stage.
-
-    Args:
-        steps: its recorded steps.
-        known: what the newest checkpoint stores of it (`_state`).
-    """
+    """The outcome of one stage."""
     done = bool(known.get("done"))
     taken = max((s.index for s in steps), default=0)
     start = reading.start(stage)
@@ -271,11 +266,8 @@ def _updates(steps: Sequence[Step]) -> int:
 def _at_the_end(
     stage: Stage, steps: Sequence[Step], start: Measurement | None, end: Measurement | None
 ) -> Measurement | None:
-    """The measurement of the weights at the end of a stage.
-
-    Weights that no step changed since the last measurement are not evaluated again. So that measurement counts as one
-    of the stage's last step.
-    """
+    """The measurement of the weights at the end of a stage. Weights that no step changed since the last measurement are
+    not evaluated again. So that measurement counts as one of the stage's last step."""
     last, taken = end or start, max((s.index for s in steps), default=0)
     since = [s for s in steps if s.index > (end.step if end is not None else 0)]
     # A line without a count of updates does not show that nothing moved.
@@ -341,11 +333,9 @@ class _Reading:
         self._read: dict[tuple[str, int], Measurement] = {}
 
     def start(self, stage: Stage) -> Measurement | None:
-        """Returns a measurement of the weights that a stage started from; None if there is none.
-
-        It was made before the stage, at the end of the stage whose weights they are, or before another stage that
-        started from the same weights.
-        """
+        """Returns a measurement of the weights that a stage started from; None if there is none. It was made before the
+        stage, at the end of the stage whose weights they are, or before another stage that started from the same
+        weights."""
         # First its own measurement, then the end of the stage that it goes on from, then another stage's from the same
         # weights.
         if (stage.name, 0) in self.files:

@@ -52,9 +52,8 @@ def remote_run(name: str) -> Run:
 async def remote_rollout(
     url: str, options: EndpointOptions, environment: Environment, contract: Sampling, *, connections: int, seed: int
 ) -> AsyncIterator[tuple[Rollout, Sampling, RemoteModel]]:
-    """(rollout over the endpoint, the contract its episodes carry, the endpoint's model).
-
-    The connections are closed at the end of the block.
+    """(rollout over the endpoint, the contract its episodes carry, the endpoint's model). The connections are closed at
+    the end of the block.
 
     Raises:
         ConfigError: the endpoint has no such model, or cannot keep the contract.

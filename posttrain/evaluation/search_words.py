@@ -44,13 +44,11 @@ def asks_search(words: Sequence[str]) -> bool:
 
 
 def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]]:
-    """The request for searches that these words make, and the words that are about something else.
+    """The request for searches that these words make, and the words that are about something else. Raises ConfigError:
+    there is no such search or setting, or a value is wrong.
 
     >>> search_request(["search=beam.width=2,4", "seed=1"])[0].kinds[1:]
     (BeamSearch(aggregate='min', width=2, expand=4), BeamSearch(aggregate='min', width=4, expand=4))
-
-    Raises:
-        ConfigError: there is no such search or setting, or a value is wrong.
     """
     # A single answer is measured with every request: all gains are compared with it.
     kinds, settings, rest = [ONE], dict[str, str](), list[str]()

@@ -101,10 +101,8 @@ def _word(c: RunComparison) -> str:
 
 
 def _score(c: RunComparison, run: ComparedRun) -> Score:
-    """Returns the score by which a run is compared, as people read it.
-
-    Comparisons hold losses as negative numbers. Here a loss is positive again, and lower is better.
-    """
+    """Returns the score by which a run is compared, as people read it. Comparisons hold losses as negative numbers.
+    Here a loss is positive again, and lower is better."""
     score = run.measured.accuracy if c.what == "accuracy" else run.measured.reward
     return Score(-score.mean, -score.high, -score.low, score.prompts) if c.what == "loss" else score
 

@@ -24,10 +24,8 @@ def table(
     words: Collection[str],
     one_line: bool = False,
 ) -> Group:
-    """A table in the form of every table that a command prints.
-
-    It has no lines, so that it reads well in a log file, its title above it at the left, and two blanks between
-    columns.
+    """A table in the form of every table that a command prints. It has no lines, so that it reads well in a log file,
+    its title above it at the left, and two blanks between columns.
 
     Args:
         title: '' for none.
@@ -54,10 +52,8 @@ def lines_of(drawn: Group) -> list[str]:
 
 
 class PlainConsole(Console):
-    """A console without markup, emoji codes and automatic highlighting. Unprintable characters are escaped.
-
-    Our own words get a colour as `Text(word, style=...)`.
-    """
+    """A console without markup, emoji codes and automatic highlighting. Unprintable characters are escaped. Our own
+    words get a colour as `Text(word, style=...)`."""
 
     def __init__(self, **settings: Any) -> None:
         # force_jupyter: a notebook gets plain text too, and not the HTML that rich would write there.

@@ -51,10 +51,8 @@ async def shows_no_verdict(environment: Environment, judging: Judging, task: Tas
 
 
 async def _shown(environment: Environment, judging: Judging, task: Task) -> list[str]:
-    """All that the environment shows in a game in which every seat says the first verdict.
-
-    It is what the policy's seat is shown, then what the other seats are shown.
-    """
+    """All that the environment shows in a game in which every seat says the first verdict. It is what the policy's seat
+    is shown, then what the other seats are shown."""
     seats = environment.abilities.seats
     # The other seats answer by script too, so that the game ends without a model.
     others = {} if seats is None else {name: (judging.ends[0],) * len(turns) for name, turns in seats(task).items()}
@@ -77,10 +75,8 @@ def tail(count: int, total: int) -> float:
 
 
 def order_is_random(firsts: Sequence[bool]) -> None:
-    """InvariantError where the better side comes first too often or too seldom.
-
-    In a fair order that happens in at most one of a billion stages.
-    """
+    """InvariantError where the better side comes first too often or too seldom. In a fair order that happens in at most
+    one of a billion stages."""
     count = sum(firsts)
     if tail(count, len(firsts)) < CHANCE:
         raise InvariantError(
@@ -90,10 +86,8 @@ def order_is_random(firsts: Sequence[bool]) -> None:
 
 
 class JudgingCheck(Observer):
-    """Checks a stage that learns to judge, by imitation or by RL, before its first step.
-
-    No prompt may show the verdict, and the order of the sides must be random.
-    """
+    """Checks a stage that learns to judge, by imitation or by RL, before its first step. No prompt may show the
+    verdict, and the order of the sides must be random."""
 
     async def begin(self, roles: DataRoles[Any] | ReinforceRoles) -> None:
         environment = roles.environment if isinstance(roles, DataRoles) else roles.rollout.environment
@@ -113,13 +107,8 @@ class JudgingCheck(Observer):
 
 
 def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) -> None:
-    """The score of an answer is the mean of its recorded votes.
-
-    The votes must be about this answer. An answer without votes must have no score.
-
-    Raises:
-        InvariantError: otherwise.
-    """
+    """The score of an answer is the mean of its recorded votes. The votes must be about this answer. An answer without
+    votes must have no score."""
     verdict = next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return
@@ -151,11 +140,7 @@ def _counted(verdict: Verdict, rivals: Sequence[tuple[str, str]]) -> list[float]
 
 
 def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None:
-    """Every step of an answer has a score, and it is the mean of that step's recorded votes.
-
-    Raises:
-        InvariantError: otherwise.
-    """
+    """Every step of an answer has a score, and it is the mean of that step's recorded votes."""
     of_judge = [j for j in episode.verdicts if j.source == judge.name]
     if not of_judge or of_judge[0].verdict.state is not State.VALUE:
         return

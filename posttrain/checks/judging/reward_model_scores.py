@@ -48,11 +48,9 @@ def read_alone(episode: Episode) -> Packed:
 
 
 def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
-    """Returns the sequence that one reward model should read of an episode.
-
-    It is the episode's own tokens. A model with a tokenizer of its own reads the conversation as its chat template
-    writes it. None if the conversation cannot be written so, or is longer than the model's context.
-    """
+    """Returns the sequence that one reward model should read of an episode. It is the episode's own tokens. A model
+    with a tokenizer of its own reads the conversation as its chat template writes it. None if the conversation cannot
+    be written so, or is longer than the model's context."""
     if member.renderer is None:
         packed = read_alone(episode)
     else:
@@ -90,14 +88,9 @@ def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
 
 
 def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: str) -> float:
-    """The recorded score of an episode is that of its own tokens, read alone.
-
-    Returns the difference of the two scores, relative to the largest absolute score of the group.
-
-    Raises:
-        InvariantError: it is another score; or the difference is rounding, and is larger than the `resolution` that
-            the judge declares.
-    """
+    """The recorded score of an episode is that of its own tokens, read alone. Returns the difference of the two scores,
+    relative to the largest absolute score of the group. Raises InvariantError: it is another score; or the difference
+    is rounding, and is larger than the `resolution` that the judge declares."""
     verdict = verdict_of(judge, episode)
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return 0.0
@@ -140,11 +133,7 @@ def verdict_of(judge: RewardModelJudge, episode: Episode) -> Verdict | None:
 
 
 def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
-    """A head that reads the last token gives another score where that token is another one.
-
-    Raises:
-        InvariantError: the score does not depend on it.
-    """
+    """A head that reads the last token gives another score where that token is another one."""
     blank = member.blank
     # The blank token must be nowhere in the probe: transformers reads the head at the token before it. The first token
     # of the probe takes its place, or the next id of the vocabulary where that one is blank itself.
@@ -163,11 +152,7 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
 
 
 def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
-    """A reward model that a stage of this run trained has the weights that the stage kept, bit for bit.
-
-    Raises:
-        InvariantError: names the weights that differ.
-    """
+    """A reward model that a stage of this run trained has the weights that the stage kept, bit for bit."""
     saved = load_file(kept_folder(folder, member.stage) / WEIGHTS)
     # Only what the stage kept can be compared.
     loaded = {n: t for n, t in member.scorer.tensors().items() if n in saved}
@@ -181,11 +166,9 @@ def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
 
 
 class RewardModelCheck(Observer):
-    """Reward models that pay a policy score as they were trained.
-
-    Before the first step: each has the weights that were trained. At every step: one answer has the score of its own
-    tokens. At every `due` step: the weights have not changed.
-    """
+    """Reward models that pay a policy score as they were trained. Before the first step: each has the weights that were
+    trained. At every step: one answer has the score of its own tokens. At every `due` step: the weights have not
+    changed."""
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}

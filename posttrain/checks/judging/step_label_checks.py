@@ -39,14 +39,9 @@ def said(e: Episode) -> np.ndarray:
 
 
 def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]:
-    """The number of tokens up to the end of each step.
-
-    Every beginning of the text is decoded. A step ends with the first token that reaches the step's last character; the
-    last step ends with the last token, and so does a step that lies beyond the text.
-
-    Args:
-        lengths: characters up to the end of each step.
-    """
+    """The number of tokens up to the end of each step. Every beginning of the text is decoded. A step ends with the
+    first token that reaches the step's last character; the last step ends with the last token, and so does a step that
+    lies beyond the text. `lengths`: characters up to the end of each step."""
     # The border of a step may lie inside a token. The step then ends with the first token that reaches it.
     # U+FFFD at an end may stand for the bytes of a character that the next tokens complete.
     so_far = [len(text(ids[:n]).rstrip("\ufffd")) for n in range(len(ids) + 1)]
@@ -55,11 +50,7 @@ def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]
 
 
 def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
-    """The completions of a step go on from its end, and its label is how they were judged.
-
-    Raises:
-        InvariantError: names the step.
-    """
+    """The completions of a step go on from its end, and its label is how they were judged."""
     # The record has the words of the steps, and a label belongs to a token: the tokens are found again from the words.
     e, spoken = answer.episode, said(answer.episode)
     lengths = np.cumsum([len(s) for s in answer.steps]).tolist()
@@ -147,11 +138,7 @@ def _share(right: Sequence[bool], prover: int) -> float:
 
 
 def steps_are_as_judged(roles: RewardRoles, batch: Batch, judged: Sequence[Judgement]) -> None:
-    """The label of every step is at its last token, and no other token has one.
-
-    Raises:
-        InvariantError: names the completion and the token.
-    """
+    """The label of every step is at its last token, and no other token has one."""
     stage, label_M = roles.stage, batch[STEP]
     for s, j in enumerate(judged):
         assert isinstance(j, StepLabels)
@@ -213,11 +200,8 @@ def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgem
 
 
 def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
-    """The recorded scores of an answer's steps are those of its own tokens, read alone. Returns the largest difference.
-
-    Raises:
-        InvariantError: one is another score, or at another token.
-    """
+    """The recorded scores of an answer's steps are those of its own tokens, read alone. Returns the largest
+    difference."""
     recorded = [j for j in e.verdicts if j.source == judge.name]
     # Where a step has no score the answer failed or was abstained from, so there is nothing to compare.
     if not recorded or any(j.verdict.state is not State.VALUE for j in recorded):
@@ -251,10 +235,8 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
 
 
 def step_lengths(text: str, separator: str) -> list[int]:
-    """Characters up to the end of each step.
-
-    A blank piece belongs to the step before it. At the start of the text it belongs to the first step.
-    """
+    """Characters up to the end of each step. A blank piece belongs to the step before it. At the start of the text it
+    belongs to the first step."""
     out: list[int] = []
     at = 0
     for piece in text.split(separator):
@@ -268,11 +250,7 @@ def step_lengths(text: str, separator: str) -> list[int]:
 
 
 def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype: str) -> float:
-    """The recorded score of the answer is the aggregate of its steps' `scores`. Returns the difference.
-
-    Raises:
-        InvariantError: it is another score.
-    """
+    """The recorded score of the answer is the aggregate of its steps' `scores`. Returns the difference."""
     want = {
         "min": float(np.min(scores)),
         # The product is a sum of logarithms. A score of 0 has none, so it is raised to the least number that has.
@@ -291,10 +269,8 @@ def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype:
 
 
 class StepJudgeCheck(Observer):
-    """Process reward models that judge score as they were trained.
-
-    At every step: one answer's steps have the scores of its own tokens. At `due` steps: no weight has changed.
-    """
+    """Process reward models that judge score as they were trained. At every step: one answer's steps have the scores of
+    its own tokens. At `due` steps: no weight has changed."""
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}

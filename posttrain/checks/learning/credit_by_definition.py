@@ -190,10 +190,8 @@ def expected_credit(
 
 
 def alike(values: Sequence[float], terms: Sequence[float], resolution: float) -> bool:
-    """Returns whether numbers are equal up to rounding, which credit calls no spread.
-
-    They are if the largest exceeds the smallest by at most `resolution` times the largest sum of absolute terms.
-    """
+    """Returns whether numbers are equal up to rounding, which credit calls no spread. They are if the largest exceeds
+    the smallest by at most `resolution` times the largest sum of absolute terms."""
     in_order = sorted(values)
     return len(in_order) < 2 or in_order[-1] - in_order[0] <= resolution * max(terms)
 
@@ -213,10 +211,8 @@ def _resolution(e: Episode) -> float:
 
 
 def _rounding_size(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
-    """Returns the size that the rounding of an episode's credit is relative to, if siblings are not compared.
-
-    It is the sum of the terms of the reward, the largest credit, and twice the largest value.
-    """
+    """Returns the size that the rounding of an episode's credit is relative to, if siblings are not compared. It is the
+    sum of the terms of the reward, the largest credit, and twice the largest value."""
     # Under a value baseline credit is a difference of estimates, and its rounding is relative to them.
     values = [abs(float(v)) for part in s.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
     return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
@@ -427,10 +423,8 @@ def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float
 
 
 def _white(over: str, token_credit: list[np.ndarray], doubt: float) -> list[np.ndarray]:
-    """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1.
-
-    It is 0 everywhere if it spreads by at most `doubt`.
-    """
+    """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1. It is 0 everywhere if it spreads
+    by at most `doubt`."""
     spoken = [x for x in token_credit if len(x)]
     if not spoken:
         return token_credit

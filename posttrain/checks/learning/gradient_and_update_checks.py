@@ -55,16 +55,11 @@ gradients a shape it is off by up to .20 with 2 rows, .09 with 4, and .02 with 3
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
-    """Every trainable parameter that the log-probs depend on gets a gradient from them.
-
-    A training batch can give a parameter no gradient for good reasons: all returns are 0, one token is kept, an expert
-    is not chosen. So no batch is used here. The log-probs of a fixed sequence are differentiated. A parameter without
-    a gradient is moved a little. If that changes the log-probs, the parameter is cut off from the loss, which is an
-    error. A value head must get its gradient from the values.
-
-    Args:
-        ids: int32, the ids of the fixed sequence, at least two.
-    """
+    """Every trainable parameter that the log-probs depend on gets a gradient from them. A training batch can give a
+    parameter no gradient for good reasons: all returns are 0, one token is kept, an expert is not chosen. So no batch
+    is used here. The log-probs of a fixed sequence are differentiated. A parameter without a gradient is moved a
+    little. If that changes the log-probs, the parameter is cut off from the loss, which is an error. A value head must
+    get its gradient from the values. `ids`: int32, the ids of the fixed sequence, at least two."""
     packed = packed_text(ids)
     learner.train_mode(True)
     # A value head changes no log-prob, and a reward head is no part of the policy: only the rest must hear the
@@ -185,12 +180,8 @@ class StepGradients:
 
     @classmethod
     def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> StepGradients:
-        """The gradients of the step that the optimizer is about to take.
-
-        Args:
-            config: the stage's settings, whatever the optimizer was built with.
-            share: the share of the learning rate that the step uses.
-        """
+        """The gradients of the step that the optimizer is about to take. `config`: the stage's settings, whatever the
+        optimizer was built with. `share`: the share of the learning rate that the step uses."""
         # An optimizer from outside need not know of `share`, so it is passed only where it is not 1.
         trained, share_argument = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
@@ -281,12 +272,8 @@ class Update:
 
 
 def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
-    """The largest difference between a step and what was expected of it, over all elements that are checked.
-
-    Args:
-        after: what the optimizer updates, after the step.
-        state: the optimizer's state after the step.
-    """
+    """The largest difference between a step and what was expected of it, over all elements that are checked. `after`:
+    what the optimizer updates, after the step. `state`: the optimizer's state after the step."""
     worst = Update("", 0.0, 0.0)
     for name, expected in handed.expected.items():
         # In float64 on the host: the difference of two float32 weights must not be rounded again.
@@ -311,11 +298,7 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
 
 def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> float:
     """Distance of a step from the expected one, relative to the size of a full step, less what rounding explains.
-
-    Args:
-        step: float64, what the step added to the parameter.
-        old: float64, the parameter before the step.
-    """
+    `step`: float64, what the step added to the parameter. `old`: float64, the parameter before the step."""
     if expected.along:
         if not expected.size:
             return 0.0
@@ -349,10 +332,8 @@ def update_agrees(
 
 
 class UpdateCheck(Observer):
-    """Every parameter that matters gets a gradient and moves; a stage's first optimizer step is the configured one.
-
-    A step without credit may have nothing to check: the gradient of a KL term is 0 at the reference itself.
-    """
+    """Every parameter that matters gets a gradient and moves; a stage's first optimizer step is the configured one. A
+    step without credit may have nothing to check: the gradient of a KL term is 0 at the reference itself."""
 
     def __init__(self, *, moved: bool) -> None:
         self._moved = moved
@@ -385,10 +366,8 @@ class UpdateCheck(Observer):
         return None
 
     def _follow(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
-        """Compare a step with what was expected.
-
-        Each of several ranks compares its own rows, and all get the same gauges.
-        """
+        """Compare a step with what was expected. Each of several ranks compares its own rows, and all get the same
+        gauges."""
         # An error of one rank is raised on all: the others would wait at the next exchange.
         seen = merge(*of_every(roles.trainer.ranks, lambda: self._compare_rows(roles, handed, lr)))
         self._moved = self._moved or "canary/moved" in seen

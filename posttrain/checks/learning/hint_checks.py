@@ -23,11 +23,8 @@ SCORED_AGAIN = 4
 
 
 def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None:
-    """The task whose answer is the hint for an episode; None where no other answer of its group is right.
-
-    Args:
-        of: "answer": the hint is the task's own right answer. Else it is a right answer of another sibling.
-    """
+    """The task whose answer is the hint for an episode; None where no other answer of its group is right. With
+    `of="answer"` the hint is the task's own right answer, else a right answer of another sibling."""
     if of == "answer":
         return e.task
     # Never the episode's own answer: the teacher would be shown what it is to judge.
@@ -50,10 +47,8 @@ def teacher_scores(recorded: np.ndarray, alone: np.ndarray, bound: Gap, task: st
 
 
 class HintCheck(Observer):
-    """A teacher that is shown a hint scored the policy's answers, each behind the prompt with its own hint.
-
-    At `due` steps a few answers are rendered and scored again, alone.
-    """
+    """A teacher that is shown a hint scored the policy's answers, each behind the prompt with its own hint. At `due`
+    steps a few answers are rendered and scored again, alone."""
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         hint = roles.stage.algorithm.hint

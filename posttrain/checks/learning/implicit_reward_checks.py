@@ -24,12 +24,10 @@ COARSE = 0.2
 
 
 class ImplicitCheck(Observer):
-    """An implicit process reward model scores a step first, and then learns the outcomes of its answers.
-
-    In every step: it has taken no update between the step before and the scoring, and it learns the outcome of each
-    scored answer. At `due` steps: one answer's scores are those of its tokens alone, and the loss is the cross entropy
-    of the scores and the outcomes.
-    """
+    """An implicit process reward model scores a step first, and then learns the outcomes of its answers. In every step:
+    it has taken no update between the step before and the scoring, and it learns the outcome of each scored answer. At
+    `due` steps: one answer's scores are those of its tokens alone, and the loss is the cross entropy of the scores and
+    the outcomes."""
 
     def __init__(self) -> None:
         self._updates = 0
@@ -119,11 +117,9 @@ def outcomes_agree(batch: Batch, groups: Sequence[ScoredGroup]) -> None:
 
 
 def expected_loss(answers: Sequence[Scored], beta: float, noise: float) -> tuple[float, float]:
-    """(mean cross entropy of the scores and the outcomes, how far off rounding may put it).
-
-    The cross entropy changes by at most `beta` for a change of 1 in a token's log-prob, so `noise` in each token's
-    log-prob changes it by at most beta * noise * tokens.
-    """
+    """(mean cross entropy of the scores and the outcomes, how far off rounding may put it). The cross entropy changes
+    by at most `beta` for a change of 1 in a token's log-prob, so `noise` in each token's log-prob changes it by at most
+    beta * noise * tokens."""
     losses: list[float] = []
     for s in answers:
         # log-odds of a right answer: beta times the sum of log-ratios over the whole answer.

@@ -34,10 +34,8 @@ EPISODES, TOKENS = 6, 16
 
 def agrees_on_synthetic_batch(a: Algorithm) -> None:
     """On a synthetic batch the loss has the gradients of the algorithm's definition, if all its pieces are covered.
-
     Learner, start of the step, sampler and reference differ by up to a nat per token. Credit varies and has both signs.
-    So every bound of a trust region or a correction has tokens on both sides.
-    """
+    So every bound of a trust region or a correction has tokens on both sides."""
     batch, logp_M, value_M = _synthetic()
     points_uphill(a, batch, logp_M, value_M)
     on_policy = batch.having({MU: logp_M, START: logp_M})  # as every first step begins
@@ -61,11 +59,9 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
 
 
 def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray, least: int = 1) -> None:
-    """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely.
-
-    At least `least` tokens must move with their credit. The factor of a trust region is never negative, so this holds
-    for every algorithm, covered by `demand` or not.
-    """
+    """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely. At least
+    `least` tokens must move with their credit. The factor of a trust region is never negative, so this holds for every
+    algorithm, covered by `demand` or not."""
     clip = None if a.clip is None else a.clip.without_top()
     # All that may pull against the credit on purpose is taken out.
     alone = replace(

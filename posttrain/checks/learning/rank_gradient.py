@@ -52,13 +52,9 @@ def cotangent(logp: torch.Tensor) -> torch.Tensor:
 def silent_on_all_ranks(
     learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """Returns the names of the parameters of which no rank's rows get a gradient.
-
-    Every rank calls it with the same tokens and weighs its loss with 1 / ranks.
-
-    Raises:
-        InvariantError: on every rank, where the value head gets no gradient, or the gradients are not summed once.
-    """
+    """Returns the names of the parameters of which no rank's rows get a gradient. Every rank calls it with the same
+    tokens and weighs its loss with 1 / ranks. Raises InvariantError: on every rank, where the value head gets no
+    gradient, or the gradients are not summed once."""
     adapter = learner.policy.lora
     # PEFT treats the norm of DoRA as a constant. It moves with the weights, so their gradient is not exact.
     dora = adapter is not None and adapter.dora
@@ -91,14 +87,10 @@ def silent_on_all_ranks(
 def silent_in_parts(
     learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """Returns the names of the parameters of which some rank's part gets no gradient.
-
-    Where a part may rightly be unused (an expert), a parameter counts only if no rank's part gets one. Each rank
-    computes all tokens, and calls this with the same ones.
-
-    Raises:
-        InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
-    """
+    """Returns the names of the parameters of which some rank's part gets no gradient. Where a part may rightly be
+    unused (an expert), a parameter counts only if no rank's part gets one. Each rank computes all tokens, and calls
+    this with the same ones. Raises InvariantError: the value head gets no gradient, or the gradients of all parts are
+    not that of the log-probs."""
     # A mixture follows fixed experts: else a small move could change a choice, and log-probs would jump.
     learner, packed = _as_chosen(learner, packed)
     scores = learner.forward(packed)
@@ -123,10 +115,8 @@ def silent_in_parts(
 
 
 def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, Packed]:
-    """The learner and the batch with the experts fixed to those that the weights choose at present.
-
-    A small move of the weights then changes no choice. A model without experts is returned as it is.
-    """
+    """The learner and the batch with the experts fixed to those that the weights choose at present. A small move of the
+    weights then changes no choice. A model without experts is returned as it is."""
     routers = learner.routers()
     if routers is None:
         return learner, packed
@@ -156,10 +146,8 @@ def _of_logp(
 @contextmanager
 def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     """While it is open, computes what the gradient of each linear layer must be, from what goes in and what comes back.
-
     The pass inside must be of the same tokens on every rank. The result has this rank's rows of each gradient, in
-    float64, times the number of ranks.
-    """
+    float64, times the number of ranks."""
     wanted, hooks = dict[str, Tensor](), list[Any]()
 
     # `turned`: the weight is [in, out], as that of Conv1D.
@@ -199,14 +187,10 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 
 
 def products_agree(learner: ShardedLearner, gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """The gradient of each linear layer is the sum over ranks.
-
-    This takes the place of `summed_once` below float32, where its moves would be rounded away, and with DoRA, whose
-    gradient is not that of the log-probs. Embeddings and norms are cut and summed in the same way, and are not read.
-
-    Raises:
-        InvariantError: on every rank, where a gradient is not that sum, or no layer could be compared.
-    """
+    """The gradient of each linear layer is the sum over ranks. This takes the place of `summed_once` below float32,
+    where its moves would be rounded away, and with DoRA, whose gradient is not that of the log-probs. Embeddings and
+    norms are cut and summed in the same way, and are not read. Raises InvariantError: on every rank, where a gradient
+    is not that sum, or no layer could be compared."""
     products_here = {
         # <g, w> and <w, w> of this rank's rows; g is the gradient and w the wanted one. Their sums over ranks give the
         # share g / w.

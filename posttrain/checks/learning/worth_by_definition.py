@@ -22,14 +22,10 @@ def verdict_terms(e: Episode) -> list[float]:
 def implicit_worth(
     baseline: Any, i: int, mates: Sequence[int], samples: Sequence[tuple[int, Scored]]
 ) -> np.ndarray | None:
-    """The sum of implicit process rewards from each token to the end of answer `i`, each less the siblings' level.
-
-    An implicit reward is beta times the log-ratio of a token. The level is the mean over the other siblings of their
-    mean log-ratios. None where a sibling has no scores.
-
-    Args:
-        mates: the places in `samples` of the answer's group, its own included.
-    """
+    """The sum of implicit process rewards from each token to the end of answer `i`, each less the siblings' level. An
+    implicit reward is beta times the log-ratio of a token. The level is the mean over the other siblings of their mean
+    log-ratios. None where a sibling has no scores. `mates`: the places in `samples` of the answer's group, its own
+    included."""
     # One sibling without scores leaves the level of the others unknown.
     if any(IMPLICIT not in samples[j][1] or REFERENCE not in samples[j][1] for j in mates):
         return None

@@ -42,15 +42,9 @@ MOST = 0.01
 
 
 def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M: np.ndarray, dtype: str) -> Gauges:
-    """The noise band of a run at its first step, when both sides hold the same weights.
-
-    ConfigError if a trust region or a correction of `a` is narrower: if the noise alone clips more than `MOST` of the
-    tokens.
-
-    Args:
-        mu_M, learner_M: log-probs of the same tokens by sampler and learner.
-        sequence_M: the episode of each token, ascending.
-    """
+    """The noise band of a run at its first step, when both sides hold the same weights. ConfigError if a trust region
+    or a correction of `a` is narrower: if the noise alone clips more than `MOST` of the tokens. `mu_M`, `learner_M`:
+    log-probs of the same tokens by sampler and learner. `sequence_M`: the episode of each token, ascending."""
     if not len(mu_M):
         return {}
     # The log-ratio of learner to sampler, which would be 0 without rounding.
@@ -149,10 +143,8 @@ def reference_unmoved(reference: Reference) -> None:
 
 
 def keeps_caches(engine: object) -> bool:
-    """Returns whether turns go on under new weights over the caches of the old ones (engine.update=stale).
-
-    Their tokens then have log-probs of neither version. The gauge `engine/stale_gap` tells how far off these are.
-    """
+    """Returns whether turns go on under new weights over the caches of the old ones (engine.update=stale). Their tokens
+    then have log-probs of neither version. The gauge `engine/stale_gap` tells how far off these are."""
     return getattr(engine, "update", "") == "stale"
 
 
@@ -171,10 +163,8 @@ def no_distance_yet(
 
 
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
-    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled.
-
-    Tokens of other seats are in no mask; they are added to the count. What an opponent said is not this engine's.
-    """
+    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled. Tokens of other seats
+    are in no mask; they are added to the count. What an opponent said is not this engine's."""
     # What an opponent said, or a demonstration shows, this engine did not sample.
     played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if e.own]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
@@ -188,12 +178,9 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
 
 def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> None:
-    """Every spoken token was said by one of the promised versions of the weights.
-
-    The last promised version is the learner's; it is the only one if samples may not be older than the learner. With
-    `staleness=K` the promised versions are those of the learner at the beginning of this step and of the K steps before
-    it.
-    """
+    """Every spoken token was said by one of the promised versions of the weights. The last promised version is the
+    learner's; it is the only one if samples may not be older than the learner. With `staleness=K` the promised versions
+    are those of the learner at the beginning of this step and of the K steps before it."""
     now, others = promised[-1], sorted({*promised[:-1]} - {promised[-1]})
     # Tokens of demonstrations and of opponents have marks in the place of a version.
     known = {*promised, SHOWN, OPPOSED}
@@ -248,14 +235,11 @@ def _price_line(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
 
 
 def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
-    """The log-probs of a training pass, as they would be with the sampler's experts.
-
-    The learner of a mixture may choose other experts than the sampler. Then the change that this makes in its scores is
-    subtracted. Log-probs that agree with the sampler's anyway are returned as they are.
-
-    With `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is
-    compared with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's.
-    """
+    """The log-probs of a training pass, as they would be with the sampler's experts. The learner of a mixture may
+    choose other experts than the sampler. Then the change that this makes in its scores is subtracted. Log-probs that
+    agree with the sampler's anyway are returned as they are. With `router_replay=start` the minibatch has the learner's
+    choices in place of the sampler's. Then the pass is compared with the learner's scores alone, and `ExpertsCheck`
+    compares these with the sampler's."""
     follows, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
     may_differ = micro.routed_N is not None and (replays_start or follows is not roles.learner)

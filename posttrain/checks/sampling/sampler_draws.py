@@ -67,10 +67,8 @@ class CheckedDraws:
 
 
 def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
-    """The first `PROBED` spoken tokens from episode `first` on; None if there are none.
-
-    After the last episode of the list the first one follows.
-    """
+    """The first `PROBED` spoken tokens from episode `first` on; None if there are none. After the last episode of the
+    list the first one follows."""
     chosen: list[tuple[Episode, Segment, int]] = []
     tokens_left, packed_tokens = PROBED, 0
     # Around the end of the list: which episode comes first depends on the step's number alone.
@@ -109,10 +107,8 @@ def beginning(s: Segment, spoken: int) -> Segment:
 
 
 def uniforms(draws: CheckedDraws, seed: int, stream: str) -> np.ndarray:
-    """float64 [M]: the uniform random number of each token's place.
-
-    A place is (seed, stream, task, visit, sibling, turn) and the position in the turn.
-    """
+    """float64 [M]: the uniform random number of each token's place. A place is (seed, stream, task, visit, sibling,
+    turn) and the position in the turn."""
     out = np.zeros(len(draws.at_M))
     for segment, e in enumerate(draws.episodes):
         # A turn has random numbers of its own, so a longer turn before it moves nothing.
@@ -133,14 +129,10 @@ def drawn_again(
     noise: Callable[[], float],
     text: Callable[[np.ndarray], str],
 ) -> Gauges:
-    """The uniform of a token's place picks that token from the learner's distribution.
-
-    If log-probs differ by at most d, a cumulative probability F lies between F e^-d and F e^d, and 1 - F alike. First
-    d is `SURE`. If that is not enough, `noise` is measured.
-
-    Raises:
-        InvariantError: for the first token that another uniform, or another distribution, must have picked.
-    """
+    """The uniform of a token's place picks that token from the learner's distribution. If log-probs differ by at most
+    d, a cumulative probability F lies between F e^-d and F e^d, and 1 - F alike. First d is `SURE`. If that is not
+    enough, `noise` is measured. Raises InvariantError: for the first token that another uniform, or another
+    distribution, must have picked."""
     apart = SURE
     # The cheap bound first: noise is measured in float64, which costs a pass.
     if _picks_another(odds, uniform_M, apart).any():
@@ -161,10 +153,8 @@ def drawn_again(
 
 
 def _picks_another(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
-    """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`.
-
-    Where a bound is NaN it counts as another token.
-    """
+    """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`. Where a bound is NaN
+    it counts as another token."""
     # F e^-d <= F' <= F e^d, and the same of 1 - F: near 0 the first is the narrower, near 1 the second.
     least = np.maximum(odds.below_M * math.exp(-apart), 1 - (1 - odds.below_M) * math.exp(apart))
     most = np.minimum(odds.upto_M * math.exp(apart), 1 - (1 - odds.upto_M) * math.exp(-apart))
@@ -173,11 +163,9 @@ def _picks_another(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarra
 
 @dataclass
 class Bet:
-    """Stakes that grow only if something is wrong, one for each alternative.
-
-    Before the n-th factor, 1 / (n (n + 1)) is added to each stake, so that a fault that starts late is found too. All
-    that is ever added sums to 1. So the mean of the stakes exceeds 1 / alpha with probability at most alpha.
-    """
+    """Stakes that grow only if something is wrong, one for each alternative. Before the n-th factor, 1 / (n (n + 1)) is
+    added to each stake, so that a fault that starts late is found too. All that is ever added sums to 1. So the mean of
+    the stakes exceeds 1 / alpha with probability at most alpha."""
 
     stakes: tuple[float, ...] = ()
     """Logarithms."""
@@ -221,14 +209,10 @@ class Bets:
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
-    """Play one round for every token. The alternatives are sharper and flatter distributions.
-
-    The factor of an alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1). The divisor is the
-    largest mean the factor can have if the engine's log-probs differ from the learner's by at most `noise`.
-
-    Raises:
-        InvariantError: the stake exceeds 1 / `ALPHA`.
-    """
+    """Play one round for every token. The alternatives are sharper and flatter distributions. The factor of an
+    alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1). The divisor is the largest mean the
+    factor can have if the engine's log-probs differ from the learner's by at most `noise`. Raises InvariantError: the
+    stake exceeds 1 / `ALPHA`."""
     # The cap bounds what one token can prove. The divisor makes up for noise in the engine's log-probs.
     worth_MK = np.minimum(odds.log_ratio_MK, math.log(MOST)) - np.log1p(2 * odds.distance_MK * math.expm1(noise))
     for worth_K in worth_MK:
@@ -249,12 +233,10 @@ def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
 def bet_on_answers(
     bet: Bet, episodes: Sequence[Episode], first: int, odds: Callable[[Packed], Odds], noise: Callable[[Packed], float]
 ) -> Gauges:
-    """`bet_on_draws` on the tokens of `look`, up to the first episode in which a turn was cancelled.
-
-    The tokens of that turn are unknown, and they may be why it was cancelled: the time limit cuts long answers, not
-    short ones. Leaving such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a
-    turn. No factor is smaller, so the mean stays at most 1 whichever turns are cancelled.
-    """
+    """`bet_on_draws` on the tokens of `look`, up to the first episode in which a turn was cancelled. The tokens of that
+    turn are unknown, and they may be why it was cancelled: the time limit cuts long answers, not short ones. Leaving
+    such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a turn. No factor is
+    smaller, so the mean stays at most 1 whichever turns are cancelled."""
     in_order = (*episodes[first:], *episodes[:first])
     # The tokens of the cut turn are unknown, and with them everything that stands behind them in the order.
     cut = next((i for i, e in enumerate(in_order) if e.cut), None)
@@ -267,16 +249,11 @@ def bet_on_answers(
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
-    """Play one round for each pair of neighbouring siblings: a bet that they say the same.
-
-    The chance of that is at most p, the probability of the first one's answer. With p that probability and c the share
-    that is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c. An answer with a probability above a
-    half is not bet on. Of an answer that broke or was cut, the known tokens count: an equal answer has at least these.
-    An empty answer is not bet on.
-
-    Raises:
-        InvariantError: the stake exceeds 1 / `ALPHA`.
-    """
+    """Play one round for each pair of neighbouring siblings: a bet that they say the same. The chance of that is at
+    most p, the probability of the first one's answer. With p that probability and c the share that is bet, the factor
+    is 1 + c (1 - p) / p if they are equal, else 1 - c. An answer with a probability above a half is not bet on. Of an
+    answer that broke or was cut, the known tokens count: an equal answer has at least these. An empty answer is not bet
+    on. Raises InvariantError: the stake exceeds 1 / `ALPHA`."""
     for g in groups[:GROUPS]:
         # Neighbours only: given all answers before it, the next one equals its neighbour with that one's probability.
         # Whether further pairs are equal would follow from these.
@@ -302,12 +279,9 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
 
 
 class DrawsCheck(Observer):
-    """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step.
-
-    Where samples may be older than the learner, draws are tested in the first step alone, and then by `ProbeCheck` and
-    `FreshCheck`.
-    With oversampling nothing is bet: which answers are kept then depends on their lengths.
-    """
+    """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step. Where
+    samples may be older than the learner, draws are tested in the first step alone, and then by `ProbeCheck` and
+    `FreshCheck`. With oversampling nothing is bet: which answers are kept then depends on their lengths."""
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets
@@ -327,10 +301,8 @@ class DrawsCheck(Observer):
                 return None
 
     def _test(self, roles: ReinforceRoles, e: Experience) -> Gauges:
-        """Test draws of the first groups, whose number is fixed.
-
-        How many further groups are played, and which ones pass the filter, depends on the answers.
-        """
+        """Test draws of the first groups, whose number is fixed. How many further groups are played, and which ones
+        pass the filter, depends on the answers."""
         episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
         if roles.stage.oversample and not roles.sync.sampler.draws_by_place:
             return {}
@@ -344,11 +316,8 @@ def _is_tested(most_behind: int, index: int) -> bool:
 
 
 def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode], first: int, stream: str) -> Gauges:
-    """Test draws of the learner's own weights, from episode `first` on.
-
-    Draws are repeated, or bet on where the engine does not draw by place. `stream` is that of the episodes' random
-    numbers.
-    """
+    """Test draws of the learner's own weights, from episode `first` on. Draws are repeated, or bet on where the engine
+    does not draw by place. `stream` is that of the episodes' random numbers."""
     dtype, learner = roles.run.model.dtype, as_sampled(roles.learner)
     if roles.sync.sampler.draws_by_place:
         if (draws := look(episodes, first)) is None:

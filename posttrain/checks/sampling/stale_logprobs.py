@@ -31,14 +31,10 @@ from posttrain.system.errors import InvariantError
 
 
 def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -> list[Segment]:
-    """Segments with tokens of `version`, as many as a check reads.
-
-    Segments that other weights began come first: their caches were made by those weights, so they are most at risk.
-
-    Args:
-        version: that of the weights that the learner has at present.
-        stale: caches are kept on purpose (engine.update=stale). Then segments that other weights began are left out.
-    """
+    """Segments with tokens of `version`, as many as a check reads. Segments that other weights began come first: their
+    caches were made by those weights, so they are most at risk. `version`: that of the weights that the learner has at
+    present. `stale`: caches are kept on purpose (engine.update=stale). Then segments that other weights began are left
+    out."""
     mixed, pure = list[Segment](), list[Segment]()
     # Mixed ones were begun by other weights: their caches are what may be wrong.
     for s in (s for g in groups for e in g.episodes if e.own for s in e.segments):
@@ -56,10 +52,8 @@ def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -
 
 
 def start_is_the_learner(batch: Batch, learner_M: np.ndarray, dtype: str, exact: Exact) -> None:
-    """The stream `START`, which a proximal ratio divides by, has the learner's own log-probs.
-
-    It is called before the step's first optimizer step.
-    """
+    """The stream `START`, which a proximal ratio divides by, has the learner's own log-probs. It is called before the
+    step's first optimizer step."""
     gap = Gap.of(batch[START], learner_M)
     bound = allowed(dtype, gap, learner_M, exact, batch.sampling.temperature)
     if not gap.within(bound):
@@ -72,10 +66,8 @@ def start_is_the_learner(batch: Batch, learner_M: np.ndarray, dtype: str, exact:
 
 
 class FreshCheck(Observer):
-    """Tokens of groups asked ahead agree with the learner while it still has the weights that said them; draws too.
-
-    In the first 16 steps and in every eighth later one, and wherever a turn went on under new weights.
-    """
+    """Tokens of groups asked ahead agree with the learner while it still has the weights that said them; draws too. In
+    the first 16 steps and in every eighth later one, and wherever a turn went on under new weights."""
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets
@@ -143,11 +135,9 @@ PROBE = Task("probe of the checks", "")
 
 
 class ProbeCheck(Observer):
-    """Samples a few turns after each push, and compares them with the learner before its weights change again.
-
-    The learner does not wait for them, so where the engine is busy a step may pass without. With `deterministic=true`
-    it waits, because what a run computes may not depend on time.
-    """
+    """Samples a few turns after each push, and compares them with the learner before its weights change again. The
+    learner does not wait for them, so where the engine is busy a step may pass without. With `deterministic=true` it
+    waits, because what a run computes may not depend on time."""
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets

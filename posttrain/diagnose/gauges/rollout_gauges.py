@@ -1,4 +1,4 @@
-"""Gauges of what was played in a step, words about what could not be judged, and definitions of held-out gauges."""
+"""Gauges of what was played in a step, and words about what could not be judged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from posttrain.core.measure.right import Grades, Right
 from posttrain.core.scored import Credit
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import State, failed, figure_failed
-from posttrain.diagnose.gauges.gauge_definition import Definition
 
 
 def components(episodes: Sequence[Episode]) -> Gauges:
@@ -40,10 +39,8 @@ def components(episodes: Sequence[Episode]) -> Gauges:
 
 
 def ages(behind: np.ndarray, most: int) -> Gauges:
-    """Gauges of by how many steps each token is older than the weights that learn from it.
-
-    They are the mean and, where samples may be up to `most` steps older, the largest and the share of each number.
-    """
+    """Gauges of by how many steps each token is older than the weights that learn from it. They are the mean and, where
+    samples may be up to `most` steps older, the largest and the share of each number."""
     out = {"rollout/versions_behind": Gauge.of(behind)}
     if not most or not len(behind):
         return out
@@ -63,10 +60,8 @@ def _lengths(credit: Credit, experience: Experience) -> Gauge:
 
 
 def _solved(episodes: Sequence[Episode]) -> Gauge:
-    """The share of right answers. An answer's figure is what is measured, or its reward where nothing is.
-
-    Nothing is counted where outcomes are grades and no right one is named: rules that read it are about pass and fail.
-    """
+    """The share of right answers. An answer's figure is what is measured, or its reward where nothing is. Nothing is
+    counted where outcomes are grades and no right one is named: rules that read it are about pass and fail."""
     judged = [e for e in episodes if e.figure is not None]
     right = judged[0].right if judged else Right()
     # Outcomes that are not all 0 and 1 have no share of right ones, unless the user names what is right.
@@ -117,10 +112,8 @@ def rollout_gauges(experience: Experience, credit: Credit) -> Gauges:
 
 
 def unjudged_words(played: Sequence[Group]) -> str:
-    """Returns in words which episodes could not be judged and why; '' where all were judged.
-
-    For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
-    """
+    """Returns in words which episodes could not be judged and why; '' where all were judged. For example "2 failed:
+    mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score"."""
     episodes = [e for g in played for e in g.episodes]
     broken = [failed(e.verdicts) or figure_failed(e.verdicts) for e in episodes]
     # What is measured has a figure even where no reward is paid.
@@ -143,55 +136,3 @@ def failures(played: Sequence[Group]) -> dict[str, tuple[int, str]]:
                     count, why = out.get(name, (0, j.verdict.why))
                     out[name] = (count + 1, why)
     return out
-
-
-EVALUATION: dict[str, Definition] = {
-    "eval/accuracy": Definition(
-        "share of answers to held-out tasks that are right (env.right), sampled: pass@1; not of grades that tell none",
-        "share",
-        "rises",
-    ),
-    "eval/reward": Definition(
-        "mean raw outcome on held-out tasks, sampled; it leads where outcomes are not 0 and 1", "reward", "rises"
-    ),
-    "eval/proxy": Definition(
-        "mean of what is paid on held-out tasks, where something else is measured (env.measured)",
-        "reward",
-        "rises with eval/reward; alone: the reward is exploited",
-    ),
-    "eval/greedy": Definition("share of held-out tasks whose argmax answer is right", "share", "rises"),
-    "eval/greedy_reward": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
-    "eval/unjudged": Definition("held-out episodes without a reward: failed and abstained", "episodes", "0"),
-    "eval/failed": Definition("held-out episodes that a source failed to judge", "episodes", "0"),
-    "eval/abstained": Definition("held-out episodes about which every source abstained", "episodes", "as meant"),
-    "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
-    "eval/truncated": Definition(
-        "share of held-out episodes cut off by a limit on tokens or time, or by the context", "share", "< 0.1"
-    ),
-    "eval/pass_at_K": Definition(
-        "unbiased estimate of P(at least one of K samples of a held-out task solves it)",
-        "share",
-        "rises; far above accuracy: RL has room",
-    ),
-    "eval/first_chosen": Definition(
-        "share of a judge's verdicts on held-out pairs, each in both orders, that name the first side",
-        "share",
-        "0.5; away from it: position bias",
-    ),
-    "eval/length_bias": Definition(
-        "share of a judge's verdicts that name the longer side, minus the share of pairs in which it is the better one",
-        "share",
-        "0; above it: length pays",
-    ),
-    "eval/both_orders": Definition(
-        "share of held-out pairs that a judge judges right in both orders", "share", "rises; at most the accuracy"
-    ),
-    "eval/unread": Definition("share of a judge's held-out answers without a verdict that can be read", "share", "0"),
-    "heldout/loss": Definition(
-        "mean negative log-prob of a learned token in the demonstrations of held-out tasks",
-        "nats",
-        "falls; rising while sft/loss falls: the rows are learned by heart",
-    ),
-    "heldout/perplexity": Definition("exp of heldout/loss", "tokens", "falls"),
-    "eval/metric/NAME": Definition("the same on held-out tasks", "its own", "its own"),
-}

@@ -42,10 +42,8 @@ def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePrefe
 
 
 def _still(steps: Sequence[Step]) -> bool:
-    """Returns whether these steps were measured and changed nothing that the policy says.
-
-    A policy that is certain of every token, as under top_k=1, does not change, while its values may still learn.
-    """
+    """Returns whether these steps were measured and changed nothing that the policy says. A policy that is certain of
+    every token, as under top_k=1, does not change, while its values may still learn."""
     # Where it was not measured nothing is known, so it does not count as still.
     return not any(known(steps, "policy/kl_step") or (1.0,))
 

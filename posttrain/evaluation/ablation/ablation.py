@@ -219,11 +219,8 @@ class _Step:
     def _evaluate(
         self, a: Algorithm, own: tuple[Gradient, float] | None
     ) -> tuple[AblationRow, Gradient, Credit, Gauges]:
-        """One algorithm on this step, with what its row was made of.
-
-        Args:
-            own: the gradient of the run's own algorithm and its norm; None for that algorithm itself.
-        """
+        """One algorithm on this step, with what its row was made of. `own`: the gradient of the run's own algorithm and
+        its norm; None for that algorithm itself."""
         credit, total = self._credit(a)
         warming = self._warming(a)
         gradient, parts = Gradient({}, {}, 0.0, 0), list[Gauges]()
@@ -257,10 +254,8 @@ class _Step:
         return a is self.own and self.warming
 
     def _ema(self, a: Algorithm) -> tuple[float, Mapping[str, float]]:
-        """The moving baselines before this step: of all tasks, and of each source.
-
-        They are from the checkpoint, or recomputed from all earlier recorded steps.
-        """
+        """The moving baselines before this step: of all tasks, and of each source. They are from the checkpoint, or
+        recomputed from all earlier recorded steps."""
         if not a.baseline.moving or (a is self.own and self.remembered):
             return self.memory.ema, self.memory.emas
         # A moving baseline is replayed from the first step on, because each step moved it.

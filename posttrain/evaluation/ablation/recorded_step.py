@@ -108,10 +108,8 @@ def recorded_steps(folder: Path, run: Run, stage: Reinforce) -> list[int]:
 
 
 def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, checkpoint: str | None) -> RecordedStep:
-    """One step with its episodes and weights.
-
-    Without `index` it is the last step whose starting weights are in the folder, or else the last step.
-    """
+    """One step with its episodes and weights. Without `index` it is the last step whose starting weights are in the
+    folder, or else the last step."""
     steps = recorded_steps(folder, run, stage)
     if index is not None and index not in steps:
         closest = min(steps, key=lambda i: abs(i - index))
@@ -195,12 +193,8 @@ def _named(folder: Path, known: Sequence[Weights], name: str) -> Weights:
 
 
 def rebuild(records: Sequence[Recorded], *, shown: bool, top: int) -> tuple[Group, ...]:
-    """The step's groups as the rollout returned them.
-
-    Args:
-        shown: keep demonstrated siblings.
-        top: how many of the sampler's most probable tokens to keep per token.
-    """
+    """The step's groups as the rollout returned them. `shown`: keep demonstrated siblings. `top`: how many of the
+    sampler's most probable tokens to keep per token."""
     groups: list[Group] = []
     for _, of_prompt in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
         episodes = list(of_prompt)

@@ -41,14 +41,8 @@ because transformers holds the head in them too."""
 
 
 def certify_scores(policy: Policy, written: Path, made: str, identity: str, checkpoint: str) -> ExportCertificate:
-    """Read a written reward model back and compare its scores with those of the policy's own head.
-
-    Args:
-        made: what was written, for the certificate.
-
-    Raises:
-        DataError: it cannot be read back at all.
-    """
+    """Read a written reward model back and compare its scores with those of the policy's own head. `made`: what was
+    written, for the certificate. Raises DataError: it cannot be read back at all."""
     began = time.perf_counter()
     segments = sequences(policy)
     packed = Packed.of(segments)
@@ -118,10 +112,8 @@ def sequences(policy: Policy) -> list[Segment]:
 
 @torch.no_grad()
 def _by_transformers(written: Path, segments: list[Segment], policy: Policy) -> tuple[Any, dict[str, np.ndarray]]:
-    """(the model, its scores by the side of the padding).
-
-    Models that take positions get those that the tokens have without padding.
-    """
+    """(the model, its scores by the side of the padding). Models that take positions get those that the tokens have
+    without padding."""
     with quiet():
         module: Any = AutoModelForSequenceClassification.from_pretrained(written, dtype=policy.dtype)
         tokenizer: Any = AutoTokenizer.from_pretrained(written)

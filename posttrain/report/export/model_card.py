@@ -60,12 +60,9 @@ FEW_BITS = (
 def model_card(
     folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False, links: Sequence[LineageLink] = ()
 ) -> str:
-    """The README.md of the model that a checkpoint of a run folder holds.
-
-    Args:
-        ema: whether the model has the moving averages of the weights. Then measurements of the weights are left out.
-        links: those of the lineage record beside the card.
-    """
+    """The README.md of the model that a checkpoint of a run folder holds. `ema`: whether the model has the moving
+    averages of the weights. Then measurements of the weights are left out. `links`: those of the lineage record beside
+    the card."""
     file = run_file(folder)
     run = file.run
     stage, step = stage_of(run, checkpoint)

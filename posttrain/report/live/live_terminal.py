@@ -33,13 +33,8 @@ LINES_A_SECOND, TABLES_A_SECOND = 10, 4
 
 
 class RoleProgress(Progress):
-    """The live line, with the table of roles below it.
-
-    A thread of its own draws both, so the table goes on while the learner computes.
-
-    Args:
-        roles: None: there is no table.
-    """
+    """The live line, with the table of roles below it. A thread of its own draws both, so the table goes on while the
+    learner computes. `roles`: None: there is no table."""
 
     def __init__(self, columns: tuple[ProgressColumn, ...], console: PlainConsole, roles: RoleWatch | None) -> None:
         self._roles = roles

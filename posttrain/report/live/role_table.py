@@ -20,13 +20,8 @@ COLUMNS = ("role", "does", "holds", "tokens in flight", "for", "idle", "")
 
 @dataclass
 class RoleWatch:
-    """Reads what the roles of one stage do at present.
-
-    Nothing that it reads waits for the event loop. So a thread that draws may ask it, also while the learner computes.
-
-    Args:
-        clock: that of the stage.
-    """
+    """Reads what the roles of one stage do at present. Nothing that it reads waits for the event loop. So a thread that
+    draws may ask it, also while the learner computes. `clock`: that of the stage."""
 
     pool: EnginePool
     parts: RunParts
